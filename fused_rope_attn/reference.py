@@ -1,0 +1,194 @@
+"""Eager PyTorch attention with rotary position embedding: the semantics that every kernel is held to.
+
+Runs on any device, in any floating dtype (float64 included, for `gradcheck` and for the tolerances), is differentiable,
+traces under `torch.compile` and never synchronises with the device. It materialises the score matrix: it is an oracle
+and a fallback, not a fast path.
+
+Symbols: B batch, HQ/HKV query/key-value heads, NQ/NK query/key lengths, D head dim, R rotary dim, S table rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+__all__ = ["attend", "attention", "normalise_tables", "query_rows", "rotate", "visible_range"]
+
+
+def normalise_tables(cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Bring tables of any accepted form to (1|B, S, R/2). Views only: strides change, nothing is copied.
+
+    `cos`, `sin`: (S, R/2), (S, R), or either with a leading 1 or B. A full-width table holds each angle twice, the way
+    the layout pairs columns: [c, c] for halves, [c0, c0, c1, c1, ...] for `interleaved`. Idempotent.
+    """
+
+    def normalise(table: Tensor) -> Tensor:
+        if table.ndim == 2:
+            table = table.unsqueeze(0)
+        if table.shape[-1] == rotary_dim:
+            table = table[..., ::2] if interleaved else table[..., : rotary_dim // 2]
+        return table
+
+    return normalise(cos), normalise(sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inverse: bool = False) -> Tensor:
+    """Rotate the first R columns of `x` (..., N, D); columns R..D pass through. Returns a new tensor in x's dtype.
+
+    `cos`, `sin`: (..., N, R/2), broadcastable against x's leading dimensions. Computed in float32 (float64 when x or a
+    table is float64) and rounded once. `inverse` rotates by the negative angle, which is the transpose: the inverse
+    only where cos^2 + sin^2 = 1. Pairs are (x[i], x[i + R/2]), or (x[2i], x[2i+1]) when `interleaved` (RoFormer,
+    arXiv:2104.09864, equation 34).
+    """
+    wide = torch.float64 in (x.dtype, cos.dtype, sin.dtype)
+    compute_dtype = torch.float64 if wide else torch.float32
+    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
+    if inverse:
+        sin = -sin
+    rotary_dim = 2 * cos.shape[-1]
+    turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
+    pairs = "... (i two) -> two ... i" if interleaved else "... (two i) -> two ... i"
+    x1, x2 = rearrange(turning.to(compute_dtype), pairs, two=2)
+    back = "two ... i -> ... (i two)" if interleaved else "two ... i -> ... (two i)"
+    turned = rearrange(torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), back).to(x.dtype)
+    return torch.cat((turned, passing), dim=-1) if rotary_dim < x.shape[-1] else turned
+
+
+def visible_range(
+    len_q: int,
+    len_k: int,
+    causal: bool,
+    *,
+    window: tuple[int, int] | None = None,
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    device: torch.device | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For every query: its position, and the keys [low, high) that it sees. Three int64 tensors (1|B, NQ).
+
+    Every mask of the contract is an interval of keys, so that the bounds say everything: a row is dead where
+    low >= high. Queries are aligned with the end of the keys (position L - NQ + i, where L is kv_lens or NK); one
+    before position 0 has no table row and is dead.
+    """
+    index = torch.arange(len_q, device=device)
+    # A length beyond the keys that exist is clamped: the result stays defined without asking the device.
+    length = kv_lens.long().clamp(0, len_k).unsqueeze(1) if kv_lens is not None else len_k
+    position = (length - len_q + index).expand(1 if kv_lens is None else kv_lens.shape[0], len_q)
+    low, high = torch.zeros_like(position), torch.zeros_like(position) + length
+    if kv_starts is not None:
+        low = low + kv_starts.long().clamp(min=0).unsqueeze(1)
+        position, high = position.expand_as(low), high.expand_as(low)
+    if window is not None and window[0] >= 0:
+        low = torch.maximum(low, position - window[0])
+    if window is not None and window[1] >= 0:
+        high = torch.minimum(high, position + window[1] + 1)
+    if causal:
+        high = torch.minimum(high, position + 1)
+    return position, low, torch.where(position < 0, 0, high)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    low: Tensor,
+    high: Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
+
+    Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q), not differentiable.
+    Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
+    of a group are folded into the rows.
+    """
+    softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    heads_kv, len_q, len_k = k.shape[1], q.shape[2], k.shape[2]
+    rows = {"g": q.shape[1] // heads_kv, "n": len_q}  # both are given: einops cannot divide by an empty length
+    dead = (low >= high)[:, None, :, None]
+    key = torch.arange(len_k, device=q.device)
+    visible = ((key >= low.unsqueeze(-1)) & (key < high.unsqueeze(-1))).unsqueeze(1)  # (1|B, 1, NQ, NK)
+
+    # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
+    q = q.masked_fill(dead, 0)
+    # Under autocast the dtypes are the caller's choice already: no product here may be cast a second time.
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
+        scores = torch.matmul(grouped, k.transpose(-1, -2)).to(softmax_dtype) * softmax_scale
+        scores = rearrange(scores, "b h (g n) m -> b (h g) n m", **rows)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        # Dead rows get finite scores, so that the softmax and its gradient stay finite; their weights are zeroed below.
+        scores = scores.masked_fill(~visible, float("-inf")).masked_fill(dead, 0.0)
+        if sinks is not None:
+            logit = rearrange(sinks.to(softmax_dtype), "h -> 1 h 1 1").expand(q.shape[0], -1, len_q, 1)
+            scores = torch.cat((scores, logit), dim=-1)
+        weights = F.softmax(scores, dim=-1)[..., :len_k].masked_fill(dead, 0.0).to(q.dtype)
+        weights = rearrange(weights, "b (h g) n m -> b h (g n) m", h=heads_kv)
+        o = rearrange(torch.matmul(weights, v), "b h (g n) d -> b (h g) n d", **rows)
+    o = o.masked_fill(dead, 0)  # also stops a NaN in `do` of a dead row
+    lse = torch.logsumexp(scores.detach(), dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
+    return o, lse
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float,
+    rotary_dim: int,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
+
+    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form `normalise_tables` takes.
+    Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
+    includes the sink where there is one and is not differentiable.
+
+    Rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row without a visible
+    key gives o = 0, lse = -inf and gradients 0. Whatever stands in k and v outside [kv_starts, kv_lens), NaN included,
+    reaches neither the output nor a gradient.
+    """
+    len_q, len_k = q.shape[2], k.shape[2]
+    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
+    position, low, high = visible_range(
+        len_q, len_k, causal, window=window, kv_starts=kv_starts, kv_lens=kv_lens, device=q.device
+    )
+    if kv_starts is not None or kv_lens is not None:
+        key = torch.arange(len_k, device=q.device)
+        absent = _absent_keys(key, kv_starts, kv_lens)[:, None, :, None]
+        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    k_rot = rotate(k, cos[:, None, :len_k], sin[:, None, :len_k], interleaved=interleaved)
+    q_rot = rotate(q, *query_rows(cos, sin, position), interleaved=interleaved)
+    return attend(q_rot, k_rot, v, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+
+
+def _absent_keys(key: Tensor, kv_starts: Tensor | None, kv_lens: Tensor | None) -> Tensor:
+    """True (B, NK) for the keys outside [kv_starts, kv_lens)."""
+    before = key < kv_starts.unsqueeze(1) if kv_starts is not None else None
+    after = key >= kv_lens.unsqueeze(1) if kv_lens is not None else None
+    if before is None:
+        return after
+    return before if after is None else before | after
+
+
+def query_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The table rows of the queries, (1|B, 1, NQ, R/2). A dead query takes row 0, or ones where the table is empty."""
+    if cos.shape[1] == 0:
+        cos, sin = F.pad(cos, (0, 0, 0, 1), value=1.0), F.pad(sin, (0, 0, 0, 1))
+    rows = position.clamp(min=0)
+    if rows.shape[0] == 1:
+        return cos[:, rows[0]].unsqueeze(1), sin[:, rows[0]].unsqueeze(1)
+    batch = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) if cos.shape[0] > 1 else 0
+    return cos[batch, rows].unsqueeze(1), sin[batch, rows].unsqueeze(1)

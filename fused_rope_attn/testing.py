@@ -1,0 +1,425 @@
+"""Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share.
+
+The tolerance is an error budget taken from eager PyTorch's own distance to float64, on the whole tensor and on every
+row (one batch, head, position). The row rule is the one that sees rotary bugs: a table shifted by one in the last
+rows, or one key dropped for them, passes any rule on the whole tensor.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_rope_attn import reference
+
+__all__ = [
+    "Case",
+    "Comparison",
+    "Inputs",
+    "Results",
+    "compare",
+    "make_inputs",
+    "poison_empty",
+    "run_op",
+    "run_reference",
+]
+
+LAYOUTS = ("bnhd", "bhnd", "odd", "expanded")
+TABLES = ("rope", "yarn", "random")
+
+# Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
+_BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+# The float32 noise of what should be zero: two sums of one row's products, in another order, for inputs of order 1.
+_ZERO = 2.0**-20
+# torch.empty of more elements is left as it is: poisoning would make the pages of a sparse allocation real.
+_POISON_LIMIT = 1 << 28
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: sizes, features, and how its tensors lie in memory. `head_dim` D, `rotary_dim` R (None: R = D)."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    causal: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    dtype: torch.dtype = torch.float16
+    softmax_scale: float | None = None
+    tables: str = "rope"  # "yarn": interpolated and scaled, not unit-norm; "random": not a rotation at all
+    table_dtype: torch.dtype = torch.float32
+    table_batch: bool = False  # (B, S, W) tables, another angle in every batch
+    full_width: bool = False  # every angle twice: width R instead of R/2
+    layout: str = "bnhd"  # "bhnd": contiguous; "odd": unaligned, odd strides; "expanded": one batch, stride 0
+    extra_rows: int = 0  # table rows beyond len_k
+    seed: int = 0
+
+    @property
+    def rotary(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def name(self) -> str:
+        """Sizes, then only what differs from the defaults: `B2 H4/2 N63x100 D64 causal fp16 R=16 interleaved`."""
+        heads = f"{self.heads_q}/{self.heads_kv}" if self.heads_q != self.heads_kv else f"{self.heads_q}"
+        length = f"{self.len_q}x{self.len_k}" if self.len_q != self.len_k else f"{self.len_q}"
+        words = [f"B{self.batch} H{heads} N{length} D{self.head_dim}", "causal" if self.causal else "full"]
+        words.append(_SHORT[self.dtype])
+        if self.rotary_dim is not None:
+            words.append(f"R={self.rotary_dim}")
+        if self.interleaved:
+            words.append("interleaved")
+        if self.softmax_scale is not None:
+            words.append(f"scale={self.softmax_scale:g}")
+        if self.tables != "rope":
+            words.append(self.tables)
+        if self.table_dtype != torch.float32:
+            words.append(f"{_SHORT[self.table_dtype]}-tables")
+        if self.table_batch:
+            words.append("per-batch")
+        if self.full_width:
+            words.append("full-width")
+        if self.layout != "bnhd":
+            words.append(self.layout)
+        if self.extra_rows:
+            words.append(f"S=NK+{self.extra_rows}")
+        if self.seed:
+            words.append(f"seed={self.seed}")
+        return " ".join(words)
+
+
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class Inputs(NamedTuple):
+    """q and do (B, HQ, NQ, D); k and v (B, HKV, NK, D); cos and sin in the form that the case asks for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    do: Tensor
+
+
+class Results(NamedTuple):
+    """Outputs and gradients; the gradients are None where they were not asked for."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against float64. The errors are maxima over it; `detail` says what failed and where.
+
+    `ratio` is error over eager_error and fails above 2 (3 for gradients), `row_ratio` the same for the rms error of the
+    worst row and fails above 2.5; eps is part of both, as a share of the limit.
+    """
+
+    tensor: str
+    error: float
+    eager_error: float
+    ratio: float
+    row_ratio: float
+    ok: bool
+    detail: str
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """Normally distributed q, k, v and do with the case's strides, and its tables; equal for equal seed and device."""
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(case.seed)
+    shape_q = (case.batch, case.heads_q, case.len_q, case.head_dim)
+    shape_k = (case.batch, case.heads_kv, case.len_k, case.head_dim)
+    q, k, v, do = (_random(shape, case.dtype, case.layout, generator) for shape in (shape_q, shape_k, shape_k, shape_q))
+    cos, sin = _tables(case, generator)
+    return Inputs(q, k, v, cos, sin, do)
+
+
+def _random(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, generator: torch.Generator) -> Tensor:
+    b, h, n, d = shape
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=generator.device, dtype=dtype)
+
+    if layout == "bnhd":
+        return normal(b, n, h, d).transpose(1, 2)
+    if layout == "bhnd":
+        return normal(b, h, n, d)
+    if layout == "odd":
+        # One element in, so that no row is 16-byte aligned, and 3 (5) more columns (heads), so that no stride is even.
+        return normal(b, n, h + 5, d + 3)[:, :, 2 : h + 2, 1 : d + 1].transpose(1, 2)
+    if layout == "expanded":
+        return normal(1, h, n, d).expand(b, h, n, d)
+    raise ValueError(f"layout must be one of {LAYOUTS}, but is {layout!r}")
+
+
+def _tables(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows, half = case.len_k + case.extra_rows, case.rotary // 2
+    batch = case.batch if case.table_batch else 1
+    device = generator.device
+    if case.tables == "random":
+        # Any angle, radius 0.5 .. 1.5. Longer tails would only make every softmax a choice of one key.
+        uniform = torch.rand((2, batch, rows, half), generator=generator, device=device)
+        angle, radius = 2 * math.pi * uniform[0], 0.5 + uniform[1]
+        cos, sin = radius * angle.cos(), radius * angle.sin()
+    elif case.tables in ("rope", "yarn"):
+        # Angles in float64: at position 128K a float32 product is 4e-3 off, and the tables are not under test here.
+        frequency = 10000.0 ** -(torch.arange(half, device=device, dtype=torch.float64) / max(half, 1))
+        scale = 1.0
+        if case.tables == "yarn":
+            factor = (
+                4.0  # context extension: interpolate the lower half of the frequencies, and scale (2309.00071, 3.4)
+            )
+            scale = 0.1 * math.log(factor) + 1.0
+            frequency = torch.where(torch.arange(half, device=device) >= half // 2, frequency / factor, frequency)
+        start = 7.0 * torch.arange(batch, device=device, dtype=torch.float64)
+        position = start[:, None] + torch.arange(rows, device=device, dtype=torch.float64)
+        angle = position[..., None] * frequency
+        cos, sin = scale * angle.cos(), scale * angle.sin()
+    else:
+        raise ValueError(f"tables must be one of {TABLES}, but is {case.tables!r}")
+
+    def finish(table: Tensor) -> Tensor:
+        table = table.to(case.table_dtype)
+        if case.full_width:
+            table = table.repeat_interleave(2, dim=-1) if case.interleaved else torch.cat((table, table), dim=-1)
+        return table if case.table_batch else table[0]
+
+    return finish(cos), finish(sin)
+
+
+def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:
+    """The reference's outputs and gradients: `ref64` with dtype=torch.float64, `eager` with None (the inputs' dtype).
+
+    Inputs and tables are taken as given and cast, so that a low-precision table is nobody's error. Goes through
+    batches, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed in
+    at least float32 and rounded once.
+    """
+    dtype = case.dtype if dtype is None else dtype
+    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+    wide = dtype == torch.float64
+    cos, sin = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
+    if wide:
+        cos, sin = cos.double(), sin.double()
+
+    lse_dtype = torch.float64 if wide else torch.float32
+    o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
+    lse = torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
+
+    group = case.heads_q // case.heads_kv
+    head_bytes = max(1, group * case.len_q * case.len_k * (8 if wide else 4))
+    limit = _BLOCK_BYTES.get(q.device.type, _BLOCK_BYTES["cpu"])
+    step = max(1, limit // head_bytes)  # key-value heads at once
+    rows = max(1, case.len_q if step > 1 else min(case.len_q, limit * case.len_q // head_bytes))
+    for b in range(case.batch):
+        table = slice(b, b + 1) if cos.shape[0] > 1 else slice(0, 1)
+        for first in range(0, case.heads_kv, step):
+            kv = (slice(b, b + 1), slice(first, first + step))
+            qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
+            block = [x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs])]
+            results = _reference_heads(*block, cos[table], sin[table], case, rows)
+            o[qs], lse[qs], dq[qs], dk[kv], dv[kv] = results
+    return Results(o, lse, dq, dk, dv)
+
+
+def _reference_heads(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, cos: Tensor, sin: Tensor, case: Case, rows: int
+) -> tuple[Tensor, ...]:
+    """`reference.attention` and its gradients for a few heads, `rows` queries at a time."""
+    with torch.enable_grad():
+        q, k = q.requires_grad_(), k.requires_grad_()
+        position, low, high = reference.visible_range(case.len_q, case.len_k, case.causal, device=q.device)
+        q_rot = reference.rotate(q, *reference.query_rows(cos, sin, position), interleaved=case.interleaved)
+        k_rot = reference.rotate(
+            k, cos[:, None, : case.len_k], sin[:, None, : case.len_k], interleaved=case.interleaved
+        )
+        # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
+        leaves = [x.detach().requires_grad_() for x in (q_rot, k_rot, v)]
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        o, dq_rot = torch.zeros_like(q, requires_grad=False), torch.zeros_like(q, requires_grad=False)
+        lse = torch.zeros(q.shape[:3], device=q.device, dtype=sum_dtype)
+        dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
+        for start in range(0, case.len_q, rows):
+            part = slice(start, start + rows)
+            o_part, lse_part = reference.attend(
+                leaves[0][:, :, part], leaves[1], leaves[2], low[:, part], high[:, part], softmax_scale=case.scale
+            )
+            dq_part, dk_part, dv_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
+            o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part
+            dq_rot += dq_part
+            dk_rot += dk_part
+            dv += dv_part
+        dq, dk = torch.autograd.grad((q_rot, k_rot), (q, k), (dq_rot, dk_rot.to(k.dtype)))
+    return o, lse, dq, dk, dv
+
+
+def run_op(
+    inputs: Inputs,
+    case: Case,
+    *,
+    backend: str,
+    strategy: str = "auto",
+    deterministic: bool = False,
+    grads: bool = True,
+) -> Results:
+    """`fused_rope_attn.rope_attention` on the inputs as they lie in memory, with gradients unless `grads` is False."""
+    from fused_rope_attn import rope_attention  # here, so that inputs and references need the reference only
+
+    q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
+    o, lse = rope_attention(
+        q,
+        k,
+        v,
+        inputs.cos,
+        inputs.sin,
+        case.causal,
+        softmax_scale=case.softmax_scale,
+        rotary_dim=case.rotary_dim,
+        interleaved=case.interleaved,
+        return_lse=True,
+        deterministic=deterministic,
+        backend=backend,
+        strategy=strategy,
+    )
+    if not grads:
+        return Results(o, lse)
+    return Results(o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), inputs.do))
+
+
+def compare(name: str, out: Tensor, ref64: Tensor, eager: Tensor, *, grad: bool, dtype: torch.dtype) -> Comparison:
+    """Hold `out` against the contract's tolerance. `name` "lse" gets lse's rule, anything else the rules on rows.
+
+    `ref64` float64, `eager` in the input dtype `dtype`, all of one shape (..., N, D), or (...) for lse. What is not
+    finite never passes, except an infinity of lse that float64 has too.
+
+    The row rule is `rms(out - ref64) <= 2.5 * rms(eager - ref64) + eps`. A row of eager is one draw, and may be exact
+    by luck (a single visible key; two roundings that cancel), which no other correct program repeats. So eps is the
+    unit roundoff of the row, plus eager's rms error around that position (all batches and heads, 16 positions either
+    side) 2.5 times, 5 times for gradients: delta = rowsum(o * do) from the rounded o costs rows with few keys more than
+    eager pays. It stays local, so that late rows of dk, far smaller than the early ones, are held to their own size.
+    """
+    if out.shape != ref64.shape or eager.shape != ref64.shape:
+        raise ValueError(
+            f"{name} and eager must have the reference's shape {tuple(ref64.shape)}, but have {tuple(out.shape)} and "
+            f"{tuple(eager.shape)}"
+        )
+    if ref64.numel() == 0:
+        return Comparison(name, 0.0, 0.0, 0.0, 0.0, True, "empty")
+    if name == "lse":
+        return _compare_lse(name, out, ref64, eager)
+
+    # Where eager itself overflowed (float16 logits) it has no error to allow: only eps is left.
+    eager_difference = torch.nan_to_num(eager.double() - ref64, nan=0.0, posinf=0.0, neginf=0.0)
+    eager_error, eager_row = float(eager_difference.abs().max()), _rms(eager_difference)
+    del eager_difference
+    difference = out.double() - ref64
+    error, row_error = float(difference.abs().max()), _rms(difference)
+
+    eps, eps_row = _slack(ref64, eager_row, grad=grad, dtype=dtype)
+    factor = 3.0 if grad else 2.0
+    allowed, allowed_row = factor * eager_error + eps, 2.5 * eager_row + eps_row
+    excess = torch.nan_to_num(row_error / allowed_row.clamp(min=1e-300), nan=math.inf)
+    worst = int(excess.argmax())
+    worst_excess = float(excess.flatten()[worst])
+
+    detail = []
+    if not bool(torch.isfinite(difference).all()):
+        where = tuple(int(i) for i in torch.nonzero(~torch.isfinite(difference))[0])
+        detail.append(f"not finite, first at {where}")
+    else:
+        if error > allowed:
+            detail.append(f"max error {error:.3g} > {allowed:.3g}")
+        if worst_excess > 1.0:
+            detail.append(
+                f"{int((excess > 1.0).sum())} of {excess.numel()} rows too far off, worst "
+                f"{_unravel(worst, excess.shape)}: rms error {float(row_error.flatten()[worst]):.3g} > "
+                f"{float(allowed_row.flatten()[worst]):.3g}, eager's {float(eager_row.flatten()[worst]):.3g}"
+            )
+    ratio = factor * error / max(allowed, 1e-300)
+    return Comparison(name, error, eager_error, ratio, 2.5 * worst_excess, not detail, "; ".join(detail))
+
+
+def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype) -> tuple[float, Tensor]:
+    """The eps of the whole-tensor rule, and that of every row (...)."""
+    rms, unit = float(ref64.square().mean().sqrt()), torch.finfo(dtype).eps / 2
+    mean = eager_row.square().reshape(-1, eager_row.shape[-1]).mean(dim=0)
+    reach = min(16, mean.numel() - 1)
+    around = F.avg_pool1d(mean[None], 2 * reach + 1, stride=1, padding=reach, count_include_pad=False)[0].sqrt()
+    eps_row = unit * _rms(ref64) + (5.0 if grad else 2.5) * around
+    # The last term is for what is zero in exact arithmetic: with one key ds = p * (dp - delta), where dp = delta.
+    eps = max((1e-5 if dtype in (torch.float32, torch.float64) else unit) * rms, _ZERO)
+    return eps, eps_row + (eps if dtype in (torch.float32, torch.float64) else _ZERO)
+
+
+def _compare_lse(name: str, out: Tensor, ref64: Tensor, eager: Tensor) -> Comparison:
+    infinite = torch.isinf(ref64)
+    same = bool((out.double()[infinite] == ref64[infinite]).all())
+    zero = torch.zeros_like(ref64)
+    difference = torch.where(infinite, zero, out.double() - ref64).abs()
+    eager_difference = torch.nan_to_num(torch.where(infinite, zero, eager.double() - ref64).abs(), nan=0.0, posinf=0.0)
+    allowed = 2.0 * float(eager_difference.max()) + 1e-5 * (1.0 + torch.where(infinite, zero, ref64).abs())
+    excess = torch.nan_to_num(difference / allowed, nan=math.inf)
+    worst = int(excess.argmax())
+    error, eager_error = float(difference.max()), float(eager_difference.max())
+    detail = [] if same else ["infinities differ from float64's"]
+    if not float(excess.max()) <= 1.0:
+        detail.append(f"error {error:.3g}, eager's {eager_error:.3g}, worst {_unravel(worst, ref64.shape)}")
+    ratio = 2.0 * float(excess.max())
+    return Comparison(name, error, eager_error, ratio, ratio, not detail, "; ".join(detail))
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean(dim=-1).sqrt()
+
+
+def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
+    where = []
+    for size in reversed(shape):
+        index, remainder = divmod(index, size)
+        where.append(remainder)
+    return tuple(reversed(where))
+
+
+@contextmanager
+def poison_empty() -> Iterator[None]:
+    """Inside, `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` return NaN where they return floats,
+    so that an output element which nothing wrote shows. Allocations beyond 2^28 elements are left alone."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_nan(*args: Any, **kwargs: Any) -> Tensor:
+            x = allocate(*args, **kwargs)
+            if x.is_floating_point() and x.numel() <= _POISON_LIMIT:
+                with torch.no_grad():
+                    x.fill_(math.nan)
+            return x
+
+        return allocate_nan
+
+    targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in targets]
+    try:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, poisoned(original))
+        yield
+    finally:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, original)

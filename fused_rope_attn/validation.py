@@ -1,0 +1,249 @@
+"""Every refusal of the public functions, as typed errors raised before anything is written, launched or allocated.
+
+`TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. What a backend
+cannot serve is planning's to refuse, not this file's. The happy path runs once per call on the host: it reads
+attributes and compares them, and builds a message only once it has found the fault.
+"""
+
+import math
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+__all__ = ["BACKENDS", "STRATEGIES", "check_attention"]
+
+BACKENDS = ("auto", "reference", "triton", "hopper")
+STRATEGIES = ("auto", "inline", "prepass")
+
+# float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
+_INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    causal: bool,
+    *,
+    softmax_scale: float | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    kv_starts: Tensor | None,
+    kv_lens: Tensor | None,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str,
+    strategy: str,
+) -> int:
+    """Check the arguments of `rope_attention` as its caller gave them, and return the rotary dim R.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+    # Types first: everything below reads attributes of tensors.
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(cos, Tensor)
+        and isinstance(sin, Tensor)
+    ):
+        _refuse_non_tensor(q=q, k=k, v=v, cos=cos, sin=sin)
+    if not (
+        isinstance(causal, bool)
+        and isinstance(interleaved, bool)
+        and isinstance(return_lse, bool)
+        and isinstance(deterministic, bool)
+    ):
+        _refuse_non_bool(causal=causal, interleaved=interleaved, return_lse=return_lse, deterministic=deterministic)
+
+    dtype, device = q.dtype, q.device
+    if dtype not in _INPUT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, but is {_name(dtype)}")
+    if k.dtype != dtype or v.dtype != dtype:
+        name, got = ("k", k.dtype) if k.dtype != dtype else ("v", v.dtype)
+        raise TypeError(f"{name} must have q's dtype {_name(dtype)}, but is {_name(got)}")
+    if k.device != device or v.device != device or cos.device != device or sin.device != device:
+        _refuse_device(device, k=k, v=v, cos=cos, sin=sin)
+
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
+        _refuse_rank(q=q, k=k, v=v)
+    batch, heads_q, len_q, head_dim = q_shape
+    batch_k, heads_kv, len_k, head_dim_k = k_shape
+    if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
+        _refuse_shapes(q_shape, k_shape, v_shape)
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q_shape)}"
+        )
+    if len_q > len_k and not causal and kv_lens is None:
+        raise ValueError(
+            f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "
+            "with the end of the keys, and the first ones would have negative positions"
+        )
+
+    rotary_dim = _check_tables(cos, sin, dtype, batch, len_k, head_dim, rotary_dim)
+
+    if softmax_scale is not None:
+        if not _is_real(softmax_scale):
+            raise TypeError(f"softmax_scale must be a float or None, but is {_kind(softmax_scale)}")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
+    if softcap != 0.0 or not _is_real(softcap):
+        if not _is_real(softcap):
+            raise TypeError(f"softcap must be a float, but is {_kind(softcap)}")
+        if not (math.isfinite(softcap) and softcap > 0.0):
+            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+    if window is not None:
+        _check_window(window)
+    if sinks is not None:
+        _check_sinks(sinks, dtype, device, heads_q)
+    if kv_starts is not None:
+        _check_bounds("kv_starts", kv_starts, device, batch)
+    if kv_lens is not None:
+        _check_bounds("kv_lens", kv_lens, device, batch)
+    if backend not in BACKENDS:
+        _refuse_choice("backend", backend, BACKENDS)
+    if strategy not in STRATEGIES:
+        _refuse_choice("strategy", strategy, STRATEGIES)
+    return rotary_dim
+
+
+def _check_tables(
+    cos: Tensor, sin: Tensor, dtype: torch.dtype, batch: int, len_k: int, head_dim: int, rotary_dim: int | None
+) -> int:
+    """Check cos and sin against the inputs' dtype and sizes, and resolve the rotary dim from their width."""
+    table_dtype, shape = cos.dtype, cos.shape
+    if table_dtype not in (torch.float32, dtype):
+        raise TypeError(f"cos must be float32 or have q's dtype {_name(dtype)}, but is {_name(table_dtype)}")
+    if sin.dtype != table_dtype:
+        raise TypeError(f"sin must have cos's dtype {_name(table_dtype)}, but is {_name(sin.dtype)}")
+    if cos.requires_grad or sin.requires_grad:
+        name = "cos" if cos.requires_grad else "sin"
+        raise ValueError(f"{name} must not require a gradient: tables have none; pass {name}.detach()")
+    rank = len(shape)
+    if rank not in (2, 3) or (rank == 3 and shape[0] not in (1, batch)):
+        raise ValueError(
+            f"cos must have shape (S, R/2) or (S, R), perhaps with a leading 1 or B = {batch}, but has {_shape(shape)}"
+        )
+    if sin.shape != shape:
+        raise ValueError(f"sin must have cos's shape {_shape(shape)}, but has {_shape(sin.shape)}")
+    if shape[-2] < len_k:
+        raise ValueError(f"cos must have a row for each of k's {len_k} positions, but has {shape[-2]} rows")
+
+    width = shape[-1]
+    if rotary_dim is None:
+        if not 1 <= width <= head_dim:
+            raise ValueError(f"cos must have between 1 and D = {head_dim} columns, but has {width}")
+        rotary_dim = 2 * width if 2 * width <= head_dim else width
+        if rotary_dim % 2:
+            raise ValueError(
+                f"cos with {width} columns is full-width for D = {head_dim}, and a full-width table must have an even "
+                "number of columns"
+            )
+        return rotary_dim
+    if not isinstance(rotary_dim, (int, torch.SymInt)) or isinstance(rotary_dim, bool):
+        raise TypeError(f"rotary_dim must be an int or None, but is {_kind(rotary_dim)}")
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim must be even and between 2 and D = {head_dim}, but is {rotary_dim}")
+    if width != rotary_dim and 2 * width != rotary_dim:
+        raise ValueError(
+            f"cos must have rotary_dim = {rotary_dim} or rotary_dim / 2 = {rotary_dim // 2} columns, but has {width}"
+        )
+    return rotary_dim
+
+
+def _check_window(window: Any) -> None:
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window must be a tuple (left, right) or None, but is {_kind(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window must have two elements (left, right), but has {len(window)}")
+    for bound in window:
+        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool):
+            raise TypeError(f"window must hold two ints, but holds {_kind(bound)}")
+        if bound < -1:
+            raise ValueError(f"window must hold sizes of 0 or more, or -1 for unbounded, but is {tuple(window)}")
+
+
+def _check_sinks(sinks: Any, dtype: torch.dtype, device: torch.device, heads_q: int) -> None:
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None, but is {_kind(sinks)}")
+    if sinks.dtype not in (torch.float32, dtype):
+        raise TypeError(f"sinks must be float32 or have q's dtype {_name(dtype)}, but is {_name(sinks.dtype)}")
+    if sinks.device != device:
+        _refuse_device(device, sinks=sinks)
+    if sinks.ndim != 1 or sinks.shape[0] != heads_q:
+        raise ValueError(f"sinks must have shape (HQ,) = ({heads_q},), but has {_shape(sinks.shape)}")
+
+
+def _check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> None:
+    if not isinstance(bounds, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, but is {_kind(bounds)}")
+    if bounds.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, but is {_name(bounds.dtype)}")
+    if bounds.device != device:
+        _refuse_device(device, **{name: bounds})
+    if bounds.ndim != 1 or bounds.shape[0] != batch:
+        raise ValueError(f"{name} must have shape (B,) = ({batch},), but has {_shape(bounds.shape)}")
+
+
+def _refuse_non_tensor(**arguments: Any) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, Tensor))
+    raise TypeError(f"{name} must be a torch.Tensor, but is {_kind(value)}")
+
+
+def _refuse_non_bool(**arguments: Any) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, bool))
+    raise TypeError(f"{name} must be a bool, but is {_kind(value)}")
+
+
+def _refuse_device(device: torch.device, **arguments: Tensor) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if value.device != device)
+    raise ValueError(f"{name} must be on q's device {device}, but is on {value.device}")
+
+
+def _refuse_rank(**arguments: Tensor) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
+    form = "(B, HQ, NQ, D)" if name == "q" else "(B, HKV, NK, D)"
+    raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {_shape(value.shape)}")
+
+
+def _refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> NoReturn:
+    if k[0] != q[0]:
+        raise ValueError(f"k must have q's batch size {q[0]}, but has {k[0]}")
+    if k[3] != q[3]:
+        raise ValueError(f"k must have q's head dim {q[3]}, but has {k[3]}")
+    if v != k:
+        raise ValueError(f"v must have k's shape {_shape(k)}, but has {_shape(v)}")
+    raise ValueError(f"k has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
+
+
+def _refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:
+    expected = " or ".join(", ".join(repr(choice) for choice in choices).rsplit(", ", 1))
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, {expected}, but is {_kind(value)}")
+    raise ValueError(f"{name} must be {expected}, but is {value!r}")
+
+
+def _is_real(value: Any) -> bool:
+    """A real number of Python or NumPy, or a traced one. A bool is not meant as one, and a tensor would need a sync."""
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(shape: torch.Size) -> str:
+    return str(tuple(shape))
