@@ -1,0 +1,172 @@
+"""Public functions: documentation, validation, plan, call."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_rope_attn import ops, planning, reference
+from fused_rope_attn.validation import check_attention
+
+
+def rope_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
+
+    RoPE as in RoFormer (Su et al. 2021), attention as in FlashAttention-2 (Dao 2023). Key ``j`` is rotated by row ``j``
+    of the tables, query ``i`` by row ``L - NQ + i``, where L is ``kv_lens[b]`` or NK.
+
+    Args:
+        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides: the ``(B, N, H, D).transpose(1, 2)`` views
+            that models produce run without a copy.
+        k: ``(B, HKV, NK, D)``, q's dtype and device; HQ must be a multiple of HKV (GQA, MQA).
+        v: shape, dtype and device of k.
+        cos: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype; ``S >= NK``. A
+            full-width table carries each angle twice, as the layout does. Need not be unit-norm (YaRN); no gradient.
+        sin: shape and dtype of cos.
+        causal: bottom-right aligned: query ``i`` sees keys ``j <= L - NQ + i``.
+        softmax_scale: default ``D ** -0.5``; any finite float.
+        rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
+            when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
+        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J, RoFormer).
+        window: ``(left, right)`` keys around the diagonal, -1 for unbounded.
+        softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
+        sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
+        kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist.
+        return_lse: also return the log-sum-exp of every row (not differentiable).
+        deterministic: bitwise equal gradients from run to run (the Triton kernels always are).
+        backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"``.
+        strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
+
+    Returns:
+        o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log. A row
+        with no visible key has o = 0, lse = -inf and gradients 0.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, range, device or combination.
+        NotImplementedError: what an explicit backend deliberately does not serve; double backward.
+        RuntimeError: an explicit backend that this machine cannot run.
+    """
+    q, k, v = _autocast(q, k, v)
+    rotary_dim = check_attention(
+        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy,
+    )  # fmt: skip
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    chosen, _ = planning.choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_lens)
+    if chosen == "reference":
+        o, lse = reference.attention(
+            q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+            window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens,
+        )  # fmt: skip
+        lse = lse.detach()
+    else:
+        o, lse = ops.attention(q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy)
+    return (o, lse) if return_lse else o
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> planning.Plan:
+    """What ``rope_attention`` would run for the same arguments: backend, strategy, configurations and the reason.
+
+    Launches and allocates nothing; raises what ``rope_attention`` would raise.
+    """
+    check_attention(
+        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy,
+    )  # fmt: skip
+    chosen, reason = planning.choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_lens)
+    if chosen == "reference":
+        return planning.Plan("reference", None, reason)
+    kernels = planning.plan_for(q, k, causal, strategy)
+    return planning.Plan(chosen, kernels.strategy, f"{reason}; {kernels.reason}", kernels.forward, kernels.backward)
+
+
+def rope_tables(
+    seq_len: int,
+    rotary_dim: int,
+    *,
+    base: float = 10000.0,
+    positions: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of RoFormer's angles ``position * base ** (-2i / R)``, ``(seq_len, R/2)`` float32 each.
+
+    Args:
+        seq_len: number of rows; with ``positions`` it must be their number.
+        rotary_dim: R, even and positive.
+        base: positive; 10000 in the paper.
+        positions: ``(seq_len,)`` integer or floating positions, default ``0 .. seq_len - 1``.
+        device: of the tables; default that of ``positions``, else the current default device.
+
+    The angles are formed in float64 and rounded once: float32 products are 4e-3 off at position 131072.
+    """
+    for name, value in (("seq_len", seq_len), ("rotary_dim", rotary_dim)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, but is {type(value).__name__}")
+    if seq_len < 0:
+        raise ValueError(f"seq_len must be at least 0, but is {seq_len}")
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be even and positive, but is {rotary_dim}")
+    if not base > 0:
+        raise ValueError(f"base must be positive, but is {base}")
+    if positions is None:
+        positions = torch.arange(seq_len, device=device)
+    elif positions.shape != (seq_len,):
+        raise ValueError(f"positions must have shape ({seq_len},), but has {tuple(positions.shape)}")
+    else:
+        positions = positions.to(device if device is not None else positions.device)
+    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float64) / rotary_dim
+    angles = positions.double()[:, None] * float(base) ** -exponents
+    return angles.cos().float(), angles.sin().float()
+
+
+def _autocast(q, k, v):
+    """q, k and v in autocast's dtype where it is on, as scaled_dot_product_attention does; tables stay as they are."""
+    if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
+        return q, k, v
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (q, k, v))

@@ -1,0 +1,59 @@
+"""Cached questions about devices. Nothing runs at import; no other file asks CUDA anything."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """True when Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before triton is first imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
+
+
+@functools.cache
+def _gpu_arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def arch(device: torch.device) -> str:
+    """Architecture name of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"`` or ``"cpu"``."""
+    if device.type == "cuda":
+        return _gpu_arch(torch.cuda.current_device() if device.index is None else device.index)
+    return "interpreter" if is_interpreted() else device.type
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_sms(device: torch.device) -> int:
+    """Number of multiprocessors; 1 where there is no GPU."""
+    if device.type != "cuda":
+        return 1
+    return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
+
+
+class _NoGuard:
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *exc):
+        return False
+
+
+_NO_GUARD = _NoGuard()
+
+
+def guard(device: torch.device):
+    """Context in which kernels launch on ``device``; free when it is already the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(device)

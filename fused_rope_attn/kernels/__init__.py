@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers: shared device code in ``primitives``, one door per kernel family."""

@@ -1,0 +1,248 @@
+"""Device code that every kernel shares: tile scheduling, rotation pairs, table rows, masks, softmax.
+
+Pair order. RoPE turns pairs of columns, and the two usual layouts disagree on which: ``(i, i + R/2)`` (half) or
+``(2i, 2i + 1)`` (interleaved). Inside the kernels a query or key tile always has the members of pair ``p`` in columns
+``2p`` and ``2p + 1``, whatever the layout in memory: scores do not depend on the order of the columns as long as q and
+k agree. A thread that holds a tensor-core accumulator holds such neighbours, so rotating (and un-rotating dq and dk)
+is register arithmetic, for every even R <= D, and ``rotate`` below is the only place where the formula exists.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def wait_for_previous_launch(PDL: tl.constexpr):
+    """Block until the kernel launched before this one has finished (programmatic dependent launch only)."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_launch_start(PDL: tl.constexpr):
+    """Allow the next kernel's prologue to overlap with this kernel's tail (programmatic dependent launch only)."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def scheduled_tile(num_tiles, num_heads, heads_per_section, LAST_FIRST: tl.constexpr):
+    """(tile, head) of this program. Heads run in sections whose K and V share the L2; longest tiles come first."""
+    pid = tl.program_id(0)
+    section = pid // (heads_per_section * num_tiles)
+    first = section * heads_per_section
+    heads = tl.minimum(heads_per_section, num_heads - first)
+    rest = pid - first * num_tiles
+    tile = rest // heads
+    if LAST_FIRST:
+        tile = num_tiles - 1 - tile
+    return tile, first + rest % heads
+
+
+@triton.jit
+def tile_pointers(base, rows, columns, stride_row, stride_column, LONG: tl.constexpr):
+    """Pointers to (rows, columns); LONG where a row offset within one tile can pass 2**31."""
+    if LONG:
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+    return base + rows[:, None] * stride_row + columns[None, :] * stride_column
+
+
+@triton.jit
+def load_tile(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              CHECK_ROWS: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Tile (len(rows), BLOCK_D); columns past D, and with CHECK_ROWS rows past row_limit, read as zero."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = tile_pointers(base, rows, columns, stride_row, stride_column, LONG)
+    if CHECK_ROWS:
+        if D == BLOCK_D:
+            return tl.load(pointers, mask=rows[:, None] < row_limit, other=0.0)
+        else:
+            return tl.load(pointers, mask=(rows[:, None] < row_limit) & (columns[None, :] < D), other=0.0)
+    else:
+        if D == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=columns[None, :] < D, other=0.0)
+
+
+@triton.jit
+def store_tile(base, tile, rows, row_limit, stride_row, stride_column, D: tl.constexpr, BLOCK_D: tl.constexpr,
+               LONG: tl.constexpr):  # fmt: skip
+    """Inverse of ``load_tile`` with CHECK_ROWS."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = tile_pointers(base, rows, columns, stride_row, stride_column, LONG)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(rows[:, None] < row_limit) & (columns[None, :] < D))
+
+
+@triton.jit
+def load_head_tile(source, batch, head, start, rows, row_limit, stride_row, stride_column, D: tl.constexpr,
+                   BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, CHECK_ROWS: tl.constexpr,
+                   LONG: tl.constexpr):  # fmt: skip
+    """Rows [start, start + BLOCK) of one head: through a (B, H, N, D) tensor descriptor, or from the head's pointer."""
+    if TMA:
+        tile = source.load([batch.to(tl.int32), head.to(tl.int32), start, 0])
+        return tl.reshape(tile, (BLOCK, BLOCK_D))
+    else:
+        base = source + tl.cast(start, tl.int64) * stride_row
+        return load_tile(base, rows, row_limit - start, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
+
+
+@triton.jit
+def head_source(tensor, batch, head, strides, TMA: tl.constexpr):
+    """What ``load_head_tile`` reads: the descriptor itself, or a pointer to the head's first row."""
+    if TMA:
+        return tensor
+    else:
+        return tensor + batch * strides[0] + head * strides[1]
+
+
+@triton.jit
+def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Half layout: memory columns of the first and second member of every pair; unrotated columns pair up after R/2."""
+    pairs = tl.arange(0, BLOCK_D // 2)
+    if R == D:
+        return pairs, pairs + D // 2
+    else:
+        # The largest power of two that divides every break, so that loads stay vectorised.
+        RUN: tl.constexpr = ((R // 2) | (D // 2)) & -((R // 2) | (D // 2))
+        first = tl.where(pairs < R // 2, pairs, pairs + R // 2)
+        second = tl.where(pairs < R // 2, pairs + R // 2, pairs + D // 2)
+        return tl.max_contiguous(tl.multiple_of(first, RUN), RUN), tl.max_contiguous(tl.multiple_of(second, RUN), RUN)
+
+
+@triton.jit
+def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
+               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """First and second members of every pair as float32 tiles (len(rows), BLOCK_D / 2)."""
+    if INTERLEAVED:
+        x = load_tile(base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
+        first, second = unpack_pairs(x)
+    else:
+        columns1, columns2 = pair_columns(D, R, BLOCK_D)
+        pointers1 = tile_pointers(base, rows, columns1, stride_row, stride_column, LONG)
+        pointers2 = tile_pointers(base, rows, columns2, stride_row, stride_column, LONG)
+        if CHECK_ROWS or D != BLOCK_D:
+            mask = tl.arange(0, BLOCK_D // 2)[None, :] < D // 2
+            if CHECK_ROWS:
+                mask = mask & (rows[:, None] < row_limit)
+            first = tl.load(pointers1, mask=mask, other=0.0)
+            second = tl.load(pointers2, mask=mask, other=0.0)
+        else:
+            first = tl.load(pointers1)
+            second = tl.load(pointers2)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(base, first, second, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Write pairs back to their columns in memory; inverse of ``load_pairs``, rounding once."""
+    if INTERLEAVED:
+        store_tile(base, pack_pairs(first, second), rows, row_limit, stride_row, stride_column, D, BLOCK_D, LONG)
+    else:
+        columns1, columns2 = pair_columns(D, R, BLOCK_D)
+        mask = (rows[:, None] < row_limit) & (tl.arange(0, BLOCK_D // 2)[None, :] < D // 2)
+        dtype = base.dtype.element_ty
+        tl.store(tile_pointers(base, rows, columns1, stride_row, stride_column, LONG), first.to(dtype), mask=mask)
+        tl.store(tile_pointers(base, rows, columns2, stride_row, stride_column, LONG), second.to(dtype), mask=mask)
+
+
+@triton.jit
+def pack_pairs(first, second):
+    """(rows, P), (rows, P) -> (rows, 2P) in pair order."""
+    return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
+def unpack_pairs(x):
+    """(rows, 2P) in pair order -> (rows, P), (rows, P)."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def load_angles(cos_base, sin_base, positions, position_limit, cos_strides, sin_strides, R: tl.constexpr,
+                BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):  # fmt: skip
+    """cos and sin (len(positions), BLOCK_D / 2) float32; pairs past R/2 get angle 0. Strides are (batch, row, column).
+
+    With CHECK_ROWS, positions outside ``[0, position_limit)`` get angle 0 too: they belong to rows that see nothing.
+    """
+    pairs = tl.arange(0, BLOCK_D // 2)
+    rows = positions.to(tl.int64)[:, None]
+    cos_pointers = cos_base + rows * cos_strides[1] + pairs[None, :] * cos_strides[2]
+    sin_pointers = sin_base + rows * sin_strides[1] + pairs[None, :] * sin_strides[2]
+    if CHECK_ROWS or BLOCK_D != R:
+        mask = pairs[None, :] < R // 2
+        if CHECK_ROWS:
+            mask = mask & (rows >= 0) & (rows < position_limit)
+        cos = tl.load(cos_pointers, mask=mask, other=1.0)
+        sin = tl.load(sin_pointers, mask=mask, other=0.0)
+    else:
+        cos = tl.load(cos_pointers)
+        sin = tl.load(sin_pointers)
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
+    """RoFormer (Su et al. 2021), eq. 34: turn every pair by its angle, or by the negative angle (the transpose)."""
+    if CONJUGATE:
+        sin = -sin
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def load_rotated(base, rows, row_limit, strides, cos_base, sin_base, cos_strides, sin_strides, position_offset,
+                 position_limit, sign, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+                 INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Rows of q or k, rotated in float32, times ``sign``, rounded once, in pair order."""
+    first, second = load_pairs(
+        base, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, CHECK_ROWS, LONG
+    )
+    cos, sin = load_angles(
+        cos_base, sin_base, rows + position_offset, position_limit, cos_strides, sin_strides, R, BLOCK_D, CHECK_ROWS
+    )
+    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+    return pack_pairs(first * sign, second * sign).to(base.dtype.element_ty)
+
+
+@triton.jit
+def store_unrotated(base, gradient, rows, row_limit, strides, cos_base, sin_base, cos_strides, sin_strides,
+                    position_offset, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+                    INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Turn a float32 gradient in pair order back to the unrotated frame and write it: transpose of ``load_rotated``."""
+    first, second = unpack_pairs(gradient)
+    cos, sin = load_angles(
+        cos_base, sin_base, rows + position_offset, position_limit, cos_strides, sin_strides, R, BLOCK_D, True
+    )
+    first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    store_pairs(base, first, second, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, LONG)
+
+
+@triton.jit
+def visible(positions_q, positions_k, NK, IS_CAUSAL: tl.constexpr):
+    """Which (query, key) pairs exist, broadcast over the two position tensors."""
+    exists = positions_k < NK
+    if IS_CAUSAL:
+        exists = exists & (positions_k <= positions_q)
+    return exists
+
+
+@triton.jit
+def online_softmax(scores, row_max, row_sum, qk_scale, MASKED: tl.constexpr):
+    """One step of the running softmax in base 2: (p, correction, row_max, row_sum). qk_scale > 0.
+
+    ``row_max`` holds the maximum of ``scores * qk_scale``; a row that has seen nothing has -inf, and while it does its
+    subtrahend is 0, so that exp2 gives 0 and never NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
+    subtrahend = new_max
+    if MASKED:
+        subtrahend = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
+    correction = tl.math.exp2(row_max - subtrahend)
+    return p, correction, new_max, row_sum * correction + tl.sum(p, 1)

@@ -1,0 +1,68 @@
+"""Rotation alone: the pre-pass that writes rotated keys (and, in backward, queries) once, in pair order."""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.launch import block_d, is_long, table_strides
+from fused_rope_attn.kernels.primitives import (
+    let_next_launch_start,
+    load_angles,
+    load_pairs,
+    pack_pairs,
+    rotate,
+    store_tile,
+)
+
+
+@triton.jit
+def rotate_rows(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_strides, sin_strides, sign, N,
+                position_offset, position_limit, batch, first_head, last_head, rows, D: tl.constexpr, R: tl.constexpr,
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Rotate ``rows`` of heads [first_head, last_head) of one batch entry; the angles are read once for all heads."""
+    cos, sin = load_angles(
+        cos_ptr + batch * cos_strides[0], sin_ptr + batch * sin_strides[0], rows + position_offset, position_limit,
+        cos_strides, sin_strides, R, BLOCK_D, CHECK_ROWS=True,
+    )  # fmt: skip
+    for head in range(first_head, last_head):
+        x = x_ptr + batch * x_strides[0] + tl.cast(head, tl.int64) * x_strides[1]
+        out = out_ptr + batch * out_strides[0] + tl.cast(head, tl.int64) * out_strides[1]
+        first, second = load_pairs(x, rows, N, x_strides[2], x_strides[3], D, R, BLOCK_D, INTERLEAVED, True, LONG)
+        first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+        packed = pack_pairs(first * sign, second * sign)
+        store_tile(out, packed, rows, N, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
+
+
+@triton.jit(do_not_specialize=["H", "N", "position_limit"])
+def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_strides, sin_strides, H, N,
+                  position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Grid: (row blocks * head chunks * batch)."""
+    let_next_launch_start(PDL)
+    num_blocks = tl.cdiv(N, BLOCK_N)
+    num_chunks = tl.cdiv(H, HEADS)
+    pid = tl.program_id(0)
+    chunk = (pid // num_blocks) % num_chunks
+    batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
+    rows = (pid % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rotate_rows(
+        x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_strides, sin_strides, 1.0, N, 0, position_limit,
+        batch, chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, H), rows, D, R, BLOCK_D, INTERLEAVED, LONG,
+    )  # fmt: skip
+
+
+def rotate_keys(k, cos, sin, *, rotary_dim, interleaved, config) -> torch.Tensor:
+    """Rotated copy of k ``(B, HKV, NK, D)``, contiguous, columns in pair order; key j uses table row j."""
+    batch, heads, length, head_dim = k.shape
+    out = torch.empty((batch, heads, length, head_dim), dtype=k.dtype, device=k.device)
+    if out.numel() == 0:
+        return out
+    cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
+    block_n = config.rotate_rows
+    grid = (triton.cdiv(length, block_n) * triton.cdiv(heads, config.rotate_heads) * batch,)
+    rotate_kernel[grid](
+        k, out, cos, sin, k.stride(), out.stride(), cos_strides, sin_strides, heads, length, cos.shape[-2],
+        HEADS=config.rotate_heads, D=head_dim, R=rotary_dim, BLOCK_N=block_n, BLOCK_D=block_d(head_dim),
+        INTERLEAVED=interleaved, LONG=is_long(k), PDL=config.pdl, num_warps=4,
+    )  # fmt: skip
+    return out
