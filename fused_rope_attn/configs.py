@@ -118,6 +118,7 @@ _SMALL = ("sm_86", "sm_89", "sm_120")  # 99 KB
 _AMD = ("gfx942",)  # 64 KB
 _INTERPRETER = ("interpreter",)
 _SHORT = ("tiny", "short")
+_MEDIUM = ("medium",)
 
 # Bytes of K and V (or of Q and dO) that keep their place in a Hopper L2 beside the other traffic.
 _L2 = 24 << 20
@@ -128,22 +129,14 @@ _FMA = "true float32 products run on the FMA units; sized by registers, untimed"
 _UNTIMED = "sized by shared memory and registers, untimed"
 _CPU = "more than one tile in few rows, so that small tests cross every border"
 
+# fmt: off
 FORWARD: tuple[Row, ...] = (
-    Row(_HOPPER, 2, 32, (Tile(128, 64, 4, 3),), _H200, section_bytes=_L2),
+    Row(_HOPPER, 2, 32, (Tile(64, 128, 4, 3),), _H200, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_SHORT, section_bytes=_L2),
     Row(_HOPPER, 2, 64, (Tile(64, 128, 4, 3),), _H200, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),
-    Row(
-        _HOPPER,
-        2,
-        128,
-        (Tile(64, 64, 4, 3),),
-        _H200,
-        buckets=("medium",),
-        gqa=False,
-        section_bytes=_L2_CAUSAL,
-        tma=True,
-    ),
+    Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_MEDIUM, gqa=False, section_bytes=_L2_CAUSAL, tma=True),
+    Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, causal=False, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 2, 128, (Tile(128, 64, 8, 2, 128),), _H200, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 2, 256, (Tile(64, 32, 4, 2),), _H200, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 4, 64, (Tile(64, 32, 4, 2),), _FMA),
@@ -191,23 +184,12 @@ BACKWARD: tuple[Row, ...] = (
     Row(_INTERPRETER, 2, 256, (Tile(32, 64, 1, 1), Tile(64, 32, 1, 1)), _CPU, rotate_rows=16),
     Row(_INTERPRETER, 4, 256, (Tile(32, 64, 1, 1), Tile(64, 32, 1, 1)), _CPU, rotate_rows=16, tma=True),
 )
+# fmt: on
 
-
-@dataclass(frozen=True)
-class StrategyRow:
-    """Which strategy ``"auto"`` takes; the first match wins. None matches anything."""
-
-    strategy: str
-    reason: str
-    buckets: tuple[str, ...] | None = None
-    causal: bool | None = None
-    gqa: bool | None = None
-
-
-STRATEGY: tuple[StrategyRow, ...] = (
-    StrategyRow("inline", "short: one launch costs less than rotating K once", buckets=("tiny",), gqa=False),
-    StrategyRow("prepass", "K is rotated once instead of once per query block"),
-)
+# Up to this many multiply-adds of Q K^T (B * HQ * NQ * NK * D) a forward call is shorter than the host time of a second
+# launch: H200, 2026-11-21: inline 17.6 us of GPU time at Small-512 and 18.6 us at (2, 32, 256, 128), against 10 us more
+# host time for the pre-pass. In a captured graph launches are free, and the pre-pass always wins (14.5, 14.0 us).
+LAUNCH_BOUND_WORK = 2**29
 
 # Architectures without rows of their own run those of the nearest relative.
 _RELATIVES = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx90a": "gfx942", "gfx950": "gfx942"}
@@ -233,26 +215,13 @@ def _find(rows, arch, *key) -> Row:
     raise LookupError(f"no configuration for {(arch, *key)}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def forward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa) -> ForwardConfig:
     """The forward configuration for these properties."""
     return _find(FORWARD, arch, element_size, head_dim, strategy, causal, length_bucket, gqa).config(arch, strategy)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa) -> BackwardConfig:
     """The backward configuration for these properties."""
     return _find(BACKWARD, arch, element_size, head_dim, strategy, causal, length_bucket, gqa).config(arch, strategy)
-
-
-@functools.lru_cache(maxsize=None)
-def strategy_row(causal, length_bucket, gqa) -> StrategyRow:
-    """What ``"auto"`` takes for these properties."""
-    for row in STRATEGY:
-        if (
-            (row.buckets is None or length_bucket in row.buckets)
-            and row.causal in (None, causal)
-            and row.gqa in (None, gqa)
-        ):
-            return row
-    raise LookupError("the strategy table has no default row")

@@ -41,6 +41,11 @@ def num_sms(device: torch.device) -> int:
     return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """True while the current stream records a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class _NoGuard:
     def __enter__(self):
         return None

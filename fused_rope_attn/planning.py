@@ -15,7 +15,10 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would run. ``forward`` and ``backward`` are None for the reference backend."""
+    """What a call would run. ``forward`` and ``backward`` are None for the reference backend.
+
+    ``strategy`` is that of the forward pass; ``backward.strategy`` may differ.
+    """
 
     backend: str
     strategy: str | None
@@ -43,8 +46,8 @@ def kernel_obstacle(q, window, softcap, sinks, kv_starts, kv_lens) -> tuple[type
     head_dim = q.shape[3]
     if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError, (
-            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} for the "
-            f"Triton kernels, but has {head_dim}"
+            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} for "
+            f"the Triton kernels, but has {head_dim}"
         )
     return _device_obstacle(q.device)
 
@@ -87,24 +90,35 @@ def choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_l
 
 
 def plan_for(q, k, causal: bool, strategy: str) -> Plan:
-    """The kernels' plan for tensors that ``choose_backend`` has admitted. Cached by properties, never by exact length."""
+    """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length."""
+    length = k.shape[2]
     return _plan(
         device.arch(q.device),
         q.element_size(),
         q.shape[3],
-        causal,
-        configs.bucket(max(q.shape[2], k.shape[2])),
-        q.shape[1] != k.shape[1],
         strategy,
+        causal,
+        configs.bucket(max(q.shape[2], length)),
+        q.shape[1] != k.shape[1],
+        q.numel() * length <= configs.LAUNCH_BOUND_WORK and not device.is_capturing(q.device),
     )
 
 
 @functools.cache
-def _plan(arch, element_size, head_dim, causal, length_bucket, gqa, strategy) -> Plan:
+def _plan(arch, element_size, head_dim, strategy, causal, length_bucket, gqa, launch_bound) -> Plan:
     family = configs.family(arch)
-    reason = "strategy asked for"
+    backward_strategy, reason = strategy, "strategy asked for"
     if strategy == "auto":
-        row = configs.strategy_row(causal, length_bucket, gqa)
-        strategy, reason = row.strategy, row.reason
-    key = (family, element_size, head_dim, strategy, causal, length_bucket, gqa)
-    return Plan("triton", strategy, reason, configs.forward(*key), configs.backward(*key))
+        # Backward has a pre-process anyway, so that rotating there costs no launch.
+        strategy, backward_strategy = "prepass", "prepass"
+        reason = "K is rotated once instead of once per query block"
+        if launch_bound:
+            strategy, reason = "inline", "so little work that one launch less is worth rotating K in the loop"
+    shape = (causal, length_bucket, gqa)
+    return Plan(
+        "triton",
+        strategy,
+        reason,
+        configs.forward(family, element_size, head_dim, strategy, *shape),
+        configs.backward(family, element_size, head_dim, backward_strategy, *shape),
+    )

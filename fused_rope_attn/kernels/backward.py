@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.launch import (
+    Launch,
+    PreparedCalls,
+    Source,
     block_d,
-    descriptor,
     dot_precision,
     has_descriptor,
     heads_per_section,
@@ -24,6 +26,7 @@ from fused_rope_attn.kernels.primitives import (
     LN2,
     LOG2E,
     head_source,
+    head_tables,
     let_next_launch_start,
     load_head_tile,
     load_rotated,
@@ -71,9 +74,10 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, q_ptr, q_rot_ptr, k_ptr
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
             tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * NQ + row_index, delta, mask=in_range)
         if ROTATE:
+            tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             rotate_rows(
-                q_ptr, q_rot_ptr, cos_ptr, sin_ptr, q_strides, q_rot_strides, cos_strides, sin_strides, q_sign, NQ,
-                NK - NQ, position_limit, batch, chunk * HEADS, last_head, rows, D, R, BLOCK_D, INTERLEAVED, LONG,
+                q_ptr, q_rot_ptr, q_strides, q_rot_strides, tables, q_sign, NQ, NK - NQ, position_limit, batch,
+                chunk * HEADS, last_head, rows, D, R, BLOCK_D, INTERLEAVED, LONG,
             )  # fmt: skip
     else:
         if ROTATE:
@@ -83,19 +87,19 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, q_ptr, q_rot_ptr, k_ptr
             chunk = (pid // k_blocks) % k_chunks
             batch = (pid // (k_blocks * k_chunks)).to(tl.int64)
             rows = (pid % k_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+            tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             rotate_rows(
-                k_ptr, k_rot_ptr, cos_ptr, sin_ptr, k_strides, k_rot_strides, cos_strides, sin_strides, 1.0, NK,
-                0, position_limit, batch, chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HKV), rows, D, R, BLOCK_D,
-                INTERLEAVED, LONG,
+                k_ptr, k_rot_ptr, k_strides, k_rot_strides, tables, 1.0, NK, 0, position_limit, batch, chunk * HEADS,
+                tl.minimum(chunk * HEADS + HEADS, HKV), rows, D, R, BLOCK_D, INTERLEAVED, LONG,
             )  # fmt: skip
 
 
 @triton.jit
-def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, cos_base, sin_base, q_strides,
-               do_strides, cos_strides, sin_strides, batch, head_q, first, count, jump_after, jump_to, q_offset, NQ, NK, qk_scale,
-               q_sign, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-               INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr,
-               PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
+               batch, head, first, count, jump_after, jump_to, q_offset, NQ, NK, qk_scale, q_sign, D: tl.constexpr,
+               R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+               IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+               TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Add ``count`` query blocks to dk and dv: from block ``first`` on, with one jump to block ``jump_to``.
 
     Key rows past NK need no mask here: they only reach rows of dk and dv that are never stored.
@@ -108,12 +112,12 @@ def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_b
         left = NQ - start_m
         if INLINE:
             q = load_rotated(
-                q_source + tl.cast(start_m, tl.int64) * q_strides[2], rows, left, q_strides, cos_base, sin_base, cos_strides, sin_strides, start_m + q_offset, NK,
-                q_sign, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
+                q_source + tl.cast(start_m, tl.int64) * q_strides[2], rows, left, q_strides, tables,
+                start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
             )  # fmt: skip
         else:
             q = load_head_tile(
-                q_source, batch, head_q, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
+                q_source, batch, head, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
                 MASKED, LONG,
             )  # fmt: skip
         if MASKED:
@@ -127,7 +131,7 @@ def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_b
                 positions_q = start_m + q_offset + rows
                 p_t = tl.where(visible(positions_q[None, :], positions_k[:, None], NK, IS_CAUSAL), p_t, 0.0)
         do = load_head_tile(
-            do_source, batch, head_q, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
+            do_source, batch, head, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
             LONG,
         )  # fmt: skip
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -148,7 +152,10 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
                 INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads. Grid: (key blocks * B * HKV)."""
+    """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
+
+    Grid: (key blocks * B * HKV).
+    """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
     tile, bh = scheduled_tile(tl.cdiv(NK, BLOCK_N), num_heads, section, LAST_FIRST=False)
@@ -157,14 +164,12 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     start_n = tile * BLOCK_N
     left = NK - start_n
     rows = tl.arange(0, BLOCK_N)
-    cos_base = cos_ptr + batch * cos_strides[0]
-    sin_base = sin_ptr + batch * sin_strides[0]
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
     k_rows = k_ptr + batch * k_strides[0] + head * k_strides[1] + tl.cast(start_n, tl.int64) * k_strides[2]
     v_rows = v_ptr + batch * v_strides[0] + head * v_strides[1] + tl.cast(start_n, tl.int64) * v_strides[2]
     if INLINE:
         k = load_rotated(
-            k_rows, rows, left, k_strides, cos_base, sin_base, cos_strides, sin_strides, start_n, NK, 1.0, D, R,
-            BLOCK_D, INTERLEAVED, True, LONG,
+            k_rows, rows, left, k_strides, tables, start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, True, LONG,
         )  # fmt: skip
     else:
         k = load_tile(k_rows, rows, left, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG)
@@ -193,38 +198,36 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
         lse_base = stats_ptr + (batch * HKV * GROUP_SIZE + head_q) * NQ
         delta_base = lse_base + stats_size
         dk, dv = dkdv_range(
-            dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, cos_base, sin_base, q_strides,
-            do_strides, cos_strides, sin_strides, batch, head_q, first, diagonal + partial, diagonal, whole, q_offset, NQ, NK,
-            qk_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA,
-            LONG,
+            dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
+            batch, head_q, first, diagonal + partial, diagonal, whole, q_offset, NQ, NK, qk_scale, q_sign, D, R,
+            BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
         )  # fmt: skip
         dk, dv = dkdv_range(
-            dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, cos_base, sin_base, q_strides,
-            do_strides, cos_strides, sin_strides, batch, head_q, full, whole - full, 0, 0, q_offset, NQ, NK,
-            qk_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA,
-            LONG,
+            dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
+            batch, head_q, full, whole - full, 0, 0, q_offset, NQ, NK, qk_scale, q_sign, D, R, BLOCK_M, BLOCK_D,
+            INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
         )  # fmt: skip
     dv_rows = dv_ptr + batch * dv_strides[0] + head * dv_strides[1] + tl.cast(start_n, tl.int64) * dv_strides[2]
     store_tile(dv_rows, dv, rows, left, dv_strides[2], dv_strides[3], D, BLOCK_D, LONG)
     dk_rows = dk_ptr + batch * dk_strides[0] + head * dk_strides[1] + tl.cast(start_n, tl.int64) * dk_strides[2]
     store_unrotated(
-        dk_rows, dk * (qk_scale * LN2), rows, left, dk_strides, cos_base, sin_base, cos_strides, sin_strides, start_n,
-        NK, D, R, BLOCK_D, INTERLEAVED, LONG,
+        dk_rows, dk * (qk_scale * LN2), rows, left, dk_strides, tables, start_n, NK, D, R, BLOCK_D, INTERLEAVED,
+        LONG,
     )  # fmt: skip
 
 
 @triton.jit
-def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, cos_base, sin_base, k_strides, v_strides,
-             cos_strides, sin_strides, batch, head, first, last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr,
-             MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head, first,
+             last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+             INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr,
+             PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Add keys [first, last) to dq; ``first`` is a multiple of BLOCK_N."""
     rows = tl.arange(0, BLOCK_N)
     for start_n in range(first, last, BLOCK_N):
         if INLINE:
             k = load_rotated(
-                k_source + tl.cast(start_n, tl.int64) * k_strides[2], rows, NK - start_n, k_strides, cos_base, sin_base, cos_strides, sin_strides, start_n, NK, 1.0, D, R,
-                BLOCK_D, INTERLEAVED, MASKED, LONG,
+                k_source + tl.cast(start_n, tl.int64) * k_strides[2], rows, NK - start_n, k_strides, tables,
+                start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
             )  # fmt: skip
         else:
             k = load_head_tile(
@@ -264,8 +267,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     q_offset = NK - NQ
     rows = tl.arange(0, BLOCK_M)
     positions_q = start_m + q_offset + rows
-    cos_base = cos_ptr + batch * cos_strides[0]
-    sin_base = sin_ptr + batch * sin_strides[0]
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
     head_kv = head // GROUP_SIZE
     k_source = head_source(k_ptr, batch, head_kv, k_strides, TMA)
     v_source = head_source(v_ptr, batch, head_kv, v_strides, TMA)
@@ -273,8 +275,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     do_rows = do_ptr + batch * do_strides[0] + head * do_strides[1] + tl.cast(start_m, tl.int64) * do_strides[2]
     if INLINE:
         q = load_rotated(
-            q_rows, rows, left, q_strides, cos_base, sin_base, cos_strides, sin_strides, start_m + q_offset, NK,
-            q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG,
+            q_rows, rows, left, q_strides, tables, start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED, True,
+            LONG,
         )  # fmt: skip
     else:
         q = load_tile(q_rows, rows, left, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG)
@@ -292,91 +294,129 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, cos_base, sin_base, k_strides, v_strides, cos_strides,
-        sin_strides, batch, head_kv, 0, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE,
-        False, PRECISION, TMA, LONG,
+        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
+        0, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, cos_base, sin_base, k_strides, v_strides, cos_strides,
-        sin_strides, batch, head_kv, full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE,
-        True, PRECISION, TMA, LONG,
+        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
+        full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
     # Not for data: the launch after this one must find dk and dv finished too.
     wait_for_previous_launch(PDL)
     dq_rows = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + tl.cast(start_m, tl.int64) * dq_strides[2]
     store_unrotated(
-        dq_rows, dq * softmax_scale, rows, left, dq_strides, cos_base, sin_base, cos_strides, sin_strides,
-        start_m + q_offset, NK, D, R, BLOCK_D, INTERLEAVED, LONG,
+        dq_rows, dq * softmax_scale, rows, left, dq_strides, tables, start_m + q_offset, NK, D, R, BLOCK_D,
+        INTERLEAVED, LONG,
     )  # fmt: skip
 
 
-def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
-    """Launch the backward pass; arguments as in ``attention_forward``, ``config`` a ``configs.BackwardConfig``.
+class BackwardCall:
+    """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do."""
 
-    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Returns dq, dk, dv in the dtype and memory order of q, k, v.
+    def __init__(
+        self, do, q, k, v, o, lse, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, config
+    ):
+        batch, heads_q, len_q, head_dim = q.shape
+        heads_kv, len_k = k.shape[1], k.shape[2]
+        self.inline = inline = config.strategy == "inline"
+        pad_d = block_d(head_dim)
+        self.preprocess = self.dkdv = self.dq = None
+        group_size = heads_q // heads_kv
+        dq, dk, dv = like_input(q), like_input(k), like_input(v)
+        q_rot, k_rot = self._rotated(q, k)
+        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        tables = table_strides(cos, sin, rotary_dim, interleaved)
+        tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
+        shared = {
+            "D": head_dim,
+            "R": rotary_dim,
+            "BLOCK_D": pad_d,
+            "INTERLEAVED": interleaved,
+            "LONG": is_long(q, k, v, o, do, dq, dk, dv),
+        }
+        chunk, block = config.rotate_heads, config.rotate_rows
+        programs = triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk) * batch
+        if not inline:
+            programs += triton.cdiv(len_k, block) * triton.cdiv(heads_kv, chunk) * batch
+        # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
+        shared["PDL"] = pdl = config.pdl and programs > 0 and batch * len_k > 0
+        launch_options = {"launch_pdl": True} if pdl else {}
+        if programs:
+            self.preprocess = Launch(
+                preprocess_kernel,
+                programs,
+                (
+                    o.stride(), do.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
+                    batch, heads_q, heads_kv, len_q, len_k, cos.shape[-2],
+                ),
+                _ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline),
+                {"num_warps": 4},
+            )  # fmt: skip
+        shared.update(IS_CAUSAL=causal, INLINE=inline, PRECISION=precision, TMA=tma)
+        head_bytes = 2 * head_dim * q.element_size()
+        if batch * len_k:
+            tile, heads = config.dkdv, batch * heads_kv
+            self.q_source, self.do_source = (Source(x, tile.block_m, pad_d, tma) for x in (q_rot, do))
+            section = heads_per_section(heads, 1, head_bytes * group_size * len_q, config.section_bytes)
+            self.dkdv = Launch(
+                dkdv_kernel,
+                triton.cdiv(len_k, tile.block_n) * heads,
+                (
+                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(), *tables,
+                    qk_scale, q_sign, heads, heads_kv, group_size, len_q, len_k, section,
+                ),
+                _ordered(dkdv_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
+                {**tile.launch_options, **launch_options},
+            )  # fmt: skip
+        if batch * len_q:
+            tile, heads = config.dq, batch * heads_q
+            self.k_source, self.v_source = (Source(x, tile.block_n, pad_d, tma) for x in (k_rot, v))
+            section = heads_per_section(heads, group_size, head_bytes * len_k, config.section_bytes)
+            self.dq = Launch(
+                dq_kernel,
+                triton.cdiv(len_q, tile.block_m) * heads,
+                (
+                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dq.stride(), *tables, qk_scale, q_sign,
+                    softmax_scale, heads, heads_q, group_size, len_q, len_k, section,
+                ),
+                _ordered(dq_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
+                {**tile.launch_options, **launch_options},
+            )  # fmt: skip
+
+    def _rotated(self, q, k):
+        """Room for the rotated q and k; q and k themselves where they are rotated inline."""
+        if self.inline:
+            return q, k
+        return q.new_empty(q.shape), k.new_empty(k.shape)
+
+    def __call__(self, do, q, k, v, o, lse, cos, sin):
+        dq, dk, dv = like_input(q), like_input(k), like_input(v)
+        stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
+        q_rot, k_rot = self._rotated(q, k)
+        if self.preprocess is not None:
+            self.preprocess(o, do, lse, stats, q, q_rot, k, k_rot, cos, sin)
+        if self.dkdv is not None:
+            self.dkdv(self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv)
+        if self.dq is not None:
+            self.dq(q_rot, self.k_source(k_rot), self.v_source(v), do, stats, cos, sin, dq)
+        return dq, dk, dv
+
+
+def _ordered(kernel, shared: dict, **own) -> dict:
+    """Compile-time arguments in the kernel's order."""
+    constants = {**shared, **own}
+    return {name: constants[name] for name in kernel.arg_names if name in constants}
+
+
+_prepared = PreparedCalls(BackwardCall)
+
+
+def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
+    """Run the backward pass; arguments as in ``attention_forward``, ``config`` a ``configs.BackwardConfig``.
+
+    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Returns dq, dk, dv like q, k, v.
     Bitwise deterministic: every output element is summed by one program in a fixed order.
     """
-    batch, heads_q, len_q, head_dim = q.shape
-    heads_kv, len_k = k.shape[1], k.shape[2]
-    dq, dk, dv = like_input(q), like_input(k), like_input(v)
-    if batch == 0:
-        return dq, dk, dv
-    inline = config.strategy == "inline"
-    pad_d = block_d(head_dim)
-    group_size = heads_q // heads_kv
-    qk_scale, q_sign = scale_and_sign(softmax_scale)
-    cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
-    stats = torch.empty((2, batch, heads_q, len_q), dtype=torch.float32, device=q.device)
-    q_rot, k_rot = q, k
-    if not inline:
-        q_rot = torch.empty((batch, heads_q, len_q, head_dim), dtype=q.dtype, device=q.device)
-        k_rot = torch.empty((batch, heads_kv, len_k, head_dim), dtype=k.dtype, device=k.device)
-    common = {
-        "D": head_dim,
-        "R": rotary_dim,
-        "BLOCK_D": pad_d,
-        "INTERLEAVED": interleaved,
-        "LONG": is_long(q, k, v, o, do, dq, dk, dv),
-    }
-    chunk, block = config.rotate_heads, config.rotate_rows
-    programs = triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk) * batch
-    if not inline:
-        programs += triton.cdiv(len_k, block) * triton.cdiv(heads_kv, chunk) * batch
-    # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
-    pdl = config.pdl and programs > 0 and len_k > 0
-    launch = {"launch_pdl": True} if pdl else {}
-    if programs:
-        preprocess_kernel[(programs,)](
-            o, do, lse, stats, q, q_rot, k, k_rot, cos, sin, o.stride(), do.stride(), q.stride(), q_rot.stride(),
-            k.stride(), k_rot.stride(), cos_strides, sin_strides, q_sign, batch, heads_q, heads_kv, len_q, len_k,
-            cos.shape[-2], HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PDL=pdl, num_warps=4, **common,
-        )  # fmt: skip
-    common.update(IS_CAUSAL=causal, INLINE=inline, PRECISION=dot_precision(q.dtype), PDL=pdl)
-    element = q.element_size()
-    tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
-    if len_k:
-        tile, heads = config.dkdv, batch * heads_kv
-        section = heads_per_section(heads, 1, 2 * group_size * len_q * head_dim * element, config.section_bytes)
-        q_source, do_source = _sources((q_rot, do), tile.block_m, pad_d, tma)
-        dkdv_kernel[(triton.cdiv(len_k, tile.block_n) * heads,)](
-            q_source, k_rot, v, do_source, stats, cos, sin, dk, dv, q_rot.stride(), k_rot.stride(), v.stride(), do.stride(),
-            dk.stride(), dv.stride(), cos_strides, sin_strides, qk_scale, q_sign, heads, heads_kv, group_size, len_q,
-            len_k, section, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=tma, **tile.launch_options,
-            **common, **launch,
-        )  # fmt: skip
-    if len_q:
-        tile, heads = config.dq, batch * heads_q
-        section = heads_per_section(heads, group_size, 2 * len_k * head_dim * element, config.section_bytes)
-        k_source, v_source = _sources((k_rot, v), tile.block_n, pad_d, tma)
-        dq_kernel[(triton.cdiv(len_q, tile.block_m) * heads,)](
-            q_rot, k_source, v_source, do, stats, cos, sin, dq, q_rot.stride(), k_rot.stride(), v.stride(), do.stride(),
-            dq.stride(), cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, heads, heads_q, group_size, len_q,
-            len_k, section, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=tma, **tile.launch_options,
-            **common, **launch,
-        )  # fmt: skip
-    return dq, dk, dv
-
-
-def _sources(tensors, block_rows, pad_d, tma):
-    """The operands that a kernel's loop reads: as tensor descriptors where asked for, else as they are."""
-    return [descriptor(x, [1, 1, block_rows, pad_d]) for x in tensors] if tma else tensors
+    tensors = (do, q, k, v, o, lse, cos, sin)
+    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype))
+    return _prepared(tensors, options, config)(*tensors)

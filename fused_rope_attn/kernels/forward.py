@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.launch import (
+    Launch,
+    PreparedCalls,
+    Source,
     block_d,
-    descriptor,
     dot_precision,
     has_descriptor,
     heads_per_section,
@@ -18,6 +20,7 @@ from fused_rope_attn.kernels.launch import (
 from fused_rope_attn.kernels.primitives import (
     LN2,
     head_source,
+    head_tables,
     load_head_tile,
     load_rotated,
     online_softmax,
@@ -26,22 +29,21 @@ from fused_rope_attn.kernels.primitives import (
     visible,
     wait_for_previous_launch,
 )
-from fused_rope_attn.kernels.rotary import rotate_keys
+from fused_rope_attn.kernels.rotary import RotateKeys
 
 
 @triton.jit
-def attend_range(acc, row_max, row_sum, q, positions_q, k_source, v_source, cos_base, sin_base, k_strides, v_strides,
-                 cos_strides, sin_strides, batch, head, first, last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                 INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                 LONG: tl.constexpr):  # fmt: skip
+def attend_range(acc, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head,
+                 first, last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr,
+                 MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Fold keys [first, last) into the running softmax and output; ``first`` is a multiple of BLOCK_N."""
     offs_n = tl.arange(0, BLOCK_N)
     for start_n in range(first, last, BLOCK_N):
         if INLINE:
             k = load_rotated(
-                k_source + tl.cast(start_n, tl.int64) * k_strides[2], offs_n, NK - start_n, k_strides, cos_base, sin_base, cos_strides, sin_strides, start_n, NK, 1.0,
-                D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
+                k_source + tl.cast(start_n, tl.int64) * k_strides[2], offs_n, NK - start_n, k_strides, tables,
+                start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
             )  # fmt: skip
         else:
             k = load_head_tile(
@@ -76,8 +78,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
     k_source = head_source(k_ptr, batch, head_kv, k_strides, TMA)
     v_source = head_source(v_ptr, batch, head_kv, v_strides, TMA)
     o_base = o_ptr + batch * o_strides[0] + head * o_strides[1]
-    cos_base = cos_ptr + batch * cos_strides[0]
-    sin_base = sin_ptr + batch * sin_strides[0]
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
 
     start_m = tile * BLOCK_M
     q_offset = NK - NQ
@@ -85,8 +86,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
     positions_q = start_m + q_offset + rows
     q_rows = q_base + tl.cast(start_m, tl.int64) * q_strides[2]
     q = load_rotated(
-        q_rows, rows, NQ - start_m, q_strides, cos_base, sin_base, cos_strides, sin_strides, start_m + q_offset, NK,
-        q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG,
+        q_rows, rows, NQ - start_m, q_strides, tables, start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED,
+        True, LONG,
     )  # fmt: skip
 
     # Keys [0, full) are visible to every row of the block, [full, last) to some.
@@ -102,14 +103,12 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     wait_for_previous_launch(PDL)
     acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, positions_q, k_source, v_source, cos_base, sin_base, k_strides, v_strides,
-        cos_strides, sin_strides, batch, head_kv, 0, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
-        IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
+        acc, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
+        0, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, positions_q, k_source, v_source, cos_base, sin_base, k_strides, v_strides,
-        cos_strides, sin_strides, batch, head_kv, full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
-        IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
+        acc, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
+        full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
 
     # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
@@ -121,39 +120,75 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
     store_tile(o_rows, acc, rows, NQ - start_m, o_strides[2], o_strides[3], D, BLOCK_D, LONG)
 
 
+class ForwardCall:
+    """The launches of one forward signature."""
+
+    def __init__(self, q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, config):
+        batch, heads_q, len_q, head_dim = q.shape
+        heads_kv, len_k = k.shape[1], k.shape[2]
+        pad_d = block_d(head_dim)
+        self.empty = batch * len_q == 0
+        self.rotate_keys = None
+        k_like = k
+        if config.strategy == "prepass" and batch * len_k > 0:
+            self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config)
+            k_like = k.new_empty(k.shape)
+        inline = self.rotate_keys is None
+        tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
+        # Without a kernel before it that belongs to this call there is nothing to overlap with.
+        pdl = config.pdl and not inline
+        o = like_input(q)
+        tile = config.tile
+        self.k_source = Source(k_like, tile.block_n, pad_d, tma)
+        self.v_source = Source(v, tile.block_n, pad_d, tma)
+        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
+        num_heads, group_size = batch * heads_q, heads_q // heads_kv
+        kv_bytes = 2 * len_k * head_dim * k.element_size()
+        section = heads_per_section(num_heads, group_size, kv_bytes, config.section_bytes)
+        self.launch = Launch(
+            forward_kernel,
+            triton.cdiv(len_q, tile.block_m) * num_heads,
+            (
+                q.stride(), k_like.stride(), v.stride(), o.stride(), cos_strides, sin_strides, qk_scale, q_sign,
+                num_heads, heads_q, group_size, len_q, len_k, section,
+            ),
+            {
+                "D": head_dim,
+                "R": rotary_dim,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "BLOCK_D": pad_d,
+                "INTERLEAVED": interleaved,
+                "IS_CAUSAL": causal,
+                "INLINE": inline,
+                "PRECISION": precision,
+                "TMA": tma,
+                "LONG": is_long(q, k, v, o),
+                "PDL": pdl,
+            },
+            {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,
+        )  # fmt: skip
+
+    def __call__(self, q, k, v, cos, sin):
+        o = like_input(q)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if self.empty:
+            return o, lse
+        if self.rotate_keys is not None:
+            k = self.rotate_keys(k, cos, sin)
+        self.launch(q, self.k_source(k), self.v_source(v), cos, sin, o, lse)
+        return o, lse
+
+
+_prepared = PreparedCalls(ForwardCall)
+
+
 def attention_forward(q, k, v, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
-    """Launch the forward pass.
+    """Run the forward pass.
 
     q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; ``config`` a
     ``configs.ForwardConfig``. Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log.
     """
-    batch, heads_q, len_q, head_dim = q.shape
-    heads_kv, len_k = k.shape[1], k.shape[2]
-    o = like_input(q)
-    lse = torch.empty((batch, heads_q, len_q), dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    inline = config.strategy == "inline"
-    if not inline:
-        k = rotate_keys(k, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, config=config)
-    tile = config.tile
-    qk_scale, q_sign = scale_and_sign(softmax_scale)
-    cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
-    num_heads = batch * heads_q
-    group_size = heads_q // heads_kv
-    section = heads_per_section(num_heads, group_size, 2 * len_k * head_dim * k.element_size(), config.section_bytes)
-    k_source, v_source = k, v
-    tma = config.tma and not inline and has_descriptor(k) and has_descriptor(v)
-    if tma:
-        block = [1, 1, tile.block_n, block_d(head_dim)]
-        k_source, v_source = descriptor(k, block), descriptor(v, block)
-    # Without a kernel before it that belongs to this call there is nothing to overlap with.
-    pdl = config.pdl and not inline
-    forward_kernel[(triton.cdiv(len_q, tile.block_m) * num_heads,)](
-        q, k_source, v_source, cos, sin, o, lse, q.stride(), k.stride(), v.stride(), o.stride(), cos_strides, sin_strides, qk_scale,
-        q_sign, num_heads, heads_q, group_size, len_q, len_k, section,
-        D=head_dim, R=rotary_dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d(head_dim),
-        INTERLEAVED=interleaved, IS_CAUSAL=causal, INLINE=inline, PRECISION=dot_precision(q.dtype),
-        TMA=tma, LONG=is_long(q, k, v, o), PDL=pdl, **tile.launch_options, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-    return o, lse
+    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype))
+    return _prepared((q, k, v, cos, sin), options, config)(q, k, v, cos, sin)

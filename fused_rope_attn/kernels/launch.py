@@ -1,15 +1,71 @@
-"""Host-side arithmetic that every launcher shares. Hot path: attribute reads and integers only."""
+"""Host side of a launch: everything that depends only on a call's signature is worked out once and kept.
+
+A Triton launch through ``kernel[grid](...)`` examines every argument again, about 35 us of Python for these kernels. A
+``Launch`` does that once per call signature (shapes, strides, dtypes, alignment, device, options) and afterwards hands
+the tensors to the compiled kernel. The signature is at least as fine as Triton's own specialisation.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_rope_attn import device
+
 LOG2E = math.log2(math.e)
 # Rows and columns of the largest tile; a stride beyond 2**31 / this needs 64-bit offsets inside a tile.
 _LARGEST_TILE = 256
+_MAX_PREPARED = 4096
+
+
+class Launch:
+    """One kernel launch with everything but its tensors fixed. The tensors are the kernel's first parameters."""
+
+    __slots__ = ("kernel", "grid", "scalars", "constants", "options", "compiled", "tail")
+
+    def __init__(self, kernel, programs: int, scalars: tuple, constants: dict, options: dict):
+        self.kernel = kernel
+        self.grid = (programs, 1, 1)
+        self.scalars = scalars
+        self.constants = constants
+        self.options = options
+        self.compiled = None
+        names = kernel.arg_names
+        self.tail = (*scalars, *(constants[name] for name in names[len(names) - len(constants) :]))
+
+    def __call__(self, *tensors) -> None:
+        if self.compiled is not None:
+            self.compiled[self.grid](*tensors, *self.tail)
+        else:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
+            self.compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+
+
+class PreparedCalls:
+    """Calls by signature, built on first use; forgets everything when it grows past any reasonable working set."""
+
+    def __init__(self, prepare: Callable):
+        self._prepare = prepare
+        self._calls: dict = {}
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...], options: tuple, config):
+        where = tensors[0].device
+        key = (device.arch(where), where.index, id(config), options, *map(signature, tensors))
+        entry = self._calls.get(key)
+        if entry is None:
+            if len(self._calls) >= _MAX_PREPARED:
+                self._calls.clear()
+            # The entry keeps the configuration alive, so that its id stays its own.
+            entry = self._calls[key] = (self._prepare(*tensors, *options, config), config)
+        return entry[0]
+
+
+def signature(x: torch.Tensor) -> tuple:
+    """What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
 
 
 def block_d(head_dim: int) -> int:
@@ -45,8 +101,9 @@ def scale_and_sign(softmax_scale: float) -> tuple[float, float]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Input precision of tl.dot: true float32 unless the user allowed tf32 for matrix products."""
-    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Input precision of tl.dot: true float32 unless the user allowed tf32 for matrix products, by either API."""
+    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"
 
 
 def like_input(x: torch.Tensor) -> torch.Tensor:
@@ -75,9 +132,27 @@ def has_descriptor(x: torch.Tensor) -> bool:
     )
 
 
-def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """Tensor descriptor of a (B, H, N, D) tensor; reads past N or D give zeros. A stride of a size-1 axis is arbitrary."""
-    shape = list(x.shape)
-    strides = [s if size > 1 else x.shape[3] for size, s in zip(shape, x.stride())]
-    strides[3] = 1
-    return TensorDescriptor(x, shape, strides, block)
+class Source:
+    """What ``primitives.head_source`` takes for a tensor of one signature: itself, or with tma a tensor descriptor.
+
+    Reads past N or D give zeros. The descriptor is checked once; each call gets a copy around its own tensor.
+    """
+
+    __slots__ = ("template",)
+
+    def __init__(self, x: torch.Tensor, block_rows: int, pad_d: int, tma: bool):
+        self.template = None
+        if tma:
+            shape = list(x.shape)
+            # The stride of a size-1 axis is arbitrary, but the hardware checks it.
+            strides = [s if size > 1 else shape[3] for size, s in zip(shape, x.stride())]
+            strides[3] = 1
+            self.template = TensorDescriptor(x, shape, strides, [1, 1, block_rows, pad_d])
+            self.template.base = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | TensorDescriptor:
+        if self.template is None:
+            return x
+        descriptor = copy.copy(self.template)
+        descriptor.base = x
+        return descriptor

@@ -117,7 +117,8 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
-               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr,
+               LONG: tl.constexpr):  # fmt: skip
     """First and second members of every pair as float32 tiles (len(rows), BLOCK_D / 2)."""
     if INTERLEAVED:
         x = load_tile(base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
@@ -165,12 +166,18 @@ def unpack_pairs(x):
 
 
 @triton.jit
-def load_angles(cos_base, sin_base, positions, position_limit, cos_strides, sin_strides, R: tl.constexpr,
-                BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):  # fmt: skip
-    """cos and sin (len(positions), BLOCK_D / 2) float32; pairs past R/2 get angle 0. Strides are (batch, row, column).
+def head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch):
+    """One batch entry's ``tables``: (cos, sin, cos strides, sin strides), the strides as (batch, row, column)."""
+    return cos_ptr + batch * cos_strides[0], sin_ptr + batch * sin_strides[0], cos_strides, sin_strides
+
+
+@triton.jit
+def load_angles(tables, positions, position_limit, R: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):
+    """cos and sin (len(positions), BLOCK_D / 2) float32; pairs past R/2 get angle 0.
 
     With CHECK_ROWS, positions outside ``[0, position_limit)`` get angle 0 too: they belong to rows that see nothing.
     """
+    cos_base, sin_base, cos_strides, sin_strides = tables
     pairs = tl.arange(0, BLOCK_D // 2)
     rows = positions.to(tl.int64)[:, None]
     cos_pointers = cos_base + rows * cos_strides[1] + pairs[None, :] * cos_strides[2]
@@ -196,29 +203,25 @@ def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(base, rows, row_limit, strides, cos_base, sin_base, cos_strides, sin_strides, position_offset,
-                 position_limit, sign, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
-                 INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def load_rotated(base, rows, row_limit, strides, tables, position_offset, position_limit, sign, D: tl.constexpr,
+                 R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr,
+                 LONG: tl.constexpr):  # fmt: skip
     """Rows of q or k, rotated in float32, times ``sign``, rounded once, in pair order."""
     first, second = load_pairs(
         base, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, CHECK_ROWS, LONG
     )
-    cos, sin = load_angles(
-        cos_base, sin_base, rows + position_offset, position_limit, cos_strides, sin_strides, R, BLOCK_D, CHECK_ROWS
-    )
+    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, CHECK_ROWS=True)
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return pack_pairs(first * sign, second * sign).to(base.dtype.element_ty)
 
 
 @triton.jit
-def store_unrotated(base, gradient, rows, row_limit, strides, cos_base, sin_base, cos_strides, sin_strides,
-                    position_offset, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
-                    INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def store_unrotated(base, gradient, rows, row_limit, strides, tables, position_offset, position_limit,
+                    D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                    LONG: tl.constexpr):  # fmt: skip
     """Turn a float32 gradient in pair order back to the unrotated frame and write it: transpose of ``load_rotated``."""
     first, second = unpack_pairs(gradient)
-    cos, sin = load_angles(
-        cos_base, sin_base, rows + position_offset, position_limit, cos_strides, sin_strides, R, BLOCK_D, True
-    )
+    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, CHECK_ROWS=True)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
     store_pairs(base, first, second, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, LONG)
 

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.launch import block_d, is_long, table_strides
+from fused_rope_attn.kernels.launch import Launch, block_d, is_long, table_strides
 from fused_rope_attn.kernels.primitives import (
+    head_tables,
     let_next_launch_start,
     load_angles,
     load_pairs,
@@ -16,14 +17,11 @@ from fused_rope_attn.kernels.primitives import (
 
 
 @triton.jit
-def rotate_rows(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_strides, sin_strides, sign, N,
-                position_offset, position_limit, batch, first_head, last_head, rows, D: tl.constexpr, R: tl.constexpr,
-                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, position_offset, position_limit, batch,
+                first_head, last_head, rows, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+                INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Rotate ``rows`` of heads [first_head, last_head) of one batch entry; the angles are read once for all heads."""
-    cos, sin = load_angles(
-        cos_ptr + batch * cos_strides[0], sin_ptr + batch * sin_strides[0], rows + position_offset, position_limit,
-        cos_strides, sin_strides, R, BLOCK_D, CHECK_ROWS=True,
-    )  # fmt: skip
+    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, CHECK_ROWS=True)
     for head in range(first_head, last_head):
         x = x_ptr + batch * x_strides[0] + tl.cast(head, tl.int64) * x_strides[1]
         out = out_ptr + batch * out_strides[0] + tl.cast(head, tl.int64) * out_strides[1]
@@ -45,24 +43,39 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
     rows = (pid % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
     rotate_rows(
-        x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_strides, sin_strides, 1.0, N, 0, position_limit,
-        batch, chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, H), rows, D, R, BLOCK_D, INTERLEAVED, LONG,
+        x_ptr, out_ptr, x_strides, out_strides, tables, 1.0, N, 0, position_limit, batch, chunk * HEADS,
+        tl.minimum(chunk * HEADS + HEADS, H), rows, D, R, BLOCK_D, INTERLEAVED, LONG,
     )  # fmt: skip
 
 
-def rotate_keys(k, cos, sin, *, rotary_dim, interleaved, config) -> torch.Tensor:
+class RotateKeys:
     """Rotated copy of k ``(B, HKV, NK, D)``, contiguous, columns in pair order; key j uses table row j."""
-    batch, heads, length, head_dim = k.shape
-    out = torch.empty((batch, heads, length, head_dim), dtype=k.dtype, device=k.device)
-    if out.numel() == 0:
+
+    def __init__(self, k, cos, sin, rotary_dim, interleaved, config):
+        batch, heads, length, head_dim = self.shape = k.shape
+        cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
+        block_n, chunk = config.rotate_rows, config.rotate_heads
+        out_strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
+        self.launch = Launch(
+            rotate_kernel,
+            triton.cdiv(length, block_n) * triton.cdiv(heads, chunk) * batch,
+            (k.stride(), out_strides, cos_strides, sin_strides, heads, length, cos.shape[-2]),
+            {
+                "HEADS": chunk,
+                "D": head_dim,
+                "R": rotary_dim,
+                "BLOCK_N": block_n,
+                "BLOCK_D": block_d(head_dim),
+                "INTERLEAVED": interleaved,
+                "LONG": is_long(k),
+                "PDL": config.pdl,
+            },
+            {"num_warps": 4},
+        )
+
+    def __call__(self, k, cos, sin) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=k.dtype, device=k.device)
+        self.launch(k, out, cos, sin)
         return out
-    cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
-    block_n = config.rotate_rows
-    grid = (triton.cdiv(length, block_n) * triton.cdiv(heads, config.rotate_heads) * batch,)
-    rotate_kernel[grid](
-        k, out, cos, sin, k.stride(), out.stride(), cos_strides, sin_strides, heads, length, cos.shape[-2],
-        HEADS=config.rotate_heads, D=head_dim, R=rotary_dim, BLOCK_N=block_n, BLOCK_D=block_d(head_dim),
-        INTERLEAVED=interleaved, LONG=is_long(k), PDL=config.pdl, num_warps=4,
-    )  # fmt: skip
-    return out
