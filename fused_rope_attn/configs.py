@@ -117,6 +117,7 @@ _AMPERE = ("sm_80",)  # 163 KB
 _SMALL = ("sm_86", "sm_89", "sm_120")  # 99 KB
 _AMD = ("gfx942",)  # 64 KB
 _INTERPRETER = ("interpreter",)
+_TINY = ("tiny",)
 _SHORT = ("tiny", "short")
 _MEDIUM = ("medium",)
 
@@ -160,6 +161,7 @@ FORWARD: tuple[Row, ...] = (
 )
 
 BACKWARD: tuple[Row, ...] = (
+    Row(_HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _H200, buckets=_TINY, section_bytes=_L2),
     Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),
     Row(_HOPPER, 2, 64, (Tile(32, 128, 4, 3), Tile(128, 64, 4, 3)), _H200, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),

@@ -25,6 +25,7 @@ from fused_rope_attn.kernels.launch import (
 from fused_rope_attn.kernels.primitives import (
     LN2,
     LOG2E,
+    add_product,
     head_source,
     head_tables,
     let_next_launch_start,
@@ -58,26 +59,28 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, q_ptr, q_rot_ptr, k_ptr
     if pid < q_blocks * q_chunks * B:
         chunk = (pid // q_blocks) % q_chunks
         batch = (pid // (q_blocks * q_chunks)).to(tl.int64)
-        rows = (pid % q_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+        start = (pid % q_blocks) * BLOCK_N
+        start64 = tl.cast(start, tl.int64)
+        rows = tl.arange(0, BLOCK_N)
+        left = NQ - start
         last_head = tl.minimum(chunk * HEADS + HEADS, HQ)
         for head in range(chunk * HEADS, last_head):
             h = tl.cast(head, tl.int64)
-            o = load_tile(o_ptr + batch * o_strides[0] + h * o_strides[1], rows, NQ, o_strides[2], o_strides[3],
-                          D, BLOCK_D, True, LONG)  # fmt: skip
-            do = load_tile(do_ptr + batch * do_strides[0] + h * do_strides[1], rows, NQ, do_strides[2], do_strides[3],
-                           D, BLOCK_D, True, LONG)  # fmt: skip
-            row_index = (batch * HQ + h) * NQ + rows
-            in_range = rows < NQ
-            lse = tl.load(lse_ptr + row_index, mask=in_range, other=0.0)
+            o_rows = o_ptr + batch * o_strides[0] + h * o_strides[1] + start64 * o_strides[2]
+            do_rows = do_ptr + batch * do_strides[0] + h * do_strides[1] + start64 * do_strides[2]
+            o = load_tile(o_rows, rows, left, o_strides[2], o_strides[3], D, BLOCK_D, True, LONG)
+            do = load_tile(do_rows, rows, left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG)
+            row_index = (batch * HQ + h) * NQ + start + rows
+            lse = tl.load(lse_ptr + row_index, mask=rows < left, other=0.0)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            tl.store(stats_ptr + row_index, lse, mask=in_range)
+            tl.store(stats_ptr + row_index, lse, mask=rows < left)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * NQ + row_index, delta, mask=in_range)
+            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * NQ + row_index, delta, mask=rows < left)
         if ROTATE:
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             rotate_rows(
                 q_ptr, q_rot_ptr, q_strides, q_rot_strides, tables, q_sign, NQ, NK - NQ, position_limit, batch,
-                chunk * HEADS, last_head, rows, D, R, BLOCK_D, INTERLEAVED, LONG,
+                chunk * HEADS, last_head, start, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
             )  # fmt: skip
     else:
         if ROTATE:
@@ -86,11 +89,11 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, q_ptr, q_rot_ptr, k_ptr
             k_chunks = tl.cdiv(HKV, HEADS)
             chunk = (pid // k_blocks) % k_chunks
             batch = (pid // (k_blocks * k_chunks)).to(tl.int64)
-            rows = (pid % k_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             rotate_rows(
                 k_ptr, k_rot_ptr, k_strides, k_rot_strides, tables, 1.0, NK, 0, position_limit, batch, chunk * HEADS,
-                tl.minimum(chunk * HEADS + HEADS, HKV), rows, D, R, BLOCK_D, INTERLEAVED, LONG,
+                tl.minimum(chunk * HEADS + HEADS, HKV), (pid % k_blocks) * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED,
+                LONG,
             )  # fmt: skip
 
 
@@ -134,14 +137,14 @@ def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_b
             do_source, batch, head, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
             LONG,
         )  # fmt: skip
-        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = add_product(p_t.to(do.dtype), do, dv, PRECISION)
         if MASKED:
             delta = tl.load(delta_base + start_m + rows, mask=rows < left, other=0.0)
         else:
             delta = tl.load(delta_base + start_m + rows)
         dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = add_product(ds_t.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
 

@@ -110,8 +110,10 @@ def like_input(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised tensor with x's shape whose memory order is (B, N, H, D) where x's is, else (B, H, N, D)."""
     batch, heads, length, head_dim = x.shape
     if heads > 1 and x.stride(1) < x.stride(2):
-        return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
-    return x.new_empty((batch, heads, length, head_dim))
+        strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
+    else:
+        strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 def heads_per_section(num_heads: int, group_size: int, bytes_per_kv_head: int, section_bytes: int) -> int:

@@ -18,17 +18,23 @@ from fused_rope_attn.kernels.primitives import (
 
 @triton.jit
 def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, position_offset, position_limit, batch,
-                first_head, last_head, rows, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
-                INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """Rotate ``rows`` of heads [first_head, last_head) of one batch entry; the angles are read once for all heads."""
-    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, CHECK_ROWS=True)
+                first_head, last_head, start, BLOCK_N: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Rotate rows [start, start + BLOCK_N) of heads [first_head, last_head); the angles are read once for all heads."""
+    rows = tl.arange(0, BLOCK_N)
+    cos, sin = load_angles(tables, rows + (start + position_offset), position_limit, R, BLOCK_D, CHECK_ROWS=True)
+    start64 = tl.cast(start, tl.int64)
+    x_ptr += batch * x_strides[0] + start64 * x_strides[2]
+    out_ptr += batch * out_strides[0] + start64 * out_strides[2]
     for head in range(first_head, last_head):
-        x = x_ptr + batch * x_strides[0] + tl.cast(head, tl.int64) * x_strides[1]
-        out = out_ptr + batch * out_strides[0] + tl.cast(head, tl.int64) * out_strides[1]
-        first, second = load_pairs(x, rows, N, x_strides[2], x_strides[3], D, R, BLOCK_D, INTERLEAVED, True, LONG)
+        x = x_ptr + tl.cast(head, tl.int64) * x_strides[1]
+        out = out_ptr + tl.cast(head, tl.int64) * out_strides[1]
+        first, second = load_pairs(
+            x, rows, N - start, x_strides[2], x_strides[3], D, R, BLOCK_D, INTERLEAVED, True, LONG
+        )
         first, second = rotate(first, second, cos, sin, CONJUGATE=False)
         packed = pack_pairs(first * sign, second * sign)
-        store_tile(out, packed, rows, N, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
+        store_tile(out, packed, rows, N - start, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
 
 
 @triton.jit(do_not_specialize=["H", "N", "position_limit"])
@@ -42,11 +48,10 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_
     pid = tl.program_id(0)
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
-    rows = (pid % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
     rotate_rows(
         x_ptr, out_ptr, x_strides, out_strides, tables, 1.0, N, 0, position_limit, batch, chunk * HEADS,
-        tl.minimum(chunk * HEADS + HEADS, H), rows, D, R, BLOCK_D, INTERLEAVED, LONG,
+        tl.minimum(chunk * HEADS + HEADS, H), (pid % num_blocks) * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
     )  # fmt: skip
 
 

@@ -1,0 +1,9 @@
+"""The rivals: rotation and attention as a user can install them separately, one file each, one signature, one registry.
+
+Nothing here is imported by the package. Importing this needs none of the packages that the rivals come from.
+"""
+
+from baselines.base import Baseline
+from baselines.registry import BASELINES
+
+__all__ = ["BASELINES", "Baseline"]

@@ -1,0 +1,79 @@
+"""The three rotations that the rivals use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baselines.base import Rotation, missing_package
+
+Tables = tuple[Tensor, Tensor]
+
+
+def _missing_transformers() -> str | None:
+    return missing_package("transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
+
+
+def _missing_liger() -> str | None:
+    return missing_package("liger-kernel", "liger_kernel.ops.rope", "LigerRopeFunction")
+
+
+@functools.cache
+def _apply_rotary_pos_emb() -> Callable[..., tuple[Tensor, Tensor]]:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb
+
+
+@functools.cache
+def _liger() -> type[torch.autograd.Function]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    return LigerRopeFunction
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    apply_rotary_pos_emb = _apply_rotary_pos_emb()
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # float32 tables promote; Inductor keeps the float32 in registers and writes the rounded result only.
+        q_rot, k_rot = apply_rotary_pos_emb(q, k, cos, sin)
+        return q_rot.to(q.dtype), k_rot.to(k.dtype)
+
+    # The backward is timed on a graph that is kept, which donated buffers forbid; a rotation has none to give anyway.
+    # Every shape gets its own specialised kernels (dynamic=False): the rival at its best. Eight would be the limit.
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    return torch.compile(rotate, dynamic=False, fullgraph=True)
+
+
+def _rotate_hf(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    return _apply_rotary_pos_emb()(q, k, *tables)
+
+
+def _rotate_liger(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    return _liger().apply(q, k, *tables)
+
+
+def _rotate_compiled(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    return _compiled()(q, k, *tables)
+
+
+# The function of transformers as its models call it: eight launches, tables in q's dtype, every step rounded.
+HF = Rotation("HF rope", ("transformers",), _missing_transformers, _rotate_hf, half_tables=True)
+
+# One launch for q and k, which are overwritten: in a model they are fresh projections that nobody needs afterwards, so
+# that is what is timed, without any copy. Timing it again and again on the same q and k rotates them further and
+# further: the same work on other values of the same size. In its backward the gradients that the attention hands over
+# are rotated in place too, after a copy where their memory order is not (B, N, H, D); the copy is what the pair costs.
+LIGER = Rotation("Liger rope", ("liger-kernel",), _missing_liger, _rotate_liger, in_place=True)
+
+# The same formula as HF's, one fused kernel each way, float32 tables, rounded once.
+COMPILED = Rotation("compiled rope", ("transformers",), _missing_transformers, _rotate_compiled)

@@ -1,0 +1,93 @@
+"""Who is measured: this project's strategies behind the signature of ``baselines.Baseline``, then every rival."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from baselines import BASELINES
+
+
+class Provider(Protocol):
+    """What the benchmark needs; see ``baselines/base.py`` for shapes and meanings."""
+
+    name: str
+    label: str
+    rotates: bool
+    in_place: bool
+    half_tables: bool
+    pip: tuple[str, ...]
+
+    def missing(self) -> str | None: ...
+    def unsupported(self, case: Any) -> str | None: ...
+    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Any: ...
+    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Fused:
+    """``fused_rope_attn.rope_attention`` as a user calls it, with one choice of backend and strategy."""
+
+    name: str
+    label: str
+    backend: str = "auto"
+    strategy: str = "auto"
+    rotates: bool = True
+    in_place: bool = False
+    half_tables: bool = False
+    pip: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        return None
+
+    def unsupported(self, case: Any) -> str | None:
+        return None
+
+    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return cos, sin
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> Tensor:
+        import fused_rope_attn
+
+        return fused_rope_attn.rope_attention(q, k, v, *tables, causal, backend=self.backend, strategy=self.strategy)
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> str:
+        """What the call runs, in words, for the result rows."""
+        import fused_rope_attn
+
+        return str(
+            fused_rope_attn.plan(q, k, v, *tables, causal, backend=self.backend, strategy=self.strategy),
+        )
+
+
+OURS: dict[str, Fused] = {
+    fused.name: fused
+    for fused in (
+        Fused("fused", "fused (auto)"),
+        Fused("fused_inline", "fused, inline", "triton", "inline"),
+        Fused("fused_prepass", "fused, prepass", "triton", "prepass"),
+    )
+}
+
+PROVIDERS: dict[str, Provider] = {**OURS, **BASELINES}
+
+
+def is_ours(name: str) -> bool:
+    return name in OURS
+
+
+def select(names: list[str]) -> list[Provider]:
+    """Providers by name, or ``ours``, ``rivals`` (rotating), ``bare``; no names: all. ValueError for an unknown one."""
+    groups = {
+        "ours": list(OURS),
+        "rivals": [name for name, provider in BASELINES.items() if provider.rotates],
+        "bare": [name for name, provider in BASELINES.items() if not provider.rotates],
+    }
+    wanted = [found for name in names for found in groups.get(name, [name])] or list(PROVIDERS)
+    unknown = [name for name in wanted if name not in PROVIDERS]
+    if unknown:
+        raise ValueError(f"unknown provider {', '.join(unknown)}; there are {', '.join((*groups, *PROVIDERS))}")
+    return [PROVIDERS[name] for name in PROVIDERS if name in wanted]

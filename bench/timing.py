@@ -1,0 +1,181 @@
+"""Clocks. Providers are interleaved over several rounds in one process, and ratios are taken within a round: a card's
+clock drifts by 10 % and more under load, and a drift that both sides share cancels."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Like triton.testing.do_bench: written before every timed call, so that no call finds its inputs in the L2.
+_FLUSH_BYTES = 256 << 20
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Linear interpolation between order statistics, as numpy's default; q from 0 to 1."""
+    if not values or not 0.0 <= q <= 1.0:
+        raise ValueError(f"quantile needs values and 0 <= q <= 1, got {len(values)} values and q = {q}")
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+@dataclass
+class Measurement:
+    """Times of one callable in ms: one list a round, rounds of all callables in the same order."""
+
+    rounds: list[list[float]] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[float]:
+        return [sample for one_round in self.rounds for sample in one_round]
+
+    @property
+    def round_medians(self) -> list[float]:
+        return [quantile(one_round, 0.5) for one_round in self.rounds]
+
+    def quantiles(self) -> tuple[float, float, float]:
+        """(median, p20, p80) over all samples."""
+        samples = self.samples
+        return quantile(samples, 0.5), quantile(samples, 0.2), quantile(samples, 0.8)
+
+
+def ratio(of: list[float], to: list[float]) -> float:
+    """Median of the per-round ratios of two lists of round medians; rounds that only one of them has are left out."""
+    pairs = list(zip(of, to))
+    return quantile([a / b for a, b in pairs], 0.5)
+
+
+def interleave(
+    fns: dict[str, Callable[[], Any]],
+    sample: Callable[[Callable[[], Any], int], list[float]],
+    calls: dict[str, int],
+    rounds: int,
+    out_of_time: Callable[[], bool],
+) -> tuple[dict[str, Measurement], dict[str, Exception]]:
+    """Measure every callable once a round, starting each round one further, so that nobody always follows the heaviest.
+
+    One that raises drops out with its exception. Stops after a whole round when ``out_of_time`` says so; what it has
+    measured by then is returned.
+    """
+    measured = {name: Measurement() for name in fns}
+    failed: dict[str, Exception] = {}
+    names = list(fns)
+    for index in range(rounds):
+        if index and out_of_time():
+            break
+        shift = index % max(len(names), 1)
+        for name in names[shift:] + names[:shift]:
+            if name in failed:
+                continue
+            try:
+                measured[name].rounds.append(sample(fns[name], calls[name]))
+            except Exception as error:
+                failed[name] = error.with_traceback(None)  # its frames would keep tensors alive
+                del measured[name]
+    return measured, failed
+
+
+class GpuClock:
+    """Device time by events, host time by wall clock, memory by the allocator, graphs by capture."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._flush.zero_()
+        self.flush_ms = min(self.sample(self._flush.zero_, 3))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
+        """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        for start, end in zip(starts, ends):
+            self._flush.zero_()
+            start.record()
+            fn()
+            end.record()
+        self.synchronize()
+        return [start.elapsed_time(end) for start, end in zip(starts, ends)]
+
+    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        """How many calls fill ``round_ms`` of device time, from 1 to 100; warms ``fn`` up."""
+        fn()
+        self.synchronize()
+        once = self.sample(fn, 1)[0]
+        if once > round_ms:
+            return 1
+        estimate = min(self.sample(fn, 3)) + self.flush_ms
+        return max(1, min(100, round(round_ms / estimate)))
+
+    def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+        """A CUDA graph of one call of the function that ``make`` returns; ``.replay`` of it.
+
+        ``make`` runs on the capturing stream too: autograd runs a backward on the stream of its forward. Every output
+        is filled with NaN and one replay must overwrite it: work that went to another stream would be timed as nothing.
+        """
+        stream = torch.cuda.Stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        self.synchronize()
+        with torch.cuda.stream(stream):
+            fn = make()
+            fn()
+            fn()
+            self.synchronize()
+            # Not `with torch.cuda.graph(...)`: it leaves its stream current when a capture fails.
+            graph.capture_begin()
+            try:
+                out = fn()
+            except BaseException:
+                try:
+                    graph.capture_end()
+                except Exception:  # the capture is broken already; the first error is the one to report
+                    pass
+                raise
+            graph.capture_end()
+        outputs = [out] if isinstance(out, torch.Tensor) else list(out)
+        with torch.no_grad():
+            for tensor in outputs:
+                tensor.detach().fill_(math.nan)
+        graph.replay()
+        self.synchronize()
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
+            raise RuntimeError("the captured graph does not write its outputs: work ran on another stream")
+
+        def replay(keep: Any = (fn, out)) -> None:  # the graph's addresses live as long as what it was captured from
+            graph.replay()
+
+        return replay
+
+    def peak_mib(self, fn: Callable[[], Any]) -> float:
+        """MiB that one call allocates at its peak, beyond what was allocated before it."""
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        fn()
+        self.synchronize()
+        return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
+
+    def host_sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
+        """ms of host time a call, one mean over ``calls`` that nothing waits for: the queue runs ahead of the GPU."""
+        fn()
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        elapsed = time.perf_counter() - begin
+        self.synchronize()
+        return [1e3 * elapsed / calls]
+
+    def release(self) -> None:
+        """Give cached memory back between cases."""
+        self.synchronize()
+        torch.cuda.empty_cache()

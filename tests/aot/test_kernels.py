@@ -1,0 +1,53 @@
+"""Every row of the configuration table compiles for every card it names, and fits: shared memory, registers, spills."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fused_rope_attn import configs
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    """One run for all cards: two processes share the work, and this one may be the interpreter's."""
+    file = tmp_path_factory.mktemp("aot") / "rows.json"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(file)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    assert file.exists(), result.stdout + result.stderr
+    return json.loads(file.read_text())["rows"]
+
+
+@pytest.mark.parametrize("arch", configs.ARCHS)
+def test_every_configuration_fits(compiled, arch):
+    rows = [row for row in compiled if row["arch"] == arch]
+    failures = [f"{row['job']}: {row.get('kernel', '')} {row['verdict']}" for row in rows if "FAIL" in row["verdict"]]
+    assert not failures, "\n".join(failures)
+    for row in rows:
+        assert row["shared"] <= row["limit"]
+        assert row["registers"] <= (512 if arch == "gfx942" else 255)
+    for direction in ("forward", "backward"):
+        for strategy in configs.STRATEGIES:
+            assert any(row["job"].startswith(f"{direction} {strategy} ") for row in rows), (direction, strategy)
+
+
+@pytest.mark.parametrize("arch", configs.ARCHS)
+def test_the_table_answers_every_call(arch):
+    """A configuration for every head dimension, element size, mask, length and grouping that validation admits."""
+    for head_dim in range(16, 257, 8):
+        for element_size in (2, 4):
+            for strategy in configs.STRATEGIES:
+                for causal in (True, False):
+                    for bucket in configs.BUCKETS:
+                        for gqa in (True, False):
+                            key = (arch, element_size, head_dim, strategy, causal, bucket, gqa)
+                            assert configs.forward(*key).strategy == strategy
+                            assert configs.backward(*key).strategy == strategy

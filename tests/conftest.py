@@ -1,0 +1,34 @@
+"""Where tests run: Triton's interpreter on a machine without a GPU, and NaN in all memory that nobody has written."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Triton reads it once, when it is first imported. Tests that need the compiler start processes of their own.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from fused_rope_attn.testing import poison_empty  # noqa: E402
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is (compilers trace through it)")
+
+
+def pytest_collection_modifyitems(config, items):
+    skip = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request):
+    """NaN in every fresh floating tensor: an output element that no kernel wrote then shows in every comparison."""
+    if "unpoisoned" in request.keywords:
+        yield
+    else:
+        with poison_empty():
+            yield

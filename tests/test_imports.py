@@ -1,0 +1,148 @@
+"""Which module may know which: the arrows of the architecture point one way, and an import costs a user nothing."""
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "fused_rope_attn"
+# A module imports from its own line or from lines below it.
+LAYERS = (
+    {"integrations"},
+    {"__init__", "api"},
+    {"validation", "planning", "ops"},
+    {"kernels"},
+    {"configs", "device"},
+)
+OUTSIDE = {"baselines", "verification", "bench", "tests", "tools"}
+EXTRAS = ("transformers", "flash_attn", "liger_kernel", "matplotlib", "tqdm", "pytest", "hypothesis", "numpy")
+
+
+def package_files() -> list[Path]:
+    return sorted((ROOT / PACKAGE).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """`fused_rope_attn/kernels/forward.py` is `kernels.forward`; a package's `__init__.py` is the package."""
+    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """Absolute names that a file imports, each with whether that happens when the file itself is imported."""
+    tree = ast.parse(path.read_text())
+    at_top = {id(node) for node in tree.body}
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(alias.name, id(node) in at_top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: relative import; the package writes absolute ones"
+            names += [(f"{node.module}.{alias.name}", id(node) in at_top) for alias in node.names]
+    return names
+
+
+def internal_imports(path: Path, top_only: bool = False) -> set[str]:
+    """Modules of the package that a file imports, named as by `module_of`."""
+    modules = {module_of(file) for file in package_files()}
+    found = set()
+    for name, at_top in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != PACKAGE or (top_only and not at_top):
+            continue
+        tail = parts[1:]
+        while tail and ".".join(tail) not in modules:
+            tail = tail[:-1]
+        found.add(".".join(tail) or "__init__")
+    return found
+
+
+def layer(module: str) -> int | None:
+    first = module.split(".")[0]
+    return next((depth for depth, members in enumerate(LAYERS) if first in members), None)
+
+
+@pytest.mark.parametrize("path", package_files(), ids=module_of)
+def test_arrows_point_down(path):
+    module = module_of(path)
+    for target in internal_imports(path):
+        if module == "testing":
+            assert target in {"reference", "__init__"}, f"testing imports {target}"
+        elif target == "reference":
+            assert module == "api", f"{module} imports reference, which api and testing alone may"
+        elif module.startswith("experimental"):
+            assert target.startswith("experimental") or layer(target) in (3, 4), f"{module} imports {target}"
+        else:
+            assert layer(module) is not None or module == "reference", f"{module} has no place in the architecture"
+            assert module != "reference", f"reference imports {target}: the oracle stands alone"
+            assert layer(target) is not None, f"{module} imports {target}"
+            assert layer(module) <= layer(target), f"{module} imports {target}, which is above it"
+
+
+def test_no_cycles_at_import():
+    graph = {module_of(path): internal_imports(path, top_only=True) for path in package_files()}
+    for module, targets in graph.items():
+        targets.discard(module)
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("path", package_files(), ids=module_of)
+def test_the_package_knows_nothing_around_it(path):
+    for name, _ in imports_of(path):
+        top = name.split(".")[0]
+        assert top not in OUTSIDE, f"{module_of(path)} imports {name}"
+        if not module_of(path).startswith("integrations"):
+            assert top not in EXTRAS, f"{module_of(path)} imports {name}, which is in an extra"
+        if top == PACKAGE and ".experimental" in name:
+            assert module_of(path).startswith("experimental"), f"{module_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", package_files(), ids=module_of)
+def test_only_device_asks_cuda(path):
+    if module_of(path) == "device":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda."):
+            raise AssertionError(f"{path.name}:{node.lineno}: {ast.unparse(node)} belongs into device.py")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / PACKAGE / "kernels").rglob("*.py")), ids=module_of)
+def test_kernel_files_hold_kernels(path):
+    source = path.read_text()
+    for word in ("torch.autograd", "torch.library", "do_bench", "def test_"):
+        assert word not in source, f"{path.name} mentions {word}"
+
+
+def test_import_needs_no_gpu_and_no_extra():
+    """Only the core dependencies exist, no GPU is visible; importing loads no kernel cache and starts no CUDA."""
+    program = f"""
+import sys
+for name in {EXTRAS + tuple(OUTSIDE)!r}:
+    sys.modules[name] = None
+import {PACKAGE}
+import torch
+assert not torch.cuda.is_initialized()
+assert callable({PACKAGE}.rope_attention) and callable({PACKAGE}.plan) and isinstance({PACKAGE}.__version__, str)
+loaded = [name for name in sys.modules if name.startswith("{PACKAGE}.")]
+forbidden = [name for name in loaded if name.split(".")[1] in ("testing", "integrations", "experimental")]
+assert not forbidden, forbidden
+"""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | hidden
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_public_names():
+    import fused_rope_attn
+
+    assert {"rope_attention", "plan", "rope_tables"} <= set(fused_rope_attn.__all__)
+    for name in fused_rope_attn.__all__:
+        assert hasattr(fused_rope_attn, name)

@@ -1,0 +1,1 @@
+"""Development tools: not packaged, run from a checkout as ``python -m tools.<name>``."""

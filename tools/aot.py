@@ -1,0 +1,162 @@
+"""Ahead-of-time compilation without a GPU, through the launchers that users run.
+
+Triton asks its *driver* for the target, the device and the stream, and hands it the binary to load and launch. The
+driver here answers with any target and launches nothing, so that a real launcher, called with tensors on the ``meta``
+device, compiles exactly the specialisation that a GPU would get. No signature is retyped, and no memory is allocated.
+Not for use under ``TRITON_INTERPRET=1``: the interpreter replaces the compiler at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tools import resources
+
+KB = 1024
+# arch -> (what Triton compiles for, shared memory that one block may use: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability", and AMD CDNA3 ISA, 64 KB of LDS a workgroup).
+TARGETS: dict[str, tuple[GPUTarget, int]] = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * KB),
+    "sm_86": (GPUTarget("cuda", 86, 32), 99 * KB),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99 * KB),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * KB),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99 * KB),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
+}
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """What one compilation cost. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread."""
+
+    kernel: str
+    arch: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spill: int
+    shared: int
+    shared_limit: int
+    seconds: float
+    constants: dict
+
+    def asdict(self) -> dict:
+        return asdict(self)
+
+
+class CompileOnlyDriver:
+    """The part of Triton's driver interface (3.6 to 3.9) that compiling and launching touch; launches do nothing.
+
+    Each arch is a device of its own, because a JITFunction keeps its compiled kernels and its target by device index.
+    """
+
+    def __init__(self, arch: str):
+        self._arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self._arch][0]
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self._arch)
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict:
+            # No limit here: too large a kernel shall be reported with its size, not end the run.
+            return {"max_shared_mem": 1 << 31, "multiprocessor_count": 128}
+
+        @staticmethod
+        def load_binary(name, binary, shared, device):
+            return None, None, 0, 0, 1 << 10  # module, function, registers, spills, threads of a block
+
+    class launcher_cls:
+        def __init__(self, src, metadata):
+            pass
+
+        def __call__(self, *args, **kwargs):
+            pass
+
+
+def _patch_everywhere(package: str, original, replacement) -> None:
+    """Rebind ``original`` in every module of ``package``, however it was imported there."""
+    root = importlib.import_module(package)
+    names = [package, *(m.name for m in pkgutil.walk_packages(root.__path__, package + "."))]
+    for name in names:
+        if ".integrations" in name:  # needs an extra, holds no kernel
+            continue
+        module = importlib.import_module(name)
+        for attribute, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, attribute, replacement)
+
+
+@contextlib.contextmanager
+def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[CompiledKernel]]:
+    """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills.
+
+    The package's own question ``device.arch`` gets the same answer. A kernel that is in Triton's cache already does not
+    appear again. Raises RuntimeError under Triton's interpreter.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise RuntimeError("ahead-of-time compilation needs the compiler: unset TRITON_INTERPRET")
+    target, limit = TARGETS[arch]
+    compiled: list[CompiledKernel] = []
+
+    def record(*, src, metadata, metadata_group, times, cache_hit):
+        if cache_hit:  # another launcher, or another process, has compiled and reported it
+            return
+        usage = resources.usage(metadata_group, target)
+        names = src.fn.arg_names
+        constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in src.constants.items()}
+        compiled.append(
+            CompiledKernel(
+                kernel=metadata["name"],
+                arch=arch,
+                num_warps=metadata["num_warps"],
+                num_stages=metadata["num_stages"],
+                registers=usage.registers,
+                spill=usage.spill,
+                shared=metadata["shared"],
+                shared_limit=limit,
+                seconds=times.total / 1e6,
+                constants={
+                    k: v if isinstance(v, (int, float, str, type(None))) else str(v) for k, v in constants.items()
+                },
+            )
+        )
+
+    device = importlib.import_module(package + ".device")
+    original_arch, original_sms = device.arch, device.num_sms
+    fake_arch, fake_sms = (lambda _device: arch), (lambda _device: 128)
+    _patch_everywhere(package, original_arch, fake_arch)
+    _patch_everywhere(package, original_sms, fake_sms)
+    runtime = triton.runtime.driver
+    previous, listener = runtime._active, triton.knobs.compilation.listener
+    runtime.set_active(CompileOnlyDriver(arch))
+    triton.knobs.compilation.listener = record
+    try:
+        yield compiled
+    finally:
+        triton.knobs.compilation.listener = listener
+        runtime._active = previous
+        _patch_everywhere(package, fake_arch, original_arch)
+        _patch_everywhere(package, fake_sms, original_sms)

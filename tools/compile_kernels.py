@@ -1,0 +1,233 @@
+"""Compile every kernel configuration for every target without a GPU, and hold each to its card's limits.
+
+    python -m tools.compile_kernels                              every row of the configuration table
+    python -m tools.compile_kernels --arch sm_90 --filter backward
+    python -m tools.compile_kernels --full                       also float16, non-causal, interleaved, partial rotary
+    python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
+
+Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, or
+spills more than SPILL_LIMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from fused_rope_attn import configs
+from tools import aot
+from verification.table import format_table
+
+# Bytes of stack that a thread may use. Some registers spilled around the inner loop cost little (tiles that spill were
+# the fastest measured in places); beyond this the tile is too large for the card.
+SPILL_LIMIT = 512
+COLUMNS = ("arch", "job", "kernel", "warps", "stages", "registers", "spill", "shared", "limit", "seconds", "verdict")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of one launcher: a row of the configuration table with the features that change the code."""
+
+    arch: str
+    direction: str  # "forward" or "backward"
+    dtype: torch.dtype
+    head_dim: int
+    config: configs.ForwardConfig | configs.BackwardConfig
+    causal: bool = True
+    gqa: bool = False
+    interleaved: bool = False
+    rotary_dim: int | None = None
+
+    @property
+    def label(self) -> str:
+        words = [self.direction, self.config.strategy, str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
+        words += [] if self.causal else ["full"]
+        words += ["gqa"] if self.gqa else []
+        words += ["interleaved"] if self.interleaved else []
+        words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
+        tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
+        words += [_tile_name(tile) for tile in tiles]
+        return " ".join(words)
+
+
+def _tile_name(tile: configs.Tile) -> str:
+    registers = f"r{tile.max_registers}" if tile.max_registers else ""
+    return f"{tile.block_m}x{tile.block_n}w{tile.num_warps}s{tile.num_stages}{registers}"
+
+
+def table_jobs(arch: str, full: bool = False) -> list[Job]:
+    """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
+
+    Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
+    halves: the other variants differ by a few instructions. ``full`` compiles those too, and a head dimension that is
+    no power of two.
+    """
+    jobs = []
+    for direction, table in (("forward", configs.FORWARD), ("backward", configs.BACKWARD)):
+        for row, strategy in itertools.product(table, configs.STRATEGIES):
+            if arch not in row.archs or strategy not in row.strategies:
+                continue
+            job = Job(
+                arch=arch,
+                direction=direction,
+                dtype=torch.bfloat16 if row.element_size == 2 else torch.float32,
+                head_dim=row.head_dim,
+                # An order of the blocks is no other code: rows that differ in it alone are one job.
+                config=replace(row.config(arch, strategy), section_bytes=0),
+                causal=row.causal is not False,
+                gqa=bool(row.gqa),
+            )
+            jobs.append(job)
+            if full:
+                jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
+                jobs.append(replace(job, head_dim=job.head_dim - 8))
+                if row.causal is None:
+                    jobs.append(replace(job, causal=False))
+                if row.element_size == 2:
+                    jobs.append(replace(job, dtype=torch.float16))
+    return list(dict.fromkeys(jobs))
+
+
+def with_tile(job: Job, text: str) -> Job:
+    """The same job with every tile replaced; ``text`` as the labels write them, such as ``128x64w8s3``."""
+    match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?", text)
+    if match is None:
+        raise ValueError(f"a tile is block_m x block_n, warps, stages[, registers], as in 128x64w8s3, not {text!r}")
+    tile = configs.Tile(*(int(group) for group in match.groups() if group))
+    tiles = {"tile": tile} if job.direction == "forward" else {"dkdv": tile, "dq": tile}
+    return replace(job, config=replace(job.config, **tiles))
+
+
+def compile_job(job: Job) -> list[dict]:
+    """Run the launcher of ``job`` under the compile-only driver; one dict for each kernel that it compiled."""
+    from fused_rope_attn.kernels import backward, forward
+
+    batch, length, heads_q = 2, 1000, 8
+    heads_kv = heads_q // 4 if job.gqa else heads_q
+
+    def tensor(heads: int) -> torch.Tensor:
+        return torch.empty(batch, length, heads, job.head_dim, dtype=job.dtype, device="meta").transpose(1, 2)
+
+    rotary_dim = job.head_dim if job.rotary_dim is None else job.rotary_dim
+    q, k, v = tensor(heads_q), tensor(heads_kv), tensor(heads_kv)
+    cos = sin = torch.empty(length, rotary_dim // 2, device="meta")
+    options = {
+        "causal": job.causal,
+        "softmax_scale": job.head_dim**-0.5,
+        "rotary_dim": rotary_dim,
+        "interleaved": job.interleaved,
+        "config": job.config,
+    }
+    start = time.perf_counter()
+    try:
+        with aot.compiling_for(job.arch) as compiled:
+            if job.direction == "forward":
+                forward.attention_forward(q, k, v, cos, sin, **options)
+            else:
+                lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
+                backward.attention_backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, cos, sin, **options)
+    except Exception as error:  # any failure to compile is a row of the report
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()
+        return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
+    return [
+        _row(
+            job,
+            kernel=kernel.kernel,
+            warps=kernel.num_warps,
+            stages=kernel.num_stages,
+            registers=kernel.registers,
+            spill=kernel.spill,
+            shared=kernel.shared,
+            limit=kernel.shared_limit,
+            seconds=kernel.seconds,
+            verdict=_verdict(kernel),
+        )
+        for kernel in compiled
+    ]
+
+
+def _row(job: Job, **fields) -> dict:
+    return {"arch": job.arch, "job": job.label, **fields}
+
+
+def _verdict(kernel: aot.CompiledKernel) -> str:
+    if kernel.shared > kernel.shared_limit:
+        return "FAIL shared memory"
+    if kernel.spill > SPILL_LIMIT:
+        return f"FAIL spills more than {SPILL_LIMIT} bytes"
+    return "spills" if kernel.spill else "ok"
+
+
+def run(jobs: list[Job], processes: int) -> list[dict]:
+    """Compile in ``processes`` processes with an empty cache of their own; rows in the order of ``jobs``."""
+    if processes <= 1:
+        return [row for job in jobs for row in compile_job(job)]
+    rows: dict[Job, list[dict]] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        # The slow ones first: the last process to finish should have little left.
+        order = sorted(jobs, key=lambda job: (job.direction == "forward", -job.head_dim))
+        pending = {pool.submit(compile_job, job): job for job in order}
+        for done, future in enumerate(as_completed(pending), 1):
+            rows[pending[future]] = future.result()
+            print(f"\r{done}/{len(jobs)} {pending[future].arch} {pending[future].label:<70}", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return [row for job in jobs for row in rows[job]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.compile_kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", action="append", choices=configs.ARCHS, help="may be repeated; all by default")
+    parser.add_argument("--filter", default="", help="only jobs whose label contains this, such as 'backward prepass'")
+    parser.add_argument("--full", action="store_true", help="also float16, full masks, interleaved and partial rotary")
+    parser.add_argument("--tile", action="append", help="try this one instead of the table's; may be repeated")
+    parser.add_argument("--list", action="store_true", help="name the jobs and compile nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    options = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        parser.error("TRITON_INTERPRET is set: the interpreter takes the compiler's place; unset it")
+
+    jobs = [job for arch in options.arch or configs.ARCHS for job in table_jobs(arch, options.full)]
+    jobs = [job for job in jobs if options.filter in job.label]
+    if options.tile:
+        try:
+            jobs = list(dict.fromkeys(with_tile(job, tile) for job in jobs for tile in options.tile))
+        except ValueError as error:
+            parser.error(f"--tile: {error}")
+    if options.list:
+        print("\n".join(f"{job.arch} {job.label}" for job in jobs))
+        return 0
+    if not jobs:
+        parser.error("no job matches")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        rows = run(jobs, options.jobs)
+    print(format_table(COLUMNS, rows))
+    failures = [row for row in rows if row["verdict"].startswith("FAIL")]
+    spilling = sum(row["verdict"] == "spills" for row in rows)
+    print(
+        f"\ntriton {triton.__version__}, torch {torch.__version__}: {len(rows)} kernels of {len(jobs)} launches "
+        f"in {time.perf_counter() - start:.0f} s, {spilling} spill a little, {len(failures)} fail"
+    )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"triton": triton.__version__, "torch": torch.__version__, "rows": rows}, file, indent=1)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

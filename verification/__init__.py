@@ -1,0 +1,1 @@
+"""Every kernel against float64: ``python -m verification``."""

@@ -1,0 +1,122 @@
+"""``python -m verification``: o, lse, dq, dk, dv of every backend and strategy against float64.
+
+On a GPU: bfloat16, float16 and float32, the small cases and the large ones. Without one the real kernels run in
+Triton's interpreter on the small cases, in float16 and float32. Exit status 0: all within tolerance; 1: some are not;
+2: usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m verification", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default here: %(default)s")
+    add("--backend", action="append", choices=("reference", "triton"), help="may be repeated; default: all")
+    add("--strategy", action="append", choices=("inline", "prepass"), help="of triton; may be repeated; default: all")
+    add("--dtype", action="append", choices=DTYPES, help="may be repeated; default: all that the device computes")
+    add("--small", action="store_true", help="only the small cases (all that there are without a GPU)")
+    add("--large", action="store_true", help="only the large cases")
+    add("--filter", default="", metavar="TEXT", help="only cases whose name contains this")
+    add("--jobs", type=int, metavar="N", help="processes; 0: all in this one (debuggers, compute-sanitizer)")
+    add("--json", default="out/verification.json", metavar="FILE", help="default: %(default)s; '' for none")
+    add("--list", action="store_true", help="name the cases and run nothing")
+    options = parser.parse_args(argv)
+
+    on_gpu = options.device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: this machine has no GPU that torch can use")
+    if options.large and not on_gpu:
+        parser.error("--large: the large cases need a GPU")
+    if options.small and options.large:
+        parser.error("--small and --large exclude each other")
+    if options.dtype is None:
+        options.dtype = list(DTYPES) if on_gpu else ["float16", "float32"]
+    if "bfloat16" in options.dtype and not on_gpu and options.backend != ["reference"]:
+        parser.error("--dtype bfloat16: Triton's interpreter computes it wrongly; on a CPU use --backend reference")
+    if options.jobs is None:
+        options.jobs = min(16, os.cpu_count() or 1) if on_gpu else min(4, os.cpu_count() or 1)
+    return options
+
+
+def make_tasks(options: argparse.Namespace) -> list:
+    from verification.matrix import CHECKS
+    from verification.runner import Task
+
+    scales = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
+    scales = ("large", "huge") if options.large else scales
+    backends = options.backend or ["reference", "triton"]
+    kernels = tuple(("triton", strategy) for strategy in options.strategy or ("inline", "prepass"))
+    tasks = []
+    for check in CHECKS:
+        if check.scale not in scales or options.filter.lower() not in check.name.lower():
+            continue
+        # The reference materialises every score: beyond the small cases it is no backend but the yardstick.
+        variants = (("reference", "auto"),) if "reference" in backends and check.scale == "small" else ()
+        variants += kernels if "triton" in backends else ()
+        for name in options.dtype:
+            if variants and (not check.only or DTYPES[name] in check.only):
+                tasks.append(Task(check, DTYPES[name], variants, options.device))
+    return tasks
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    if options.device == "cpu":
+        # Read when triton is imported, by this process and by those it starts.
+        os.environ["TRITON_INTERPRET"] = "1"
+    from tqdm import tqdm
+
+    from verification import report
+    from verification.runner import Row, run_tasks
+
+    tasks = make_tasks(options)
+    if options.list:
+        print("\n".join(task.name for task in tasks))
+        return 0
+    if not tasks:
+        print(f"no case matches --filter {options.filter!r}", file=sys.stderr)
+        return 2
+
+    start = time.perf_counter()
+    found: dict = {}
+    with tqdm(total=len(tasks), unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def on_done(task, rows: list[Row]) -> None:
+            found[task] = rows
+            bar.set_postfix_str(task.name[:50])
+            bar.update()
+
+        run_tasks(tasks, options.jobs, on_done)
+    seconds = time.perf_counter() - start
+
+    rows = [row for task in tasks for row in found[task]]
+    failures = sum(row.verdict != "ok" for row in rows)
+    environment = report.environment(options.device)
+    print(report.table(rows))
+    print(f"\n{report.LEGEND}\n\n{report.summary(rows)}\n")
+    where = environment.get("gpu", "Triton's interpreter" if environment["interpreter"] else "CPU")
+    print(
+        f"{len(rows) - failures} of {len(rows)} tensors within tolerance, {failures} not; {len(tasks)} cases in "
+        f"{seconds:.0f} s on {where}, torch {environment['torch']}, triton {environment['triton']}"
+    )
+    if options.json:
+        report.write_json(Path(options.json), environment, seconds, rows)
+        print(f"rows written to {options.json}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

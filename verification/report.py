@@ -1,0 +1,99 @@
+"""What a verification prints and writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from verification.runner import Row
+from verification.table import format_table
+
+COLUMNS = ("case", "dtype", "backend", "tensor", "error", "eager", "ratio", "rows", "verdict")
+LEGEND = (
+    "error, eager: largest distance from float64, of this backend and of eager PyTorch in the same dtype.\n"
+    "ratio: error / eager, at most 2 for o and 3 for gradients. rows: the worst row's rms error over eager's, at most\n"
+    "2.5. Both allow an eps: half a unit in the last place, and in float32 1e-5 of the tensor's rms."
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    return format_table(COLUMNS, [{**asdict(row), "rows": row.row_ratio} for row in rows])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line for each dtype and backend, then one for each failure."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.backend, row.dtype), []).append(row)
+    lines = []
+    for (backend, dtype), members in groups.items():
+        passed = sum(row.verdict == "ok" for row in members)
+        worst = max(members, key=lambda row: row.row_ratio)
+        lines.append(
+            {
+                "backend": backend,
+                "dtype": dtype,
+                "within tolerance": f"{passed} of {len(members)}",
+                "worst row": worst.row_ratio,
+                "where": f"{worst.tensor} of {worst.case}",
+            }
+        )
+    text = format_table(("backend", "dtype", "within tolerance", "worst row", "where"), lines)
+    failures = [row for row in rows if row.verdict != "ok"]
+    for row in failures:
+        text += f"\nFAIL {row.case} | {row.dtype} | {row.backend} | {row.tensor}: {row.detail}"
+    return text
+
+
+def environment(device: str) -> dict:
+    """Where the rows come from: versions, GPU and driver, commit, date."""
+    import torch
+    import triton
+
+    import fused_rope_attn
+
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "fused_rope_attn": fused_rope_attn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "platform": platform.platform(),
+        "device": device,
+        "interpreter": os.environ.get("TRITON_INTERPRET", "0") == "1",
+    }
+    if device.startswith("cuda"):
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    return facts
+
+
+def write_json(path: Path, environment: dict, seconds: float, rows: Sequence[Row]) -> None:
+    """``{"environment", "seconds", "failures", "rows"}``; a number that is not finite becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "environment": environment,
+        "seconds": round(seconds, 1),
+        "failures": sum(row.verdict != "ok" for row in rows),
+        "rows": [_finite(asdict(row)) for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _finite(row: dict) -> dict:
+    infinities = (float("inf"), float("-inf"))
+    return {key: None if value != value or value in infinities else value for key, value in row.items()}
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,207 @@
+"""Run checks against float64, here or in worker processes; every outcome, crashes included, is a row."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+import torch
+
+from fused_rope_attn import testing
+from verification.matrix import Check
+
+Heads = tuple[slice, slice]  # of the batch, of the key-value heads
+TENSORS = ("o", "lse", "dq", "dk", "dv")
+# Heads of a large case are compared until this many scores have been computed in float64: a second or two.
+_SCORES = 1 << 33
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one case from one backend. ``ratio`` is error / eager_error, and 2.0 (3.0 for gradients) is the
+    limit; ``row_ratio`` the worst row's rms error over eager's, 2.5 is the limit. Errors are maxima over the tensor."""
+
+    case: str
+    dtype: str
+    backend: str
+    tensor: str
+    error: float
+    eager: float
+    ratio: float
+    row_ratio: float
+    verdict: str  # "ok" or "FAIL"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A check in one dtype; its reference is computed once for all ``variants``, (backend, strategy) pairs."""
+
+    check: Check
+    dtype: torch.dtype
+    variants: tuple[tuple[str, str], ...]
+    device: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.check.name} {dtype_name(self.dtype)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def run_task(task: Task) -> list[Row]:
+    """All rows of one task. Nothing is raised: a backend that cannot run its case has failed it."""
+    case = replace(task.check.case, dtype=task.dtype)
+    rows: list[Row] = []
+    try:
+        inputs = _inputs(task.check, case, task.device)
+        heads = _compared_heads(task.check, case)
+        references = [_references(inputs, case, where) for where in heads]
+    except Exception as error:
+        return [_failure(task, "reference", error)]
+    for backend, strategy in task.variants:
+        label = backend if strategy == "auto" else f"{backend} {strategy}"
+        try:
+            rows += _run_variant(task, label, inputs, case, heads, references, backend, strategy)
+        except Exception as error:
+            rows.append(_failure(task, label, error))
+    del inputs, references
+    if task.device.startswith("cuda") and task.check.scale != "small":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _run_variant(task, label, inputs, case, heads, references, backend, strategy) -> list[Row]:
+    def row(**fields) -> Row:
+        return Row(case=task.check.name, dtype=dtype_name(task.dtype), backend=label, **fields)
+
+    with testing.poison_empty():
+        out = testing.run_op(inputs, case, backend=backend, strategy=strategy)
+    rows = []
+    for tensor in TENSORS:
+        whole = getattr(out, tensor)
+        comparisons = [
+            testing.compare(
+                tensor,
+                _heads_of(whole, where, case, of_keys=tensor in ("dk", "dv")),
+                getattr(ref64, tensor),
+                getattr(eager, tensor),
+                grad=tensor.startswith("d"),
+                dtype=task.dtype,
+            )
+            for where, (ref64, eager) in zip(heads, references)
+        ]
+        # Heads that are not compared must at least be written, and numbers: what nothing wrote is poisoned.
+        finite = tensor == "lse" or bool(torch.isfinite(whole).all())
+        failed = [c for c in comparisons if not c.ok]
+        worst = max(failed or comparisons, key=lambda c: c.row_ratio)
+        rows.append(
+            row(
+                tensor=tensor,
+                error=max(c.error for c in comparisons),
+                eager=max(c.eager_error for c in comparisons),
+                ratio=worst.ratio,
+                row_ratio=worst.row_ratio,
+                verdict="FAIL" if failed or not finite else "ok",
+                detail=worst.detail if finite else f"not finite everywhere; {worst.detail}",
+            )
+        )
+    if task.check.rerun:
+        again = testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=True)
+        changed = sum(int((getattr(out, t) != getattr(again, t)).sum()) for t in TENSORS)
+        verdict, detail = ("FAIL", f"{changed} elements differ") if changed else ("ok", "bitwise equal")
+        zeros = {"eager": 0.0, "ratio": 0.0, "row_ratio": 0.0}
+        rows.append(row(tensor="rerun", error=float(changed), **zeros, verdict=verdict, detail=detail))
+    return rows
+
+
+def _inputs(check: Check, case: testing.Case, device: str) -> testing.Inputs:
+    inputs = testing.make_inputs(case, device)
+    if not check.packed_heads:
+        return inputs
+    q, k, v = inputs.q, inputs.k, inputs.v
+    packed = q.new_empty(case.batch, case.len_k, check.packed_heads, case.head_dim)
+    views, first = [], 0
+    for x in (q, k, v):
+        # The last heads of each third, so that the largest offsets are used.
+        last = first + check.packed_heads // 3
+        views.append(packed[:, :, last - x.shape[1] : last].transpose(1, 2).copy_(x))
+        first = last
+    return inputs._replace(q=views[0], k=views[1], v=views[2])
+
+
+def _compared_heads(check: Check, case: testing.Case) -> list[Heads]:
+    """What to compare: a small case whole, of a larger one some heads that include the first and the last."""
+    if check.scale == "small":
+        return [(slice(0, case.batch), slice(0, case.heads_kv))]
+    scores = case.heads_q // case.heads_kv * case.len_q * case.len_k
+    every = case.batch * case.heads_kv
+    count = max(1, min(every, 8, _SCORES // scores))
+    chosen = [every - 1] if count == 1 else [i * (every - 1) // (count - 1) for i in range(count)]
+    pairs = [divmod(i, case.heads_kv) for i in chosen]
+    return [(slice(b, b + 1), slice(h, h + 1)) for b, h in pairs]
+
+
+def _heads_of(x: torch.Tensor, heads: Heads, case: testing.Case, of_keys: bool) -> torch.Tensor:
+    """The part of x, (B, HQ, ...) or with ``of_keys`` (B, HKV, ...), that belongs to these key-value heads."""
+    batch, keys = heads
+    group = 1 if of_keys else case.heads_q // case.heads_kv
+    return x[batch, keys.start * group : keys.stop * group]
+
+
+def _references(inputs: testing.Inputs, case: testing.Case, heads: Heads) -> tuple[testing.Results, testing.Results]:
+    """(float64, eager in the input dtype) of some heads."""
+    batch, keys = heads
+    part = testing.Inputs(
+        q=_heads_of(inputs.q, heads, case, False),
+        k=_heads_of(inputs.k, heads, case, True),
+        v=_heads_of(inputs.v, heads, case, True),
+        cos=inputs.cos[batch] if case.table_batch else inputs.cos,
+        sin=inputs.sin[batch] if case.table_batch else inputs.sin,
+        do=_heads_of(inputs.do, heads, case, False),
+    )
+    case = replace(case, batch=part.q.shape[0], heads_q=part.q.shape[1], heads_kv=part.k.shape[1])
+    return testing.run_reference(part, case, torch.float64), testing.run_reference(part, case)
+
+
+def _failure(task: Task, backend: str, error: BaseException) -> Row:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    nan = float("nan")
+    return Row(task.check.name, dtype_name(task.dtype), backend, "-", nan, nan, nan, nan, "FAIL", message[:300] + where)
+
+
+def run_tasks(tasks: list[Task], processes: int, on_done: Callable[[Task, list[Row]], None]) -> None:
+    """Run every task and hand its rows to ``on_done`` as they come; ``processes`` 0: one after another, in this one.
+
+    Kernels are compiled at their first call, for seconds each, so that processes pay on a GPU too. Large cases go two
+    at a time and huge ones alone, for the memory of the card.
+    """
+    if processes == 0:
+        for task in tasks:
+            on_done(task, run_task(task))
+        return
+    for scale, limit in (("small", processes), ("large", 2), ("huge", 1)):
+        queue = [task for task in tasks if task.check.scale == scale]
+        if not queue:
+            continue
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            min(processes, limit), mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            pending = {pool.submit(run_task, task): task for task in queue}
+            for future in as_completed(pending):
+                on_done(pending[future], _rows_of(future, pending[future]))
+
+
+def _rows_of(future: Future[list[Row]], task: Task) -> list[Row]:
+    error = future.exception()  # only where the process itself died: run_task does not raise
+    return future.result() if error is None else [_failure(task, "process", error)]
