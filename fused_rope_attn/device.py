@@ -46,6 +46,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_stream(device: torch.device) -> int:
+    """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
 class _NoGuard:
     def __enter__(self):
         return None

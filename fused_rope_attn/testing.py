@@ -33,7 +33,7 @@ LAYOUTS = ("bnhd", "bhnd", "odd", "expanded")
 TABLES = ("rope", "yarn", "random")
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
-_BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+_BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 # The float32 noise of what should be zero: two sums of one row's products, in another order, for inputs of order 1.
 _ZERO = 2.0**-20
 # torch.empty of more elements is left as it is: poisoning would make the pages of a sparse allocation real.

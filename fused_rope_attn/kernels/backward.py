@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rope_attn import device
 from fused_rope_attn.kernels.launch import (
     Launch,
     PreparedCalls,
@@ -316,9 +317,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
 class BackwardCall:
     """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do."""
 
-    def __init__(
-        self, do, q, k, v, o, lse, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, config
-    ):
+    def __init__(self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, config):
         batch, heads_q, len_q, head_dim = q.shape
         heads_kv, len_k = k.shape[1], k.shape[2]
         self.inline = inline = config.strategy == "inline"
@@ -396,12 +395,13 @@ class BackwardCall:
         dq, dk, dv = like_input(q), like_input(k), like_input(v)
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
+        stream = device.current_stream(q.device)
         if self.preprocess is not None:
-            self.preprocess(o, do, lse, stats, q, q_rot, k, k_rot, cos, sin)
+            self.preprocess(stream, o, do, lse, stats, q, q_rot, k, k_rot, cos, sin)
         if self.dkdv is not None:
-            self.dkdv(self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv)
+            self.dkdv(stream, self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv)
         if self.dq is not None:
-            self.dq(q_rot, self.k_source(k_rot), self.v_source(v), do, stats, cos, sin, dq)
+            self.dq(stream, q_rot, self.k_source(k_rot), self.v_source(v), do, stats, cos, sin, dq)
         return dq, dk, dv
 
 
@@ -420,6 +420,5 @@ def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, 
     do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Returns dq, dk, dv like q, k, v.
     Bitwise deterministic: every output element is summed by one program in a fixed order.
     """
-    tensors = (do, q, k, v, o, lse, cos, sin)
     options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype))
-    return _prepared(tensors, options, config)(*tensors)
+    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rope_attn import device
 from fused_rope_attn.kernels.launch import (
     Launch,
     PreparedCalls,
@@ -33,34 +34,63 @@ from fused_rope_attn.kernels.rotary import RotateKeys
 
 
 @triton.jit
-def attend_range(acc, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head,
-                 first, last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr,
-                 MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """Fold keys [first, last) into the running softmax and output; ``first`` is a multiple of BLOCK_N."""
+def score_block(q, positions_q, k_source, k_strides, tables, batch, head, start_n, NK, D: tl.constexpr,
+                R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Unscaled scores of a query block with keys [start_n, start_n + BLOCK_N); -inf where MASKED says so."""
     offs_n = tl.arange(0, BLOCK_N)
-    for start_n in range(first, last, BLOCK_N):
-        if INLINE:
-            k = load_rotated(
-                k_source + tl.cast(start_n, tl.int64) * k_strides[2], offs_n, NK - start_n, k_strides, tables,
-                start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
-            )  # fmt: skip
-        else:
-            k = load_head_tile(
-                k_source, batch, head, start_n, offs_n, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA,
-                MASKED, LONG,
-            )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if MASKED:
-            exists = visible(positions_q[:, None], (start_n + offs_n)[None, :], NK, IS_CAUSAL)
-            scores = tl.where(exists, scores, float("-inf"))
-        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, MASKED)
-        v = load_head_tile(
-            v_source, batch, head, start_n, offs_n, NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+    if INLINE:
+        k = load_rotated(
+            k_source + tl.cast(start_n, tl.int64) * k_strides[2], offs_n, NK - start_n, k_strides, tables, start_n, NK,
+            1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
+        )  # fmt: skip
+    else:
+        k = load_head_tile(
+            k_source, batch, head, start_n, offs_n, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
             LONG,
         )  # fmt: skip
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        exists = visible(positions_q[:, None], (start_n + offs_n)[None, :], NK, IS_CAUSAL)
+        scores = tl.where(exists, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def add_values(acc, p, correction, v_source, v_strides, batch, head, start_n, NK, D: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+               TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """acc * correction + p V for the values of keys [start_n, start_n + BLOCK_N)."""
+    v = load_head_tile(
+        v_source, batch, head, start_n, tl.arange(0, BLOCK_N), NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA,
+        CHECK_ROWS, LONG,
+    )  # fmt: skip
+    return tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def attend_range(acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides,
+                 tables, batch, head, first, last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+                 INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                 LONG: tl.constexpr):  # fmt: skip
+    """Fold keys [first, last) into the running softmax, one block behind with the values.
+
+    ``p`` and ``correction`` belong to the block before ``first``, whose values are still to be added: their product
+    then runs on the tensor cores while the softmax of the next block runs beside it.
+    """
+    for start_n in range(first, last, BLOCK_N):
+        scores = score_block(
+            q, positions_q, k_source, k_strides, tables, batch, head, start_n, NK, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
+            IS_CAUSAL, INLINE, MASKED, PRECISION, TMA, LONG,
+        )  # fmt: skip
+        acc = add_values(
+            acc, p, correction, v_source, v_strides, batch, head, start_n - BLOCK_N, NK, D, BLOCK_N, BLOCK_D, False,
+            PRECISION, TMA, LONG,
+        )  # fmt: skip
+        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, MASKED)
+    return acc, p, correction, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section"])
@@ -90,25 +120,37 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
         True, LONG,
     )  # fmt: skip
 
-    # Keys [0, full) are visible to every row of the block, [full, last) to some.
+    # Keys [0, full) are visible to every row of the block, [full, last) to some. The first block is taken apart.
     last = NK
     full = NK
     if IS_CAUSAL:
         last = tl.minimum(NK, tl.maximum(0, start_m + BLOCK_M + q_offset))
         full = tl.minimum(NK, tl.maximum(0, start_m + q_offset + 1))
-    full = full // BLOCK_N * BLOCK_N
+    full = tl.maximum(full // BLOCK_N * BLOCK_N, BLOCK_N)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     wait_for_previous_launch(PDL)
-    acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
-        0, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
+    scores = score_block(
+        q, positions_q, k_source, k_strides, tables, batch, head_kv, 0, NK, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
+        IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
-    acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
-        full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
+    p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, True)
+    acc, p, correction, row_max, row_sum = attend_range(
+        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch,
+        head_kv, BLOCK_N, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION,
+        TMA, LONG,
+    )  # fmt: skip
+    acc, p, correction, row_max, row_sum = attend_range(
+        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch,
+        head_kv, full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION,
+        TMA, LONG,
+    )  # fmt: skip
+    last_block = tl.maximum(0, tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N
+    acc = add_values(
+        acc, p, correction, v_source, v_strides, batch, head_kv, last_block, NK, D, BLOCK_N, BLOCK_D, True, PRECISION,
+        TMA, LONG,
     )  # fmt: skip
 
     # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
@@ -175,9 +217,10 @@ class ForwardCall:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.empty:
             return o, lse
+        stream = device.current_stream(q.device)
         if self.rotate_keys is not None:
-            k = self.rotate_keys(k, cos, sin)
-        self.launch(q, self.k_source(k), self.v_source(v), cos, sin, o, lse)
+            k = self.rotate_keys(stream, k, cos, sin)
+        self.launch(stream, q, self.k_source(k), self.v_source(v), cos, sin, o, lse)
         return o, lse
 
 

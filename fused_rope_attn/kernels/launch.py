@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_rope_attn import device
@@ -37,11 +38,17 @@ class Launch:
         names = kernel.arg_names
         self.tail = (*scalars, *(constants[name] for name in names[len(names) - len(constants) :]))
 
-    def __call__(self, *tensors) -> None:
-        if self.compiled is not None:
-            self.compiled[self.grid](*tensors, *self.tail)
-        else:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
+    def __call__(self, stream: int, *tensors) -> None:
+        """Launch on the current device; ``stream`` is its current stream, as ``device.current_stream`` gives it."""
+        compiled = self.compiled
+        if compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
             self.compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+        elif knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None:
+            compiled[self.grid](*tensors, *self.tail)
+        else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
+            compiled.run(
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *self.tail
+            )
 
 
 class PreparedCalls:

@@ -80,7 +80,7 @@ class RotateKeys:
             {"num_warps": 4},
         )
 
-    def __call__(self, k, cos, sin) -> torch.Tensor:
+    def __call__(self, stream, k, cos, sin) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=k.dtype, device=k.device)
-        self.launch(k, out, cos, sin)
+        self.launch(stream, k, out, cos, sin)
         return out
