@@ -41,11 +41,6 @@ def num_sms(device: torch.device) -> int:
     return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def is_capturing(device: torch.device) -> bool:
-    """True while the current stream records a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def current_stream(device: torch.device) -> int:
     """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

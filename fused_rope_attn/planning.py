@@ -100,7 +100,7 @@ def plan_for(q, k, causal: bool, strategy: str) -> Plan:
         causal,
         configs.bucket(max(q.shape[2], length)),
         q.shape[1] != k.shape[1],
-        q.numel() * length <= configs.LAUNCH_BOUND_WORK and not device.is_capturing(q.device),
+        q.numel() * length <= configs.LAUNCH_BOUND_WORK,
     )
 
 
