@@ -188,7 +188,7 @@ BACKWARD: tuple[Row, ...] = (
 # launch. H200, 2026-11-21, Small-512: inline 21.5 us against 28.1 called eagerly, 22.1 against 24.7 as a graph, inputs
 # not in the L2 (from the L2, in a graph, the pre-pass wins: 14.5 against 17.6). A plan must not depend on capture:
 # what a warm-up outside has not compiled would be compiled inside.
-LAUNCH_BOUND_WORK = 2**29
+LAUNCH_BOUND_WORK = 2**26
 
 # Architectures without rows of their own run those of the nearest relative.
 _RELATIVES = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx90a": "gfx942", "gfx950": "gfx942"}

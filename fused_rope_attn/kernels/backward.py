@@ -19,7 +19,7 @@ from fused_rope_attn.kernels.launch import (
     has_descriptor,
     heads_per_section,
     is_long,
-    like_input,
+    output_strides,
     scale_and_sign,
     table_strides,
 )
@@ -324,7 +324,7 @@ class BackwardCall:
         pad_d = block_d(head_dim)
         self.preprocess = self.dkdv = self.dq = None
         group_size = heads_q // heads_kv
-        dq, dk, dv = like_input(q), like_input(k), like_input(v)
+        self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
         q_rot, k_rot = self._rotated(q, k)
         qk_scale, q_sign = scale_and_sign(softmax_scale)
         tables = table_strides(cos, sin, rotary_dim, interleaved)
@@ -334,7 +334,7 @@ class BackwardCall:
             "R": rotary_dim,
             "BLOCK_D": pad_d,
             "INTERLEAVED": interleaved,
-            "LONG": is_long(q, k, v, o, do, dq, dk, dv),
+            "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
         }
         chunk, block = config.rotate_heads, config.rotate_rows
         programs = triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk) * batch
@@ -364,7 +364,7 @@ class BackwardCall:
                 dkdv_kernel,
                 triton.cdiv(len_k, tile.block_n) * heads,
                 (
-                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(), *tables,
+                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dk_strides, dv_strides, *tables,
                     qk_scale, q_sign, heads, heads_kv, group_size, len_q, len_k, section,
                 ),
                 _ordered(dkdv_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
@@ -378,7 +378,7 @@ class BackwardCall:
                 dq_kernel,
                 triton.cdiv(len_q, tile.block_m) * heads,
                 (
-                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dq.stride(), *tables, qk_scale, q_sign,
+                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dq_strides, *tables, qk_scale, q_sign,
                     softmax_scale, heads, heads_q, group_size, len_q, len_k, section,
                 ),
                 _ordered(dq_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
@@ -392,7 +392,10 @@ class BackwardCall:
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
     def __call__(self, do, q, k, v, o, lse, cos, sin):
-        dq, dk, dv = like_input(q), like_input(k), like_input(v)
+        dq, dk, dv = (
+            torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+            for x, strides in zip((q, k, v), self.strides)
+        )
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)

@@ -14,7 +14,7 @@ from fused_rope_attn.kernels.launch import (
     has_descriptor,
     heads_per_section,
     is_long,
-    like_input,
+    output_strides,
     scale_and_sign,
     table_strides,
 )
@@ -179,7 +179,7 @@ class ForwardCall:
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
         # Without a kernel before it that belongs to this call there is nothing to overlap with.
         pdl = config.pdl and not inline
-        o = like_input(q)
+        self.o_strides = output_strides(q)
         tile = config.tile
         self.k_source = Source(k_like, tile.block_n, pad_d, tma)
         self.v_source = Source(v, tile.block_n, pad_d, tma)
@@ -192,7 +192,7 @@ class ForwardCall:
             forward_kernel,
             triton.cdiv(len_q, tile.block_m) * num_heads,
             (
-                q.stride(), k_like.stride(), v.stride(), o.stride(), cos_strides, sin_strides, qk_scale, q_sign,
+                q.stride(), k_like.stride(), v.stride(), self.o_strides, cos_strides, sin_strides, qk_scale, q_sign,
                 num_heads, heads_q, group_size, len_q, len_k, section,
             ),
             {
@@ -206,14 +206,14 @@ class ForwardCall:
                 "INLINE": inline,
                 "PRECISION": precision,
                 "TMA": tma,
-                "LONG": is_long(q, k, v, o),
+                "LONG": is_long(q.stride(), k.stride(), v.stride(), self.o_strides),
                 "PDL": pdl,
             },
             {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,
         )  # fmt: skip
 
     def __call__(self, q, k, v, cos, sin):
-        o = like_input(q)
+        o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.empty:
             return o, lse

@@ -7,7 +7,6 @@ the tensors to the compiled kernel. The signature is at least as fine as Triton'
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 
@@ -43,12 +42,18 @@ class Launch:
         compiled = self.compiled
         if compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
             self.compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
-        elif knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None:
+        elif _hooked():
             compiled[self.grid](*tensors, *self.tail)
         else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
             compiled.run(
                 *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *self.tail
             )
+
+
+def _hooked() -> bool:
+    """True while a profiler watches Triton's launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class PreparedCalls:
@@ -95,9 +100,9 @@ def _one_table(table, rotary_dim, interleaved):
     return (strides[0] if len(strides) == 3 and table.shape[0] > 1 else 0, strides[-2], column)
 
 
-def is_long(*tensors) -> bool:
-    """True when an offset between two elements of one tile of any of the tensors can pass 2**31."""
-    return any((t.stride(2) + t.stride(3)) * _LARGEST_TILE >= 2**31 for t in tensors)
+def is_long(*strides: tuple[int, ...]) -> bool:
+    """True when an offset between two elements of one tile of any tensor with these strides can pass 2**31."""
+    return any((row + column) * _LARGEST_TILE >= 2**31 for _, _, row, column in strides)
 
 
 def scale_and_sign(softmax_scale: float) -> tuple[float, float]:
@@ -115,12 +120,15 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def like_input(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised tensor with x's shape whose memory order is (B, N, H, D) where x's is, else (B, H, N, D)."""
-    batch, heads, length, head_dim = x.shape
+    return torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device)
+
+
+def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Strides of ``like_input(x)``."""
+    _, heads, length, head_dim = x.shape
     if heads > 1 and x.stride(1) < x.stride(2):
-        strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
-    else:
-        strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+        return (length * heads * head_dim, head_dim, heads * head_dim, 1)
+    return (heads * length * head_dim, length * head_dim, head_dim, 1)
 
 
 def heads_per_section(num_heads: int, group_size: int, bytes_per_kv_head: int, section_bytes: int) -> int:
@@ -147,21 +155,21 @@ class Source:
     Reads past N or D give zeros. The descriptor is checked once; each call gets a copy around its own tensor.
     """
 
-    __slots__ = ("template",)
+    __slots__ = ("fields",)
 
     def __init__(self, x: torch.Tensor, block_rows: int, pad_d: int, tma: bool):
-        self.template = None
+        self.fields = None
         if tma:
             shape = list(x.shape)
             # The stride of a size-1 axis is arbitrary, but the hardware checks it.
             strides = [s if size > 1 else shape[3] for size, s in zip(shape, x.stride())]
             strides[3] = 1
-            self.template = TensorDescriptor(x, shape, strides, [1, 1, block_rows, pad_d])
-            self.template.base = None
+            # Without the tensor itself, which would otherwise stay alive.
+            self.fields = {**vars(TensorDescriptor(x, shape, strides, [1, 1, block_rows, pad_d])), "base": None}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | TensorDescriptor:
-        if self.template is None:
+        if self.fields is None:
             return x
-        descriptor = copy.copy(self.template)
-        descriptor.base = x
+        descriptor = object.__new__(TensorDescriptor)
+        vars(descriptor).update(self.fields, base=x)
         return descriptor

@@ -74,7 +74,7 @@ class RotateKeys:
                 "BLOCK_N": block_n,
                 "BLOCK_D": block_d(head_dim),
                 "INTERLEAVED": interleaved,
-                "LONG": is_long(k),
+                "LONG": is_long(k.stride()),
                 "PDL": config.pdl,
             },
             {"num_warps": 4},
