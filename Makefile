@@ -31,7 +31,7 @@ verify: $(ENVIRONMENT)
 # The interpreter and the compiler do not mix in one process: the ahead-of-time compilation runs in its own.
 test: lint
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --cov --cov-report=term $(ARGS)
-	$(PY) -m pytest -m aot tests/aot
+	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/aot
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu $(ARGS)

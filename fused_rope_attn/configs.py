@@ -115,6 +115,7 @@ _PDL = ("sm_90", "sm_100", "sm_120")
 _HOPPER = ("sm_90", "sm_100")  # 227 KB of shared memory per block
 _AMPERE = ("sm_80",)  # 163 KB
 _SMALL = ("sm_86", "sm_89", "sm_120")  # 99 KB
+_NVIDIA = _HOPPER + _AMPERE + _SMALL
 _AMD = ("gfx942",)  # 64 KB
 _INTERPRETER = ("interpreter",)
 _TINY = ("tiny",)
@@ -135,19 +136,16 @@ FORWARD: tuple[Row, ...] = (
     Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_TINY, section_bytes=_L2),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_MEDIUM, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, section_bytes=_L2, tma=True),
+    Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 2),), _UNTIMED, strategies=("inline",), section_bytes=_L2_CAUSAL),
     Row(_HOPPER, 2, 256, (Tile(64, 32, 4, 3),), _H200, section_bytes=_L2_CAUSAL, tma=True),
-    Row(_HOPPER, 4, 64, (Tile(64, 32, 4, 2),), _FMA),
-    Row(_HOPPER, 4, 128, (Tile(32, 32, 4, 2),), _FMA),
-    Row(_HOPPER, 4, 256, (Tile(32, 32, 4, 2),), _FMA),
     Row(_AMPERE, 2, 64, (Tile(128, 64, 4, 3),), _UNTIMED),
-    Row(_AMPERE, 2, 128, (Tile(128, 64, 8, 3),), _UNTIMED),
-    Row(_AMPERE, 2, 256, (Tile(64, 32, 4, 2),), _UNTIMED),
-    Row(_SMALL, 2, 64, (Tile(128, 64, 4, 2),), _UNTIMED),
+    Row(_AMPERE, 2, 128, (Tile(128, 32, 8, 3),), _UNTIMED),
+    Row(_SMALL, 2, 64, (Tile(128, 64, 8, 2),), _UNTIMED),
     Row(_SMALL, 2, 128, (Tile(128, 32, 8, 2),), _UNTIMED),
-    Row(_SMALL, 2, 256, (Tile(64, 32, 4, 1),), _UNTIMED),
-    Row(_AMPERE + _SMALL, 4, 64, (Tile(64, 32, 4, 2),), _FMA),
-    Row(_AMPERE + _SMALL, 4, 128, (Tile(32, 32, 4, 2),), _FMA),
-    Row(_AMPERE + _SMALL, 4, 256, (Tile(32, 16, 4, 1),), _FMA),
+    Row(_AMPERE + _SMALL, 2, 256, (Tile(32, 32, 4, 1),), _UNTIMED),
+    Row(_NVIDIA, 4, 64, (Tile(64, 16, 8, 1),), _FMA),
+    Row(_NVIDIA, 4, 128, (Tile(32, 16, 8, 1),), _FMA),
+    Row(_NVIDIA, 4, 256, (Tile(16, 16, 8, 1),), _FMA),
     Row(_AMD, 2, 128, (Tile(128, 32, 4, 2),), _UNTIMED),
     Row(_AMD, 2, 256, (Tile(64, 32, 4, 1),), _UNTIMED),
     Row(_AMD, 4, 128, (Tile(32, 32, 4, 1),), _UNTIMED),
@@ -160,8 +158,10 @@ BACKWARD: tuple[Row, ...] = (
     Row(_HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _H200, buckets=_TINY, section_bytes=_L2),
     Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),
     Row(_HOPPER, 2, 64, (Tile(32, 128, 4, 3), Tile(128, 64, 4, 3)), _H200, section_bytes=_L2_CAUSAL, tma=True),
+    Row(_HOPPER, 2, 128, (Tile(32, 64, 8, 2), Tile(64, 64, 4, 2)), _UNTIMED, strategies=("inline",)),
     Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),
     Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)), _H200, section_bytes=_L2_CAUSAL, tma=True),
+    Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)), _UNTIMED, strategies=("inline",)),
     Row(_HOPPER, 2, 256, (Tile(64, 64, 8, 1), Tile(128, 32, 8, 2)), _H200, section_bytes=_L2_CAUSAL, tma=True),
     Row(_HOPPER, 4, 64, (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), _FMA),
     Row(_HOPPER, 4, 128, (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)), _FMA),

@@ -10,6 +10,7 @@ if not HAS_GPU:
     # Triton reads it once, when it is first imported. Tests that need the compiler start processes of their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from fused_rope_attn.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
 
@@ -18,10 +19,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    skip = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False")
+    if HAS_GPU and not is_interpreted():
+        return
+    reason = "TRITON_INTERPRET is set" if HAS_GPU else "needs a GPU: torch.cuda.is_available() is False"
     for item in items:
-        if "gpu" in item.keywords and not HAS_GPU:
-            item.add_marker(skip)
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -320,47 +320,38 @@ def test_memory_order_of_outputs_follows_the_inputs(strategy):
             assert getattr(out, name).stride() == getattr(inputs, like).stride(), name
 
 
-@both
-def test_offsets_pass_two_to_the_31(strategy):
-    """The last head (and the last batch) lies beyond 2**31 elements; only touched pages of the storage are real."""
-    case = Case(1, 2, 2, 5, 5, 16)
-    inputs = make_inputs(case)
+FAR = 2**31 + 4096  # elements of a storage of which only the touched pages are real
+
+
+def far_away(inputs, case, strides, names, strategy):
+    """Results stay the same when one tensor of `names` at a time gets these strides in a storage of FAR elements."""
     expected = run_op(inputs, case, backend="triton", strategy=strategy)
-    storage = torch.empty(2**31 + 4096, dtype=F16)
-
-    def far(x, far_dim):
-        strides = [512, 256, 16, 1]
-        strides[far_dim] = 2**31
-        view = storage.as_strided(x.shape, strides)
-        view.copy_(x)
-        return view
-
-    for name in ("q", "k", "v", "do"):  # one at a time: they share the storage
-        moved = inputs._replace(**{name: far(getattr(inputs, name), 1)})
-        out = run_op(moved, case, backend="triton", strategy=strategy)
-        assert all(torch.equal(x, y) for x, y in zip(out, expected)), name
-
-    two = Case(2, 1, 1, 5, 5, 16, seed=1)
-    inputs = make_inputs(two)
-    expected = run_op(inputs, two, backend="triton", strategy=strategy)
-    for name in ("q", "k", "v", "do"):
-        moved = inputs._replace(**{name: far(getattr(inputs, name), 0)})
-        out = run_op(moved, two, backend="triton", strategy=strategy)
-        assert all(torch.equal(x, y) for x, y in zip(out, expected)), name
-
-
-@both
-def test_row_offsets_pass_two_to_the_31(strategy):
-    """Rows so far apart that an offset inside one tile needs 64 bits."""
-    case = Case(1, 1, 1, 3, 3, 16)
-    inputs = make_inputs(case)
-    expected = run_op(inputs, case, backend="triton", strategy=strategy)
-    storage = torch.empty(2**31 + 4096, dtype=F16)
-    for name in ("q", "k", "v", "do"):
-        view = storage.as_strided((1, 1, 3, 16), [1, 1, 2**30, 1])
+    storage = torch.empty(FAR, dtype=case.dtype)
+    for name in names:
+        view = storage.as_strided(getattr(inputs, name).shape, strides)
         view.copy_(getattr(inputs, name))
         out = run_op(inputs._replace(**{name: view}), case, backend="triton", strategy=strategy)
         assert all(torch.equal(x, y) for x, y in zip(out, expected)), name
+
+
+@both
+@pytest.mark.parametrize("dim", ["batch", "head", "row"])
+def test_offsets_pass_two_to_the_31(dim, strategy):
+    """Strides that fit 32 bits, but twice which does not: batches, heads, and rows inside one tile."""
+    case = Case(3 if dim == "batch" else 1, 3 if dim == "head" else 1, 3 if dim == "head" else 1, 3, 3, 16)
+    strides = {"batch": (2**30, 64, 16, 1), "head": (64, 2**30, 16, 1), "row": (64, 64, 2**30, 1)}[dim]
+    far_away(make_inputs(case), case, strides, ("q", "k", "v", "do"), strategy)
+
+
+@both
+def test_offsets_of_tiles_pass_two_to_the_31(strategy):
+    """Inside every tile 32 bits suffice; the first row of the last tile, of 16, 32 or 64 rows, lies beyond them."""
+    rows = 321
+    strides = (64, 64, 2**31 // (rows - 1) + 1, 1)
+    assert 256 * strides[2] < 2**31 <= (rows - 1) * strides[2] < FAR - 16
+    few_queries, few_keys = Case(1, 1, 1, 1, rows, 16), Case(1, 1, 1, rows, 1, 16)
+    far_away(make_inputs(few_queries), few_queries, strides, ("k", "v"), strategy)
+    far_away(make_inputs(few_keys), few_keys, strides, ("q", "do"), strategy)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

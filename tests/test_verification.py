@@ -49,7 +49,7 @@ def test_a_right_kernel_passes(tmp_path, capsys):
             "case", "dtype", "backend", "tensor", "error", "eager", "ratio", "row_ratio", "verdict", "detail",
         }  # fmt: skip
         assert 0 <= row["error"] < 1e-4 and row["verdict"] == "ok" and row["dtype"] == "float32"
-    assert "15 of 15 tensors within tolerance, 0 not" in out
+    assert "15 of 15 tensors within tolerance, 0 not, 0 skipped" in out
 
 
 def test_a_wrong_kernel_fails(tmp_path, capsys, broken_kernels):
@@ -79,6 +79,19 @@ def test_a_kernel_that_raises_fails_and_the_others_run(monkeypatch):
     rows = run_task(Task(check, torch.float32, (("triton", "inline"), ("reference", "auto")), "cpu"))
     assert rows[0].verdict == "FAIL" and "no such tile" in rows[0].detail
     assert len(rows) == 6
+
+
+def test_a_case_that_does_not_fit_is_skipped_in_sight(monkeypatch, capsys):
+    """A small GPU is no failure, and no silence either."""
+
+    def too_large(*args, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("fused_rope_attn.testing.run_reference", too_large)
+    assert command.main([*ONE_CASE, "--json", ""]) == 0
+    out = capsys.readouterr().out
+    assert "0 of 1 tensors within tolerance, 0 not, 1 skipped" in out
+    assert "SKIP 33 queries, 100 keys, not causal | float32 | reference | -: inputs and float64 reference" in out
 
 
 def test_an_output_that_nothing_wrote_fails(monkeypatch):

@@ -103,19 +103,20 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.perf_counter() - start
 
     rows = [row for task in tasks for row in found[task]]
-    failures = sum(row.verdict != "ok" for row in rows)
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP")}
     environment = report.environment(options.device)
     print(report.table(rows))
     print(f"\n{report.LEGEND}\n\n{report.summary(rows)}\n")
     where = environment.get("gpu", "Triton's interpreter" if environment["interpreter"] else "CPU")
     print(
-        f"{len(rows) - failures} of {len(rows)} tensors within tolerance, {failures} not; {len(tasks)} cases in "
-        f"{seconds:.0f} s on {where}, torch {environment['torch']}, triton {environment['triton']}"
+        f"{counts['ok']} of {len(rows)} tensors within tolerance, {counts['FAIL']} not, {counts['SKIP']} skipped; "
+        f"{len(tasks)} cases in {seconds:.0f} s on {where}, torch {environment['torch']}, "
+        f"triton {environment['triton']}"
     )
     if options.json:
         report.write_json(Path(options.json), environment, seconds, rows)
         print(f"rows written to {options.json}")
-    return 1 if failures else 0
+    return 1 if counts["FAIL"] else 0
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line for each dtype and backend, then one for each failure."""
+    """One line for each dtype and backend, then one for each tensor that failed or was skipped."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.backend, row.dtype), []).append(row)
     lines = []
     for (backend, dtype), members in groups.items():
         passed = sum(row.verdict == "ok" for row in members)
-        worst = max(members, key=lambda row: row.row_ratio)
+        worst = max(members, key=lambda row: (row.row_ratio == row.row_ratio, row.row_ratio))  # nan is no ratio
         lines.append(
             {
                 "backend": backend,
@@ -45,9 +45,8 @@ def summary(rows: Sequence[Row]) -> str:
             }
         )
     text = format_table(("backend", "dtype", "within tolerance", "worst row", "where"), lines)
-    failures = [row for row in rows if row.verdict != "ok"]
-    for row in failures:
-        text += f"\nFAIL {row.case} | {row.dtype} | {row.backend} | {row.tensor}: {row.detail}"
+    for row in (row for row in rows if row.verdict != "ok"):
+        text += f"\n{row.verdict} {row.case} | {row.dtype} | {row.backend} | {row.tensor}: {row.detail}"
     return text
 
 
@@ -81,7 +80,7 @@ def write_json(path: Path, environment: dict, seconds: float, rows: Sequence[Row
     content = {
         "environment": environment,
         "seconds": round(seconds, 1),
-        "failures": sum(row.verdict != "ok" for row in rows),
+        "failures": sum(row.verdict == "FAIL" for row in rows),
         "rows": [_finite(asdict(row)) for row in rows],
     }
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -33,7 +33,7 @@ class Row:
     eager: float
     ratio: float
     row_ratio: float
-    verdict: str  # "ok" or "FAIL"
+    verdict: str  # "ok", "FAIL", or "SKIP" where the yardstick does not fit this GPU
     detail: str = ""
 
 
@@ -63,6 +63,8 @@ def run_task(task: Task) -> list[Row]:
         inputs = _inputs(task.check, case, task.device)
         heads = _compared_heads(task.check, case)
         references = [_references(inputs, case, where) for where in heads]
+    except torch.OutOfMemoryError:
+        return [_failure(task, "reference", "inputs and float64 reference do not fit this GPU's memory", "SKIP")]
     except Exception as error:
         return [_failure(task, "reference", error)]
     for backend, strategy in task.variants:
@@ -171,12 +173,13 @@ def _references(inputs: testing.Inputs, case: testing.Case, heads: Heads) -> tup
     return testing.run_reference(part, case, torch.float64), testing.run_reference(part, case)
 
 
-def _failure(task: Task, backend: str, error: BaseException) -> Row:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
-    message = f"{type(error).__name__}: {error}".splitlines()[0]
+def _failure(task: Task, backend: str, error: BaseException | str, verdict: str = "FAIL") -> Row:
+    if isinstance(error, BaseException):
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
+        error = f"{type(error).__name__}: {error}".splitlines()[0][:300] + where
     nan = float("nan")
-    return Row(task.check.name, dtype_name(task.dtype), backend, "-", nan, nan, nan, nan, "FAIL", message[:300] + where)
+    return Row(task.check.name, dtype_name(task.dtype), backend, "-", nan, nan, nan, nan, verdict, error)
 
 
 def run_tasks(tasks: list[Task], processes: int, on_done: Callable[[Task, list[Row]], None]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_kernels.py
+ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_configurations.py
 SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 
 pytestmark = pytest.mark.aot
@@ -64,7 +64,7 @@ def test_programmatic_dependent_launch_is_compiled(toy):
 def test_spills_show(toy):
     """Triton has no cap on registers for AMD, so there is no such case."""
     if row := toy.get("short of registers"):
-        assert row["registers"] <= 64 and row["spill"] > 100
+        assert row["registers"] <= 96 and row["spill"] > 0
 
 
 def test_the_interpreter_is_refused(tmp_path):
