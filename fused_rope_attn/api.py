@@ -109,8 +109,9 @@ def plan(
 ) -> planning.Plan:
     """What ``rope_attention`` would run for the same arguments: backend, strategy, configurations and the reason.
 
-    Launches and allocates nothing; raises what ``rope_attention`` would raise.
+    Launches nothing; raises what ``rope_attention`` would raise.
     """
+    q, k, v = _autocast(q, k, v, _stand_in)
     check_attention(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
@@ -162,11 +163,16 @@ def rope_tables(
     return angles.cos().float(), angles.sin().float()
 
 
-def _autocast(q, k, v):
+def _autocast(q, k, v, convert=torch.Tensor.to):
     """q, k and v in autocast's dtype where it is on, as scaled_dot_product_attention does; tables stay as they are."""
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
         return q, k, v
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v)) or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (q, k, v))
+    return tuple(convert(x, dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (q, k, v))
+
+
+def _stand_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Shape, device and new dtype of x, without its data: for planning."""
+    return x if x.dtype is dtype else torch.empty((), dtype=dtype, device=x.device).expand(x.shape)

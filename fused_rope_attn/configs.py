@@ -118,13 +118,15 @@ _SMALL = ("sm_86", "sm_89", "sm_120")  # 99 KB
 _NVIDIA = _HOPPER + _AMPERE + _SMALL
 _AMD = ("gfx942",)  # 64 KB
 _INTERPRETER = ("interpreter",)
+_INLINE = ("inline",)
+_PREPASS = ("prepass",)
 _TINY = ("tiny",)
 _SHORT = ("tiny", "short")
 _MEDIUM = ("medium",)
 
 # Bytes of K and V (or of Q and dO) that keep their place in a Hopper L2 beside the other traffic.
-_L2 = 24 << 20
-_L2_CAUSAL = 8 << 20
+_WIDE = 24 << 20
+_NARROW = 8 << 20
 
 _H200 = "H200, triton 3.6.0, 2026-11-21 (docs/log.md); untimed on sm_100"
 _FMA = "true float32 products run on the FMA units; sized by registers, untimed"
@@ -133,16 +135,16 @@ _CPU = "more than one tile in few rows, so that small tests cross every border"
 
 # fmt: off
 FORWARD: tuple[Row, ...] = (
-    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_TINY, section_bytes=_L2),
-    Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_MEDIUM, section_bytes=_L2_CAUSAL, tma=True),
-    Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, section_bytes=_L2, tma=True),
-    Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 2),), _UNTIMED, strategies=("inline",), section_bytes=_L2_CAUSAL),
-    Row(_HOPPER, 2, 256, (Tile(64, 32, 4, 3),), _H200, section_bytes=_L2_CAUSAL, tma=True),
+    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_TINY, section_bytes=_WIDE),
+    Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_MEDIUM, section_bytes=_NARROW, tma=True),
+    Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, section_bytes=_WIDE, tma=True),
+    Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 2),), _UNTIMED, strategies=_INLINE, section_bytes=_NARROW),
+    Row(_HOPPER, 2, 256, (Tile(64, 32, 4, 3),), _H200, strategies=_PREPASS, section_bytes=_NARROW, tma=True),
     Row(_AMPERE, 2, 64, (Tile(128, 64, 4, 3),), _UNTIMED),
     Row(_AMPERE, 2, 128, (Tile(128, 32, 8, 3),), _UNTIMED),
     Row(_SMALL, 2, 64, (Tile(128, 64, 8, 2),), _UNTIMED),
     Row(_SMALL, 2, 128, (Tile(128, 32, 8, 2),), _UNTIMED),
-    Row(_AMPERE + _SMALL, 2, 256, (Tile(32, 32, 4, 1),), _UNTIMED),
+    Row(_AMPERE + _SMALL, 2, 256, (Tile(32, 32, 8, 1),), _UNTIMED),
     Row(_NVIDIA, 4, 64, (Tile(64, 16, 8, 1),), _FMA),
     Row(_NVIDIA, 4, 128, (Tile(32, 16, 8, 1),), _FMA),
     Row(_NVIDIA, 4, 256, (Tile(16, 16, 8, 1),), _FMA),
@@ -155,14 +157,15 @@ FORWARD: tuple[Row, ...] = (
 )
 
 BACKWARD: tuple[Row, ...] = (
-    Row(_HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _H200, buckets=_TINY, section_bytes=_L2),
-    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),
-    Row(_HOPPER, 2, 64, (Tile(32, 128, 4, 3), Tile(128, 64, 4, 3)), _H200, section_bytes=_L2_CAUSAL, tma=True),
-    Row(_HOPPER, 2, 128, (Tile(32, 64, 8, 2), Tile(64, 64, 4, 2)), _UNTIMED, strategies=("inline",)),
-    Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)), _H200, buckets=_SHORT, section_bytes=_L2, tma=True),
-    Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)), _H200, section_bytes=_L2_CAUSAL, tma=True),
-    Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)), _UNTIMED, strategies=("inline",)),
-    Row(_HOPPER, 2, 256, (Tile(64, 64, 8, 1), Tile(128, 32, 8, 2)), _H200, section_bytes=_L2_CAUSAL, tma=True),
+    Row(_HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _H200, buckets=_TINY, section_bytes=_WIDE),
+    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_WIDE, tma=True),
+    Row(_HOPPER, 2, 64, (Tile(32, 128, 4, 3), Tile(128, 64, 4, 3)), _H200, section_bytes=_NARROW, tma=True),
+    Row(_HOPPER, 2, 128, (Tile(32, 64, 8, 2), Tile(64, 64, 4, 2)), _UNTIMED, strategies=_INLINE),
+    Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)), _H200, _PREPASS, buckets=_SHORT, section_bytes=_WIDE,
+        tma=True),
+    Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)), _H200, _PREPASS, section_bytes=_NARROW, tma=True),
+    Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)), _UNTIMED, _INLINE),
+    Row(_HOPPER, 2, 256, (Tile(64, 64, 8, 1), Tile(128, 32, 8, 2)), _H200, _PREPASS, section_bytes=_NARROW, tma=True),
     Row(_HOPPER, 4, 64, (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), _FMA),
     Row(_HOPPER, 4, 128, (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)), _FMA),
     Row(_HOPPER, 4, 256, (Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)), _FMA),

@@ -170,6 +170,16 @@ def test_autocast(backend, mixed):
     close([o.detach(), *(x.half() for x in got)], expected, 1e-3)
 
 
+def test_plan_under_autocast_sees_the_cast_inputs():
+    q = torch.randn(1, 2, 8, 32)
+    k, v = torch.randn(1, 2, 8, 32, dtype=torch.float16), torch.randn(1, 2, 8, 32)
+    cos, sin = torch.randn(8, 16), torch.randn(8, 16)
+    with torch.autocast("cpu", torch.float16):
+        assert plan(q, k, v, cos, sin, True, backend="triton").forward is not None
+    with pytest.raises(TypeError, match="^k must have q's dtype"):
+        plan(q, k, v, cos, sin, True, backend="triton")
+
+
 def test_autocast_bfloat16_takes_the_reference():
     q, k, v, cos, sin, _ = make_inputs(SMALL)
     with torch.autocast("cpu", torch.bfloat16):
