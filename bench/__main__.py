@@ -1,4 +1,4 @@
-"""``python -m bench``: measure, plot, tune.
+"""``python -m bench``: measure, plot, tune, write README's figures.
 
 Exit status: 0 fine, 1 one of ours is red, 2 cannot run here (no GPU, wrong arguments), 3 the GPU was lost on the way.
 """
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import cases, providers, report
+from bench import cases, providers, readme, report
 from bench.environment import ROOT, environment
 from bench.runner import DeviceLost, Options, Run
 
@@ -18,6 +18,7 @@ RESULTS = ROOT / "bench" / "results"
 _COMMANDS = """
 further commands:
   python -m bench plot FILE... [--plot-dir DIR]    figures from result files
+  python -m bench readme FILE... [--check]         README.md's tables from result files
   python -m bench tune [--help]                    sweep tile configurations of the Triton kernels, propose table rows
 """
 
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         from bench import tune
 
         return tune.main(argv[1:])
+    if argv[:1] == ["readme"]:
+        return readme.main(argv[1:])
     return run(argv[1:] if argv[:1] == ["run"] else argv)
 
 
@@ -103,12 +106,14 @@ def run(argv: list[str]) -> int:
 
 def plot(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench plot", description="Figures from result files.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines written by python -m bench")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="JSON lines; the first file that has a case supplies it"
+    )
     parser.add_argument("--plot-dir", type=Path, default=RESULTS / "plots", help="default: bench/results/plots")
     parser.add_argument("--mode", choices=("graph", "eager"), help="default: graph where there are such rows")
     args = parser.parse_args(argv)
     try:
-        rows = report.read_lines(args.files)
+        rows = readme.read_runs(args.files)
     except (OSError, ValueError) as error:
         print(f"bench plot: {error}", file=sys.stderr)
         return 2
