@@ -432,3 +432,18 @@ def test_nothing_outside_the_tensors_is_read():
         timeout=300,
     )
     assert result.returncode == 0 and "no access out of bounds" in result.stdout, result.stderr[-2000:]
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_that_see_nothing_stay_zero_beside_bad_values(strategy, bad):
+    """100 queries over 33 keys, causal: the first 67 rows see no key, whatever v holds."""
+    inputs = make_inputs(Case(1, 1, 1, 100, 33, 16))
+    v = inputs.v.clone()
+    v[:, :, 0] = bad
+    o, lse = rope_attention(
+        inputs.q, inputs.k, v, inputs.cos, inputs.sin, True, backend="triton", strategy=strategy, return_lse=True
+    )
+    assert torch.equal(o[:, :, :67], torch.zeros_like(o[:, :, :67]))
+    assert bool((lse[:, :, :67] == -math.inf).all()) and bool(torch.isfinite(lse[:, :, 67:]).all())
+    assert not bool(torch.isfinite(o[:, :, 67:]).any()), "a visible NaN or infinity must not be hidden"

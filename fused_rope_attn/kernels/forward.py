@@ -153,9 +153,10 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
         TMA, LONG,
     )  # fmt: skip
 
-    # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
+    # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN. Such a row has met the first block's
+    # values with p = 0, which NaN or infinity among them would have turned into NaN.
     seen = row_sum != 0.0
-    acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
+    acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * LN2, float("-inf"))
     tl.store(lse_ptr + tl.cast(bh, tl.int64) * NQ + start_m + rows, lse, mask=rows < NQ - start_m)
     o_rows = o_base + tl.cast(start_m, tl.int64) * o_strides[2]
