@@ -189,10 +189,10 @@ BACKWARD: tuple[Row, ...] = (
 )
 # fmt: on
 
-# Up to this many multiply-adds of Q K^T (B * HQ * NQ * NK * D) a forward call is shorter than the host time of a second
-# launch. H200, 2026-11-21, Small-512: inline 21.5 us against 28.1 called eagerly, 22.1 against 24.7 as a graph, inputs
-# not in the L2 (from the L2, in a graph, the pre-pass wins: 14.5 against 17.6). A plan must not depend on capture:
-# what a warm-up outside has not compiled would be compiled inside.
+# Up to this many multiply-adds of Q K^T (B * HQ * NQ * NK * D) a forward call is over before the host could launch a
+# second kernel. H200, 2026-11-21: at (1, 4/4, 128, 64), 2**22, a call takes 37 us of host time inline and 48 with the
+# pre-pass; at Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph
+# capture: what a warm-up outside has not compiled would be compiled inside.
 LAUNCH_BOUND_WORK = 2**26
 
 # Architectures without rows of their own run those of the nearest relative.
