@@ -52,7 +52,6 @@ def kernel_obstacle(q, window, softcap, sinks, kv_starts, kv_lens) -> tuple[type
     return _device_obstacle(q.device)
 
 
-@torch.compiler.assume_constant_result
 def _device_obstacle(where: torch.device) -> tuple[type[Exception], str] | None:
     name = device.arch(where)
     if configs.family(name) is None:
@@ -63,6 +62,10 @@ def _device_obstacle(where: torch.device) -> tuple[type[Exception], str] | None:
             f"the Triton kernels need a GPU, or TRITON_INTERPRET=1 for CPU tensors, but q is on {where}",
         )
     return None
+
+
+# What torch.compiler.assume_constant_result does to a function; calling it would import torch._dynamo with us, seconds.
+_device_obstacle._dynamo_marked_constant = True
 
 
 def choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_lens) -> tuple[str, str]:

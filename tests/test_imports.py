@@ -146,3 +146,12 @@ def test_public_names():
     assert {"rope_attention", "plan", "rope_tables"} <= set(fused_rope_attn.__all__)
     for name in fused_rope_attn.__all__:
         assert hasattr(fused_rope_attn, name)
+
+
+def test_importing_does_not_bring_the_compiler():
+    """torch._dynamo takes seconds to import; a call under torch.compile brings it, importing us must not."""
+    script = (
+        "import sys, torch, triton; had = 'torch._dynamo' in sys.modules; import fused_rope_attn;"
+        " assert had or 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
