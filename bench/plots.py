@@ -226,10 +226,18 @@ def _speedups(rows: list[Row], cases: list[str]) -> list[tuple[str, str, dict[st
     names = {
         "hf_sdpa": (f"vs {labels.get('hf_sdpa', '')}", COLOURS["hf_sdpa"]),
         "liger_flash": (f"vs {_NAMES['liger_flash']}", COLOURS["liger_flash"]),
-        "rival": (f"vs the strongest rope + attention: {' or '.join(sorted(whose['rival']))}", COLOURS["liger_fa4"]),
+        "rival": (f"vs the strongest rope + attention: {_either(whose['rival'])}", COLOURS["liger_fa4"]),
         "bare": (f"vs the fastest attention without RoPE: {' or '.join(sorted(whose['bare']))}", COLOURS["bare_cudnn"]),
     }
     return [(*names[role], values) for role, values in found.items() if values]
+
+
+def _either(labels: set[str]) -> str:
+    """Labels of the form "rotation rope + attention", the parts that they share written once."""
+    parts = [label.split(" rope + ") for label in sorted(labels)]
+    if any(len(part) != 2 for part in parts):
+        return " or ".join(sorted(labels))
+    return " rope + ".join(" or ".join(sorted({part[i] for part in parts})) for i in (0, 1))
 
 
 def _shown(rows: list[Row]) -> list[str]:
