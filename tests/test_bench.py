@@ -571,7 +571,6 @@ def test_json_lines_come_back_and_the_later_run_wins(tmp_path):
 
 
 def test_plots_are_written_with_one_colour_each(tmp_path):
-    pytest.importorskip("matplotlib")
     import matplotlib.image
 
     files = plots.draw_all(_published(), tmp_path)
@@ -585,7 +584,6 @@ def test_plots_are_written_with_one_colour_each(tmp_path):
 
 
 def test_speedup_bars_go_below_one():
-    pytest.importorskip("matplotlib")
     figure = plots.speedup_bars(_published(), "fwd", "graph")
     bars = figure.axes[0].patches
     heights = [bar.get_height() for bar in bars]
@@ -641,7 +639,6 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
 
 
 def test_plot_command(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     report.write_lines(tmp_path / "rows.jsonl", _published())
     assert command.main(["plot", str(tmp_path / "rows.jsonl"), "--plot-dir", str(tmp_path / "figures")]) == 0
     assert len(list((tmp_path / "figures").glob("*.png"))) == 2

@@ -208,7 +208,6 @@ def test_rows_of_two_cards_make_no_table():
 
 
 def test_the_overview_shows_both_passes_and_no_stumps():
-    pytest.importorskip("matplotlib")
     rows = [
         _row(f"Llama7B-{n}", name, part, "graph", 1.0)
         for n in ("512", "1K", "2K", "4K", "8K")
@@ -228,7 +227,6 @@ def test_the_overview_shows_both_passes_and_no_stumps():
 
 
 def test_speedups_of_many_cases_are_a_figure_of_their_own(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [row for row in _measured() if row["mode"] == "graph" and row["pass"] == "fwd"]
     rows += [_row("Gemma-1K", name, "fwd", "graph", 1.0) for name in ("fused", "liger_flash", "bare_fa4")]
     files = {file.name for file in plots.draw_all(rows, tmp_path)}
