@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fused_rope_attn import ops, planning, reference
+from fused_rope_attn.rotation import rope_tables as rope_tables
 from fused_rope_attn.validation import check_attention
 
 
@@ -52,8 +55,10 @@ def rope_attention(
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
         kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist.
         return_lse: also return the log-sum-exp of every row (not differentiable).
-        deterministic: bitwise equal gradients from run to run (the Triton kernels always are).
-        backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"``.
+        deterministic: bitwise equal gradients from run to run. The portable kernels' always are; those of sm_90 add dq
+            in any order, so that the portable backward takes their place.
+        backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
+            kernels: float16 and bfloat16, D up to 128, K rotated once).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
 
     Returns:
@@ -74,7 +79,7 @@ def rope_attention(
     )  # fmt: skip
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
-    chosen, _ = planning.choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_lens)
+    chosen, _ = planning.choose_backend(q, k, backend, strategy, window, softcap, sinks, kv_starts, kv_lens)
     if chosen == "reference":
         o, lse = reference.attention(
             q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
@@ -82,7 +87,9 @@ def rope_attention(
         )  # fmt: skip
         lse = lse.detach()
     else:
-        o, lse = ops.attention(q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy)
+        o, lse = ops.attention(
+            q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy, chosen, deterministic
+        )
     return (o, lse) if return_lse else o
 
 
@@ -111,56 +118,20 @@ def plan(
 
     Launches nothing; raises what ``rope_attention`` would raise.
     """
+    given = v
     q, k, v = _autocast(q, k, v, _stand_in)
     check_attention(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
         deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
-    chosen, reason = planning.choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_lens)
+    chosen, reason = planning.choose_backend(q, k, backend, strategy, window, softcap, sinks, kv_starts, kv_lens)
     if chosen == "reference":
         return planning.Plan("reference", None, reason)
-    kernels = planning.plan_for(q, k, causal, strategy)
-    return planning.Plan(chosen, kernels.strategy, f"{reason}; {kernels.reason}", kernels.forward, kernels.backward)
-
-
-def rope_tables(
-    seq_len: int,
-    rotary_dim: int,
-    *,
-    base: float = 10000.0,
-    positions: torch.Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of RoFormer's angles ``position * base ** (-2i / R)``, ``(seq_len, R/2)`` float32 each.
-
-    Args:
-        seq_len: number of rows; with ``positions`` it must be their number.
-        rotary_dim: R, even and positive.
-        base: positive; 10000 in the paper.
-        positions: ``(seq_len,)`` integer or floating positions, default ``0 .. seq_len - 1``.
-        device: of the tables; default that of ``positions``, else the current default device.
-
-    The angles are formed in float64 and rounded once: float32 products are 4e-3 off at position 131072.
-    """
-    for name, value in (("seq_len", seq_len), ("rotary_dim", rotary_dim)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, but is {type(value).__name__}")
-    if seq_len < 0:
-        raise ValueError(f"seq_len must be at least 0, but is {seq_len}")
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rotary_dim must be even and positive, but is {rotary_dim}")
-    if not base > 0:
-        raise ValueError(f"base must be positive, but is {base}")
-    if positions is None:
-        positions = torch.arange(seq_len, device=device)
-    elif positions.shape != (seq_len,):
-        raise ValueError(f"positions must have shape ({seq_len},), but has {tuple(positions.shape)}")
-    else:
-        positions = positions.to(device if device is not None else positions.device)
-    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float64) / rotary_dim
-    angles = positions.double()[:, None] * float(base) ** -exponents
-    return angles.cos().float(), angles.sin().float()
+    # The stand-in has not the strides that the cast v will have, and the choice of kernels looks at them.
+    v = v if v is given else torch.empty_like(given, dtype=v.dtype, device="meta")
+    kernels = planning.plan_for(q, k, v, causal, strategy, chosen, deterministic)
+    return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
 
 
 def _autocast(q, k, v, convert=torch.Tensor.to):

@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["BACKENDS", "STRATEGIES", "check_attention"]
+__all__ = ["BACKENDS", "LAYOUTS", "STRATEGIES", "check_attention", "check_rotation"]
 
 BACKENDS = ("auto", "reference", "triton", "hopper")
 STRATEGIES = ("auto", "inline", "prepass")
+# Of the rotation alone: which axis of a tensor is B, H, N and D; packed tokens have no batch.
+LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "thd": (None, 1, 0, 2)}
 
 # float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,7 +91,7 @@ def check_attention(
             "with the end of the keys, and the first ones would have negative positions"
         )
 
-    rotary_dim = _check_tables(cos, sin, dtype, batch, len_k, head_dim, rotary_dim)
+    rotary_dim = _check_tables(cos, sin, dtype, batch, len_k, head_dim, rotary_dim, "q", "k")
 
     if softmax_scale is not None:
         if not _is_real(softmax_scale):
@@ -116,13 +118,158 @@ def check_attention(
     return rotary_dim
 
 
-def _check_tables(
-    cos: Tensor, sin: Tensor, dtype: torch.dtype, batch: int, len_k: int, head_dim: int, rotary_dim: int | None
+def check_rotation(
+    xs: dict[str, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    rotary_dim: int | None,
+    interleaved: bool,
+    inverse: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    outs: dict[str, Any] | None,
 ) -> int:
-    """Check cos and sin against the inputs' dtype and sizes, and resolve the rotary dim from their width."""
+    """Check the arguments of `apply_rope` and `apply_rope_qk`, tensors by their names, and return the rotary dim R.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and all(isinstance(x, Tensor) for x in xs.values())):
+        _refuse_non_tensor(**xs, cos=cos, sin=sin)
+    if not (isinstance(interleaved, bool) and isinstance(inverse, bool)):
+        _refuse_non_bool(interleaved=interleaved, inverse=inverse)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        _refuse_choice("layout", layout, tuple(LAYOUTS))
+    axis_b, axis_h, axis_n, axis_d = LAYOUTS[layout]
+    first, *others = xs
+    x = xs[first]
+    dtype, device, rank = x.dtype, x.device, 3 if axis_b is None else 4
+    if dtype not in _INPUT_DTYPES:
+        raise TypeError(f"{first} must be float16, bfloat16, float32 or float64, but is {_name(dtype)}")
+    for name in others:
+        if xs[name].dtype != dtype:
+            raise TypeError(f"{name} must have {first}'s dtype {_name(dtype)}, but is {_name(xs[name].dtype)}")
+    if cos.device != device or sin.device != device or any(xs[name].device != device for name in others):
+        _refuse_device(device, first, **{name: xs[name] for name in others}, cos=cos, sin=sin)
+    for name, y in xs.items():
+        if y.ndim != rank:
+            form = "(T, H, D)" if rank == 3 else f"({', '.join(layout.upper().replace('S', 'N'))})"
+            raise ValueError(
+                f"{name} must have shape {form} for layout {layout!r}, but has {y.ndim} dimensions: {_shape(y.shape)}"
+            )
+    batch, length, head_dim = 1 if axis_b is None else x.shape[axis_b], x.shape[axis_n], x.shape[axis_d]
+    for name in others:
+        shape = xs[name].shape
+        if any(shape[axis] != x.shape[axis] for axis in range(rank) if axis != axis_h):
+            raise ValueError(
+                f"{name} must have {first}'s shape {_shape(x.shape)} apart from the heads, but has {_shape(shape)}"
+            )
+    if head_dim < 2:
+        raise ValueError(f"{first} must have a head dim of at least 2, but has shape {_shape(x.shape)}")
+
+    if position_ids is not None and cu_seqlens is not None:
+        raise ValueError("position_ids must be None where cu_seqlens is given: both say where every token stands")
+    sections = 1
+    if position_ids is not None:
+        sections = _check_position_ids(position_ids, device, batch, length, first)
+    if cu_seqlens is not None:
+        if layout != "thd":
+            raise ValueError(f"cu_seqlens must be None unless layout is 'thd', but layout is {layout!r}")
+        _check_cu_seqlens(cu_seqlens, device, first)
+    elif layout == "thd" and position_ids is None:
+        raise ValueError("cu_seqlens must be given for layout 'thd' (or position_ids), but is None")
+
+    rows = length if position_ids is None and cu_seqlens is None else 0
+    if sections == 1:
+        rotary_dim = _check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, first, first)
+    else:  # the tables serve one half of the rotary dims, which is rotated as if it were a head of its own
+        if rotary_dim is not None:
+            _check_rotary_dim(rotary_dim, head_dim)
+            if rotary_dim % 4:
+                raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
+        half = None if rotary_dim is None else rotary_dim // 2
+        rotary_dim = 2 * _check_tables(cos, sin, dtype, batch, rows, head_dim // 2, half, first, first)
+    if outs is not None:
+        _check_outs(xs, outs)
+    return rotary_dim
+
+
+def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int, first: str) -> int:
+    """1, or 2 where every token has two ids."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"position_ids must be a torch.Tensor or None, but is {_kind(ids)}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"position_ids must be int32 or int64, but is {_name(ids.dtype)}")
+    if ids.device != device:
+        _refuse_device(device, first, position_ids=ids)
+    shape = ids.shape
+    one = len(shape) == 1 or (len(shape) == 2 and shape[0] in (1, batch))
+    two = len(shape) == 3 and shape[0] in (1, batch) and shape[1] == 2
+    if not (one or two) or shape[-1] != length:
+        raise ValueError(
+            "position_ids must have shape (N,), (B, N), or (B, 2, N) for two ids of every token, with B = 1 or "
+            f"{batch} and N = {length}, but has {_shape(shape)}"
+        )
+    return 2 if two else 1
+
+
+def _check_cu_seqlens(ends: Any, device: torch.device, first: str) -> None:
+    if not isinstance(ends, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor or None, but is {_kind(ends)}")
+    if ends.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, but is {_name(ends.dtype)}")
+    if ends.device != device:
+        _refuse_device(device, first, cu_seqlens=ends)
+    if ends.ndim != 1 or ends.shape[0] < 1 or not ends.is_contiguous():
+        raise ValueError(
+            "cu_seqlens must be contiguous with shape (number of sequences + 1,), but has shape "
+            f"{_shape(ends.shape)} and strides {tuple(ends.stride())}"
+        )
+
+
+def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any]) -> None:
+    for (name, x), (out_name, out) in zip(xs.items(), outs.items()):
+        if not isinstance(out, Tensor):
+            raise TypeError(f"{out_name} must be a torch.Tensor or None, but is {_kind(out)}")
+        if out.dtype != x.dtype:
+            raise TypeError(f"{out_name} must have {name}'s dtype {_name(x.dtype)}, but is {_name(out.dtype)}")
+        if out.device != x.device:
+            _refuse_device(x.device, name, **{out_name: out})
+        if out.shape != x.shape:
+            raise ValueError(f"{out_name} must have {name}'s shape {_shape(x.shape)}, but has {_shape(out.shape)}")
+        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
+            raise ValueError(f"{out_name} must not be expanded: several elements share memory, strides {out.stride()}")
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            wanting = name if x.requires_grad else out_name
+            raise ValueError(f"{out_name} must be None where {wanting} requires a gradient: there is none through out=")
+
+
+def _check_rotary_dim(rotary_dim: Any, head_dim: int) -> None:
+    if not isinstance(rotary_dim, (int, torch.SymInt)) or isinstance(rotary_dim, bool):
+        raise TypeError(f"rotary_dim must be an int or None, but is {_kind(rotary_dim)}")
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim must be even and between 2 and D = {head_dim}, but is {rotary_dim}")
+
+
+def _check_tables(
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    batch: int,
+    length: int,
+    head_dim: int,
+    rotary_dim: int | None,
+    first: str,
+    last: str,
+) -> int:
+    """Check cos and sin against the inputs' dtype and sizes, and resolve the rotary dim from their width.
+
+    `first` names the input whose dtype counts, `last` the one whose `length` positions need rows.
+    """
     table_dtype, shape = cos.dtype, cos.shape
     if table_dtype not in (torch.float32, dtype):
-        raise TypeError(f"cos must be float32 or have q's dtype {_name(dtype)}, but is {_name(table_dtype)}")
+        raise TypeError(f"cos must be float32 or have {first}'s dtype {_name(dtype)}, but is {_name(table_dtype)}")
     if sin.dtype != table_dtype:
         raise TypeError(f"sin must have cos's dtype {_name(table_dtype)}, but is {_name(sin.dtype)}")
     if cos.requires_grad or sin.requires_grad:
@@ -135,8 +282,8 @@ def _check_tables(
         )
     if sin.shape != shape:
         raise ValueError(f"sin must have cos's shape {_shape(shape)}, but has {_shape(sin.shape)}")
-    if shape[-2] < len_k:
-        raise ValueError(f"cos must have a row for each of k's {len_k} positions, but has {shape[-2]} rows")
+    if shape[-2] < length:
+        raise ValueError(f"cos must have a row for each of {last}'s {length} positions, but has {shape[-2]} rows")
 
     width = shape[-1]
     if rotary_dim is None:
@@ -149,10 +296,7 @@ def _check_tables(
                 "number of columns"
             )
         return rotary_dim
-    if not isinstance(rotary_dim, (int, torch.SymInt)) or isinstance(rotary_dim, bool):
-        raise TypeError(f"rotary_dim must be an int or None, but is {_kind(rotary_dim)}")
-    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
-        raise ValueError(f"rotary_dim must be even and between 2 and D = {head_dim}, but is {rotary_dim}")
+    _check_rotary_dim(rotary_dim, head_dim)
     if width != rotary_dim and 2 * width != rotary_dim:
         raise ValueError(
             f"cos must have rotary_dim = {rotary_dim} or rotary_dim / 2 = {rotary_dim // 2} columns, but has {width}"
@@ -204,9 +348,9 @@ def _refuse_non_bool(**arguments: Any) -> NoReturn:
     raise TypeError(f"{name} must be a bool, but is {_kind(value)}")
 
 
-def _refuse_device(device: torch.device, **arguments: Tensor) -> NoReturn:
+def _refuse_device(device: torch.device, first: str = "q", /, **arguments: Tensor) -> NoReturn:
     name, value = next((name, value) for name, value in arguments.items() if value.device != device)
-    raise ValueError(f"{name} must be on q's device {device}, but is on {value.device}")
+    raise ValueError(f"{name} must be on {first}'s device {device}, but is on {value.device}")
 
 
 def _refuse_rank(**arguments: Tensor) -> NoReturn:

@@ -206,3 +206,81 @@ def test_the_command_runs_in_a_process_of_its_own(tmp_path):
     assert result.returncode == (1 if content["failures"] else 0)
     assert "triton prepass" in result.stdout
     assert "1/1" in result.stderr  # the progress bar
+
+
+def test_the_rotation_alone_is_checked(monkeypatch, tmp_path, capsys):
+    from verification.rotation import CHECKS as ROPE_CHECKS
+    from verification.rotation import RopeTask
+
+    arguments = ["--device", "cpu", "--filter", "rotation with two ids", "--dtype", "float32", "--jobs", "0"]
+    assert command.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
+    assert "4 of 4 tensors within tolerance" in capsys.readouterr().out
+    assert command.main([*arguments, "--strategy", "inline"]) == 2  # the rotation alone has none
+
+    right = fused_rope_attn.apply_rope_qk
+
+    def wrong(q, k, cos, sin, **options):
+        return right(q, k, torch.cat((cos[:-8], cos[-9:-1])), sin, **options)
+
+    task = RopeTask(ROPE_CHECKS[0], torch.float32, "cpu")
+    monkeypatch.setattr(fused_rope_attn, "apply_rope_qk", wrong)
+    assert {row.verdict for row in task.run()} == {"FAIL"}
+    monkeypatch.setattr(fused_rope_attn, "apply_rope_qk", lambda *args, **options: 1 / 0)
+    (row,) = task.run()
+    assert row.verdict == "FAIL" and "ZeroDivisionError" in row.detail
+
+
+def tasks(*arguments):
+    return command.make_tasks(command.parse(["--small", *arguments]))
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+
+
+def test_the_sm_90_backend_is_verified_where_it_runs(on_an_h100):
+    served = [task for task in tasks("--device", "cuda") if ("hopper", "auto") in getattr(task, "variants", ())]
+    assert {task.dtype for task in served} == {torch.float16, torch.bfloat16}
+    names = {task.check.name for task in served}
+    assert {"causal", "identical reruns", "odd strides, unaligned", "empty batch", "no queries", "D 128"} <= names
+    assert not names & {"D 192", "D 256", "no keys"}
+    alone = tasks("--device", "cuda", "--backend", "hopper")
+    assert {task.variants for task in alone} == {(("hopper", "auto"),)}
+    assert {(task.check.name, task.dtype) for task in alone} == {(task.check.name, task.dtype) for task in served}
+    inline = tasks("--device", "cuda", "--strategy", "inline")
+    assert not any(("hopper", "auto") in task.variants for task in inline)
+
+
+def test_the_sm_90_backend_is_refused_elsewhere(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, arguments, reason in (
+        ((10, 0), (), "needs an sm_90 GPU"),
+        ((9, 0), ("--strategy", "inline"), "no --strategy inline"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device, found=capability: found)
+        with pytest.raises(SystemExit) as stopped:
+            command.parse(["--device", "cuda", "--backend", "hopper", *arguments])
+        assert stopped.value.code == 2 and reason in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    assert command.parse(["--device", "cuda"]).backend == ["reference", "triton"]
+    with pytest.raises(SystemExit):
+        command.parse(["--device", "cpu", "--backend", "hopper"])
+
+
+def test_the_sm_90_backend_gets_a_v_that_it_can_address(monkeypatch):
+    """The other tensors keep their odd layout."""
+    seen = {}
+
+    def run(q, k, v, *args, backend="auto", deterministic=False, **options):
+        seen.update(q=q, k=k, v=v, backend=backend, deterministic=deterministic)
+        return right(q, k, v, *args, backend="reference", **options)
+
+    right = fused_rope_attn.rope_attention
+    monkeypatch.setattr(fused_rope_attn, "rope_attention", run)
+    check = next(check for check in CHECKS if check.name == "odd strides, unaligned")
+    rows = run_task(Task(check, torch.float16, (("hopper", "auto"),), "cpu"))
+    assert all(row.verdict == "ok" and row.backend == "hopper" for row in rows)
+    assert seen["backend"] == "hopper" and not seen["deterministic"]
+    assert seen["v"].is_contiguous() and not seen["q"].is_contiguous() and not seen["k"].is_contiguous()

@@ -1,6 +1,7 @@
-"""``python -m verification``: o, lse, dq, dk, dv of every backend and strategy against float64.
+"""``python -m verification``: every backend and strategy, and the rotation alone, against float64.
 
-On a GPU: bfloat16, float16 and float32, the small cases and the large ones. Without one the real kernels run in
+On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the sm_90 backend where the GPU is one, in
+what it serves. Without one the real kernels run in
 Triton's interpreter on the small cases, in float16 and float32. Exit status 0: all within tolerance; 1: some are not;
 2: usage.
 """
@@ -17,6 +18,8 @@ import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+BACKENDS = ("reference", "triton", "hopper")
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -24,8 +27,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default here: %(default)s")
-    add("--backend", action="append", choices=("reference", "triton"), help="may be repeated; default: all")
-    add("--strategy", action="append", choices=("inline", "prepass"), help="of triton; may be repeated; default: all")
+    add("--backend", action="append", choices=BACKENDS, help="may be repeated; default: all that run here")
+    add(
+        "--strategy",
+        action="append",
+        choices=("inline", "prepass"),
+        help="may be repeated; default: all (hopper: prepass)",
+    )
     add("--dtype", action="append", choices=DTYPES, help="may be repeated; default: all that the device computes")
     add("--small", action="store_true", help="only the small cases (all that there are without a GPU)")
     add("--large", action="store_true", help="only the large cases")
@@ -38,6 +46,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     on_gpu = options.device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: this machine has no GPU that torch can use")
+    on_hopper = on_gpu and not torch.version.hip and torch.cuda.get_device_capability(options.device) == (9, 0)
+    if "hopper" in (options.backend or ()):
+        if not on_hopper:
+            parser.error("--backend hopper: needs an sm_90 GPU (H100, H200)")
+        if options.strategy == ["inline"]:
+            parser.error("--backend hopper: rotates K once; it has no --strategy inline")
+    if options.backend is None:
+        options.backend = [name for name in BACKENDS if name != "hopper" or on_hopper]
     if options.large and not on_gpu:
         parser.error("--large: the large cases need a GPU")
     if options.small and options.large:
@@ -53,12 +69,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def make_tasks(options: argparse.Namespace) -> list:
     from verification.matrix import CHECKS
-    from verification.runner import Task
+    from verification.rotation import CHECKS as ROPE_CHECKS
+    from verification.rotation import RopeTask
+    from verification.runner import Task, hopper_serves
 
     scales = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
     scales = ("large", "huge") if options.large else scales
-    backends = options.backend or ["reference", "triton"]
-    kernels = tuple(("triton", strategy) for strategy in options.strategy or ("inline", "prepass"))
+    backends = options.backend
+    strategies = options.strategy or ("inline", "prepass")
+    kernels = tuple(("triton", strategy) for strategy in strategies)
     tasks = []
     for check in CHECKS:
         if check.scale not in scales or options.filter.lower() not in check.name.lower():
@@ -67,8 +86,20 @@ def make_tasks(options: argparse.Namespace) -> list:
         variants = (("reference", "auto"),) if "reference" in backends and check.scale == "small" else ()
         variants += kernels if "triton" in backends else ()
         for name in options.dtype:
-            if variants and (not check.only or DTYPES[name] in check.only):
-                tasks.append(Task(check, DTYPES[name], variants, options.device))
+            if check.only and DTYPES[name] not in check.only:
+                continue
+            mine = variants
+            if "hopper" in backends and "prepass" in strategies and hopper_serves(check, DTYPES[name]):
+                mine += (("hopper", "auto"),)
+            if mine:
+                tasks.append(Task(check, DTYPES[name], mine, options.device))
+    if "triton" in backends and options.strategy is None:  # the rotation alone is no strategy of attention
+        tasks += [
+            RopeTask(check, DTYPES[name], options.device)
+            for check in ROPE_CHECKS
+            if check.scale in scales and options.filter.lower() in check.name.lower()
+            for name in options.dtype
+        ]
     return tasks
 
 

@@ -8,10 +8,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from fused_rope_attn import testing
+from fused_rope_attn import planning, testing
+from fused_rope_attn.kernels.launch import has_descriptor
 from verification.matrix import Check
 
 Heads = tuple[slice, slice]  # of the batch, of the key-value heads
@@ -51,12 +53,23 @@ class Task:
         return f"{self.check.name} {dtype_name(self.dtype)}"
 
 
+def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
+    """Whether the sm_90 backend serves a check on the machine that it is made for."""
+    case = check.case
+    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto") is None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def run_task(task: Task) -> list[Row]:
-    """All rows of one task. Nothing is raised: a backend that cannot run its case has failed it."""
+def run_task(task: Any) -> list[Row]:
+    """All rows of one task. Nothing is raised: a backend that cannot run its case has failed it.
+
+    A task that is no ``Task`` brings its own ``run``.
+    """
+    if not isinstance(task, Task):
+        return task.run()
     case = replace(task.check.case, dtype=task.dtype)
     rows: list[Row] = []
     try:
@@ -64,15 +77,15 @@ def run_task(task: Task) -> list[Row]:
         heads = _compared_heads(task.check, case)
         references = [_references(inputs, case, where) for where in heads]
     except torch.OutOfMemoryError:
-        return [_failure(task, "reference", "inputs and float64 reference do not fit this GPU's memory", "SKIP")]
+        return [failure(task, "reference", "inputs and float64 reference do not fit this GPU's memory", "SKIP")]
     except Exception as error:
-        return [_failure(task, "reference", error)]
+        return [failure(task, "reference", error)]
     for backend, strategy in task.variants:
         label = backend if strategy == "auto" else f"{backend} {strategy}"
         try:
             rows += _run_variant(task, label, inputs, case, heads, references, backend, strategy)
         except Exception as error:
-            rows.append(_failure(task, label, error))
+            rows.append(failure(task, label, error))
     del inputs, references
     if task.device.startswith("cuda") and task.check.scale != "small":
         gc.collect()
@@ -84,8 +97,13 @@ def _run_variant(task, label, inputs, case, heads, references, backend, strategy
     def row(**fields) -> Row:
         return Row(case=task.check.name, dtype=dtype_name(task.dtype), backend=label, **fields)
 
+    if backend == "hopper" and inputs.v.numel() > 0 and not has_descriptor(inputs.v):
+        # v is the one tensor that it does not take in any layout; q, k and do stay as they are.
+        inputs = inputs._replace(v=inputs.v.clone(memory_format=torch.contiguous_format))
+    # Reruns are bitwise equal where that is promised.
+    same = task.check.rerun
     with testing.poison_empty():
-        out = testing.run_op(inputs, case, backend=backend, strategy=strategy)
+        out = testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=same)
     rows = []
     for tensor in TENSORS:
         whole = getattr(out, tensor)
@@ -115,7 +133,7 @@ def _run_variant(task, label, inputs, case, heads, references, backend, strategy
                 detail=worst.detail if finite else f"not finite everywhere; {worst.detail}",
             )
         )
-    if task.check.rerun:
+    if same:
         again = testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=True)
         changed = sum(int((getattr(out, t) != getattr(again, t)).sum()) for t in TENSORS)
         verdict, detail = ("FAIL", f"{changed} elements differ") if changed else ("ok", "bitwise equal")
@@ -173,7 +191,8 @@ def _references(inputs: testing.Inputs, case: testing.Case, heads: Heads) -> tup
     return testing.run_reference(part, case, torch.float64), testing.run_reference(part, case)
 
 
-def _failure(task: Task, backend: str, error: BaseException | str, verdict: str = "FAIL") -> Row:
+def failure(task: Any, backend: str, error: BaseException | str, verdict: str = "FAIL") -> Row:
+    """The row of a task that has no figures."""
     if isinstance(error, BaseException):
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
@@ -207,4 +226,4 @@ def run_tasks(tasks: list[Task], processes: int, on_done: Callable[[Task, list[R
 
 def _rows_of(future: Future[list[Row]], task: Task) -> list[Row]:
     error = future.exception()  # only where the process itself died: run_task does not raise
-    return future.result() if error is None else [_failure(task, "process", error)]
+    return future.result() if error is None else [failure(task, "process", error)]

@@ -1,0 +1,1 @@
+"""Seams to other libraries. Nothing in the package imports this; each module needs its extra."""

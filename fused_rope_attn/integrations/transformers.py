@@ -1,0 +1,62 @@
+"""Hugging Face transformers (the ``hf`` extra)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def rope_tables_from_config(
+    config: Any, seq_len: int, *, layer_type: str | None = None, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin ``(seq_len, R/2)`` float32 with the frequencies and the scaling of a Hugging Face config.
+
+    Args:
+        config: a ``PreTrainedConfig`` with rope parameters: ``default``, ``linear``, ``dynamic``, ``yarn``, ``llama3``,
+            ``longrope``, or whatever else the installed transformers knows.
+        seq_len: number of rows; what ``dynamic`` and ``longrope`` adapt their frequencies to.
+        layer_type: for configs that have other parameters for each type of layer.
+        device: of the tables; default the current default device.
+
+    Raises:
+        ValueError: a rope type that the installed transformers does not know.
+
+    The frequencies come from transformers' own initialisers. As in ``rope_tables`` the angles are formed in float64.
+    """
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if layer_type is not None:
+        parameters = parameters[layer_type]
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    # Long and dynamic scaling begin beyond the trained length; asked for less, dynamic would scale down.
+    known = max(seq_len, getattr(config, "max_position_embeddings", 0)) if kind == "dynamic" else seq_len
+    device = torch.get_default_device() if device is None else torch.device(device)
+    frequencies, scaling = _initialiser(kind, config)(config, device=device, seq_len=known, **options)
+    positions = torch.arange(seq_len, device=frequencies.device, dtype=torch.float64)
+    angles = positions[:, None] * frequencies.double()
+    return (angles.cos() * scaling).float(), (angles.sin() * scaling).float()
+
+
+def _initialiser(kind: str, config: Any):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind in ROPE_INIT_FUNCTIONS:
+        return ROPE_INIT_FUNCTIONS[kind]
+    if kind != "default":
+        raise ValueError(
+            f"config must have a rope_type of {', '.join(ROPE_INIT_FUNCTIONS)} or default, but has {kind!r}"
+        )
+    # Since transformers 5 a method of each model's embedding: partial rotation and types of layers differ.
+    for name in (type(config).__module__.replace(".configuration_", ".modeling_"), _LLAMA):
+        try:
+            members = vars(importlib.import_module(name)).values()
+        except ImportError:
+            continue
+        for member in members:
+            if hasattr(member, "compute_default_rope_parameters"):
+                return member.compute_default_rope_parameters
+    raise ValueError(f"config must be of a model that rotates, but is {type(config).__name__}")
