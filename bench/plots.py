@@ -18,6 +18,7 @@ COLOURS = {
     "fused": "#d7263d",
     "fused_inline": "#f46036",
     "fused_prepass": "#a4133c",
+    "fused_hopper": "#ff5d8f",
     "hf_sdpa": "#adb5bd",
     "hf_flash_attn": "#6c757d",
     "hf_triton_fa2": "#b892ff",

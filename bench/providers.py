@@ -1,4 +1,4 @@
-"""Who is measured: this project's strategies behind the signature of ``baselines.Baseline``, then every rival."""
+"""Who is measured: this project with each backend and strategy, then every rival; as ``baselines.Baseline`` says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,14 @@ class Fused:
         return None
 
     def unsupported(self, case: Any) -> str | None:
-        return None
+        if self.backend != "hopper":
+            return None
+        from fused_rope_attn import device, planning
+
+        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        no_keys = case.len_k == 0
+        obstacle = planning.hopper_obstacle(device.arch(where), case.dtype, case.head_dim, no_keys, self.strategy)
+        return None if obstacle is None else obstacle[1]
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return cos, sin
@@ -69,6 +76,7 @@ OURS: dict[str, Fused] = {
         Fused("fused", "fused (auto)"),
         Fused("fused_inline", "fused, inline", "triton", "inline"),
         Fused("fused_prepass", "fused, prepass", "triton", "prepass"),
+        Fused("fused_hopper", "fused, hopper", "hopper"),
     )
 }
 

@@ -1,7 +1,8 @@
-"""Launch configurations of the portable kernels: records and the committed table. Data, with a reason for each row.
+"""Launch configurations: records and the committed tables. Data, with a reason for each row.
 
-Rows are found by (architecture, element size, head dimension, strategy, causal, length bucket, GQA), never by exact
-length; the first row that matches wins. ``python -m bench tune`` proposes rows.
+Rows of the portable kernels are found by (architecture, element size, head dimension, strategy, causal, length bucket,
+GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA), never by exact length; the first row
+that matches wins. ``python -m bench tune`` proposes rows of the portable kernels.
 """
 
 from __future__ import annotations
@@ -68,6 +69,49 @@ class BackwardConfig:
 
 
 @dataclass(frozen=True)
+class HopperForwardConfig:
+    """How one forward call of the sm_90 backend runs: 128 query rows by block_n keys, ``stages`` blocks in flight.
+
+    attend_registers, rotate_registers: of one thread of the warps that attend and that rotate queries; with 24 for the
+    loading warps, two of the first and one of the second fill the register file at 512. pin: keep the softmax beside
+    the product of the block before (``hopper.forward.pin``), which takes more registers. The rest as in
+    ``ForwardConfig``.
+    """
+
+    block_n: int
+    stages: int = 2
+    attend_registers: int = 208
+    rotate_registers: int = 72
+    pin: bool = False
+    section_bytes: int = 0
+    rotate_rows: int = 16
+    rotate_heads: int = 1
+    pdl: bool = True
+
+
+@dataclass(frozen=True)
+class HopperBackwardConfig:
+    """How one backward call of the sm_90 backend runs: key blocks of 128, query blocks of 64.
+
+    q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
+    in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
+    loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
+    that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
+    of the pre-process turns; post_rows, post_heads: of the post-process. pdl: as in ``ForwardConfig``.
+    """
+
+    q_stages: int = 3
+    do_stages: int = 2
+    consumer_registers: int = 240
+    section_bytes: int = 0
+    rotate_rows: int = 16
+    rotate_heads: int = 4
+    post_rows: int = 16
+    post_heads: int = 4
+    pdl: bool = True
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table: ``tiles`` (one forward; dkdv and dq backward) for what the other fields select.
 
@@ -108,6 +152,33 @@ class Row:
             rotate_rows=self.rotate_rows,
             pdl=arch in _PDL,
             tma=self.tma and strategy == "prepass",
+        )
+
+
+@dataclass(frozen=True)
+class HopperRow:
+    """One line of the sm_90 backend's tables: ``config`` for what the other fields select, as in ``Row``.
+
+    auto: the length buckets in which ``backend="auto"`` takes it instead of the portable kernels, with much_work only
+    from ``MUCH_WORK`` on; an explicit ``backend="hopper"`` takes it in all of ``buckets``. note: why this
+    configuration, and why those buckets.
+    """
+
+    head_dim: int
+    config: HopperForwardConfig | HopperBackwardConfig
+    auto: tuple[str, ...]
+    note: str
+    causal: bool | None = None
+    buckets: tuple[str, ...] | None = None
+    gqa: bool | None = None
+    much_work: bool = False
+
+    def matches(self, head_dim, causal, length_bucket, gqa) -> bool:
+        return (
+            head_dim <= self.head_dim
+            and self.causal in (None, causal)
+            and (self.buckets is None or length_bucket in self.buckets)
+            and self.gqa in (None, gqa)
         )
 
 
@@ -191,11 +262,50 @@ BACKWARD: tuple[Row, ...] = (
 )
 # fmt: on
 
+# Largest head dimension of the sm_90 backend.
+HOPPER_HEAD_DIM = 128
+
+# What the sm_90 backend keeps together in the L2 of 50 MB.
+_WIDEST = 32 << 20
+_BEYOND_TINY = ("short", "medium", "long")
+_PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
+_SLOWER = f"{_H200}: the portable kernels are 2 to 20 % faster"
+_FASTER = f"{_H200}; at 512 tokens the portable ones are faster, or too few tiles"
+
+# fmt: off
+HOPPER_FORWARD: tuple[HopperRow, ...] = (
+    HopperRow(32, HopperForwardConfig(128, section_bytes=_WIDEST), (), _PADDED),
+    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), (), _SLOWER, causal=True),
+    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _H200, causal=False),
+    HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _H200, causal=True,
+              buckets=("long",)),
+    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _FASTER, much_work=True),
+)
+
+HOPPER_BACKWARD: tuple[HopperRow, ...] = (
+    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST), (), _PADDED),
+    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST), BUCKETS,
+              f"{_H200}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _H200),
+)
+# fmt: on
+
 # Up to this many multiply-adds of Q K^T (B * HQ * NQ * NK * D) a forward call is over before the host could launch a
 # second kernel. H200, 2026-11-21: at (1, 4/4, 128, 64), 2**22, a call takes 37 us of host time inline and 48 with the
 # pre-pass; at Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph
 # capture: what a warm-up outside has not compiled would be compiled inside.
 LAUNCH_BOUND_WORK = 2**26
+
+# From this many on the persistent forward of sm_90 has several tiles for every multiprocessor, which hide each other's
+# ends. H200, 2026-11-21: .124 ms against .140 at (2, 64/64, 1024, 128), 2**34, but .042 against .037 at
+# (1, 32/8, 1024, 128), 2**32.
+MUCH_WORK = 2**33
+
+
+def work_class(multiply_adds: int) -> int:
+    """0: launch-bound; 1: in between; 2: much work. A plan depends on this, not on the number."""
+    return (multiply_adds > LAUNCH_BOUND_WORK) + (multiply_adds >= MUCH_WORK)
+
 
 # Architectures without rows of their own run those of the nearest relative.
 _RELATIVES = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx90a": "gfx942", "gfx950": "gfx942"}
@@ -214,11 +324,11 @@ def bucket(length: int) -> str:
     return "medium" if length <= 4096 else "long"
 
 
-def _find(rows, arch, *key) -> Row:
+def _find(rows, *key):
     for row in rows:
-        if row.matches(arch, *key):
+        if row.matches(*key):
             return row
-    raise LookupError(f"no configuration for {(arch, *key)}")
+    raise LookupError(f"no configuration for {key}")
 
 
 @functools.cache
@@ -231,3 +341,13 @@ def forward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa) 
 def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa) -> BackwardConfig:
     """The backward configuration for these properties."""
     return _find(BACKWARD, arch, element_size, head_dim, strategy, causal, length_bucket, gqa).config(arch, strategy)
+
+
+def hopper_forward(head_dim, causal, length_bucket, gqa) -> HopperRow:
+    """The row of the sm_90 backend's forward pass for these properties."""
+    return _find(HOPPER_FORWARD, head_dim, causal, length_bucket, gqa)
+
+
+def hopper_backward(head_dim, causal, length_bucket, gqa) -> HopperRow:
+    """The row of the sm_90 backend's backward pass for these properties."""
+    return _find(HOPPER_BACKWARD, head_dim, causal, length_bucket, gqa)

@@ -6,15 +6,20 @@ torch.compile for less host time per call.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from fused_rope_attn import device, planning
+from fused_rope_attn import configs, device, planning
 from fused_rope_attn.kernels.backward import attention_backward
 from fused_rope_attn.kernels.forward import attention_forward
 from fused_rope_attn.kernels.launch import like_input
 
 _LIB = torch.library.Library("fused_rope_attn", "DEF")
-_OPTIONS = "bool causal, float softmax_scale, int rotary_dim, bool interleaved, str strategy"
+# backend: "auto", "triton" or "hopper"; which kernels "auto" means is decided here, where v's address is known.
+_OPTIONS = (
+    "bool causal, float softmax_scale, int rotary_dim, bool interleaved, str strategy, str backend, bool deterministic"
+)
 _LIB.define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, {_OPTIONS}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -28,22 +33,36 @@ _FORWARD = torch.ops.fused_rope_attn.attention_forward.default
 _BACKWARD = torch.ops.fused_rope_attn.attention_backward.default
 
 
-def _forward(q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, strategy):
-    plan = planning.plan_for(q, k, causal, strategy)
+def _forward(
+    q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, strategy, backend, deterministic
+):  # fmt: skip
+    config = planning.plan_for(q, k, v, causal, strategy, backend, deterministic).forward
+    run = attention_forward if type(config) is configs.ForwardConfig else _hopper()[0]
     with device.guard(q.device):
-        return attention_forward(
+        return run(
             q, k, v, cos, sin, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-            interleaved=interleaved, config=plan.forward,
+            interleaved=interleaved, config=config,
         )  # fmt: skip
 
 
-def _backward(do, q, k, v, o, lse, cos, sin, causal, softmax_scale, rotary_dim, interleaved, strategy):
-    plan = planning.plan_for(q, k, causal, strategy)
+def _backward(
+    do, q, k, v, o, lse, cos, sin, causal, softmax_scale, rotary_dim, interleaved, strategy, backend, deterministic
+):  # fmt: skip
+    config = planning.plan_for(q, k, v, causal, strategy, backend, deterministic).backward
+    run = attention_backward if type(config) is configs.BackwardConfig else _hopper()[1]
     with device.guard(q.device):
-        return attention_backward(
+        return run(
             do, q, k, v, o, lse, cos, sin, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-            interleaved=interleaved, config=plan.backward,
+            interleaved=interleaved, config=config,
         )  # fmt: skip
+
+
+@functools.cache
+def _hopper():
+    """(forward, backward) launchers of the sm_90 backend, imported where they are used: Gluon is still experimental."""
+    from fused_rope_attn.kernels.hopper import backward, forward
+
+    return forward.attention_forward, backward.attention_backward
 
 
 def _forward_fake(q, k, v, cos, sin, *options):
@@ -132,11 +151,11 @@ def _is_plain(*tensors) -> bool:
     )
 
 
-def attention(q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, strategy):
-    """(o, lse). Tracing, fake tensors and modes see one operator; ordinary calls save its dispatch (15 us)."""
-    arguments = (q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, strategy)
+def attention(q, k, v, cos, sin, *options):
+    """(o, lse); ``options`` as the operators take them. Tracing, fake tensors and modes see one operator; ordinary
+    calls save its dispatch (15 us)."""
     if not _is_plain(q, k, v, cos, sin):
-        return _FORWARD(*arguments)
+        return _FORWARD(q, k, v, cos, sin, *options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(None, *arguments)
-    return _forward(*arguments)
+        return _Attention.apply(None, q, k, v, cos, sin, *options)
+    return _forward(q, k, v, cos, sin, *options)

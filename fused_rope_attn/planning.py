@@ -8,27 +8,31 @@ from dataclasses import dataclass
 import torch
 
 from fused_rope_attn import configs, device
+from fused_rope_attn.kernels.launch import has_descriptor
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+HOPPER_DTYPES = (torch.float16, torch.bfloat16)
+Obstacle = tuple[type[Exception], str]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a call would run. ``forward`` and ``backward`` are None for the reference backend.
 
-    ``strategy`` is that of the forward pass; ``backward.strategy`` may differ.
+    ``backend`` and ``strategy`` are those of the forward pass. The backward pass may differ in both: the type of its
+    configuration says which kernels it takes, and ``reason`` why.
     """
 
     backend: str
     strategy: str | None
     reason: str
-    forward: configs.ForwardConfig | None = None
-    backward: configs.BackwardConfig | None = None
+    forward: configs.ForwardConfig | configs.HopperForwardConfig | None = None
+    backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
 
 
-def kernel_obstacle(q, window, softcap, sinks, kv_starts, kv_lens) -> tuple[type[Exception], str] | None:
-    """Why the Triton kernels cannot serve this call, as the error an explicit backend raises; None when they can."""
+def feature_obstacle(window, softcap, sinks, kv_starts, kv_lens) -> Obstacle | None:
+    """The argument that no kernel serves yet, as the error an explicit backend raises; None where there is none."""
     for name, given in (
         ("window", window is not None),
         ("softcap", softcap != 0.0),
@@ -37,10 +41,12 @@ def kernel_obstacle(q, window, softcap, sinks, kv_starts, kv_lens) -> tuple[type
         ("kv_lens", kv_lens is not None),
     ):
         if given:
-            return (
-                NotImplementedError,
-                f"{name} is served by backend='reference' only; the Triton kernels have no {name} yet",
-            )
+            return NotImplementedError, f"{name} is served by backend='reference' only; the kernels have no {name} yet"
+    return None
+
+
+def kernel_obstacle(q) -> Obstacle | None:
+    """Why the portable kernels cannot serve this call, as the error an explicit backend raises; None when they can."""
     if q.dtype not in KERNEL_DTYPES:
         return NotImplementedError, f"q must be float16, bfloat16 or float32 for the Triton kernels, but is {q.dtype}"
     head_dim = q.shape[3]
@@ -52,7 +58,7 @@ def kernel_obstacle(q, window, softcap, sinks, kv_starts, kv_lens) -> tuple[type
     return _device_obstacle(q.device)
 
 
-def _device_obstacle(where: torch.device) -> tuple[type[Exception], str] | None:
+def _device_obstacle(where: torch.device) -> Obstacle | None:
     name = device.arch(where)
     if configs.family(name) is None:
         if where.type == "cuda":
@@ -64,64 +70,155 @@ def _device_obstacle(where: torch.device) -> tuple[type[Exception], str] | None:
     return None
 
 
+def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layout: str | None = None):
+    """Why the sm_90 kernels cannot serve a call without the features above, as ``kernel_obstacle`` says it.
+
+    The one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot address it.
+    """
+    if dtype not in HOPPER_DTYPES:
+        return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
+    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= configs.HOPPER_HEAD_DIM:
+        return NotImplementedError, (
+            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
+            f"{configs.HOPPER_HEAD_DIM} for backend='hopper', but has {head_dim}"
+        )
+    if strategy == "inline":
+        return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
+    if no_keys:
+        return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
+    if arch != "sm_90":
+        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {arch}"
+    if v_layout is not None:
+        return NotImplementedError, (
+            "v must have adjacent columns and positive strides and an address that are multiples of 16 bytes for "
+            f"backend='hopper', which reads it through the TMA, but has {v_layout}"
+        )
+    return None
+
+
+def _arch(where: torch.device) -> str:
+    return device.arch(where)
+
+
 # What torch.compiler.assume_constant_result does to a function; calling it would import torch._dynamo with us, seconds.
 _device_obstacle._dynamo_marked_constant = True
+_arch._dynamo_marked_constant = True
 
 
-def choose_backend(q, backend, strategy, window, softcap, sinks, kv_starts, kv_lens) -> tuple[str, str]:
-    """Resolve ``backend`` to "reference" or "triton", with the reason; an explicit choice that cannot run raises."""
-    if backend == "hopper":
-        raise NotImplementedError(
-            "backend='hopper' (sm_90 kernels) is not part of this version; use 'triton' or 'auto'"
-        )
+def choose_backend(q, k, backend, strategy, window, softcap, sinks, kv_starts, kv_lens) -> tuple[str, str]:
+    """Resolve ``backend`` to "reference", with the reason, or to what ``plan_for`` takes; raises where an explicit
+    choice cannot run.
+
+    Looks at nothing that a traced graph could not know, such as addresses: that is left to ``plan_for``.
+    """
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
         return "reference", "asked for"
-    obstacle = kernel_obstacle(q, window, softcap, sinks, kv_starts, kv_lens)
+    obstacle = feature_obstacle(window, softcap, sinks, kv_starts, kv_lens)
+    if obstacle is None:
+        if backend == "hopper":
+            obstacle = hopper_obstacle(_arch(q.device), q.dtype, q.shape[3], k.shape[2] == 0, strategy)
+        else:
+            obstacle = kernel_obstacle(q)
     if obstacle is not None:
-        if backend == "triton" or strategy != "auto":
+        if backend != "auto" or strategy != "auto":
             raise obstacle[0](obstacle[1])
         return "reference", obstacle[1]
-    if backend == "triton":
-        return "triton", "asked for"
-    if q.device.type == "cpu":
+    if backend == "auto" and q.device.type == "cpu":
         if strategy != "auto":
             return "triton", f"strategy={strategy!r} asks for kernels, which run in Triton's interpreter"
         return "reference", "CPU tensors take the reference; backend='triton' would run in Triton's interpreter"
-    return "triton", "the portable kernels serve every architecture in the table"
+    return backend, ""
 
 
-def plan_for(q, k, causal: bool, strategy: str) -> Plan:
-    """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length."""
+def plan_for(q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool) -> Plan:
+    """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length.
+
+    Raises where an explicit ``backend="hopper"`` cannot address v.
+    """
     length = k.shape[2]
-    return _plan(
+    key = (
         device.arch(q.device),
-        q.element_size(),
+        q.dtype,
         q.shape[3],
         strategy,
+        backend,
+        deterministic,
         causal,
         configs.bucket(max(q.shape[2], length)),
         q.shape[1] != k.shape[1],
-        q.numel() * length <= configs.LAUNCH_BOUND_WORK,
+        length == 0,
+        configs.work_class(q.numel() * length),
     )
+    plan, tma = _plan(*key)
+    if tma and not has_descriptor(v) and q.numel() > 0:
+        if backend == "hopper":
+            where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
+            error, message = hopper_obstacle(*key[:3], length == 0, strategy, where)
+            raise error(message)
+        plan, _ = _plan(*key, "another layout")
+    return plan
 
 
 @functools.cache
-def _plan(arch, element_size, head_dim, strategy, causal, length_bucket, gqa, launch_bound) -> Plan:
-    family = configs.family(arch)
-    backward_strategy, reason = strategy, "strategy asked for"
+def _plan(
+    arch, dtype, head_dim, strategy, backend, deterministic, causal, length_bucket, gqa, no_keys, work,
+    v_layout=None,
+) -> tuple[Plan, bool]:  # fmt: skip
+    """(the plan, whether kernels of sm_90 are in it, which read v through the TMA)."""
+    shape = (causal, length_bucket, gqa)
+    row, row_backward = None, None
+    obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout)
+    if obstacle is None:
+        row, row_backward = (find(head_dim, *shape) for find in (configs.hopper_forward, configs.hopper_backward))
+    elif backend == "hopper":
+        raise obstacle[0](obstacle[1])
+    # (whether the sm_90 kernels run the pass, why)
+    if backend != "auto":
+        forward = backward = (backend == "hopper", "asked for")
+    elif obstacle is not None:
+        forward = backward = (False, obstacle[1])
+    elif work == 0:
+        forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
+    else:
+        forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
+    if deterministic and backward[0]:
+        backward = (False, "deterministic=True, and the sm_90 kernels add dQ in any order")
+
+    why, backward_strategy = "strategy asked for", strategy
     if strategy == "auto":
         # Backward has a pre-process anyway, so that rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
-        reason = "K is rotated once instead of once per query block"
-        if launch_bound:
-            strategy, reason = "inline", "so little work that one launch less is worth rotating K in the loop"
-    shape = (causal, length_bucket, gqa)
-    return Plan(
-        "triton",
+        why = "K is rotated once instead of once per query block"
+        if work == 0 and not forward[0]:
+            strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
+    portable = (configs.family(arch), dtype.itemsize, head_dim)
+    plan = Plan(
+        "hopper" if forward[0] else "triton",
         strategy,
-        reason,
-        configs.forward(family, element_size, head_dim, strategy, *shape),
-        configs.backward(family, element_size, head_dim, backward_strategy, *shape),
+        f"{_which(forward, backward)}; {why}",
+        row.config if forward[0] else configs.forward(*portable, strategy, *shape),
+        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape),
     )
+    return plan, forward[0] or backward[0]
+
+
+def _prefer(row: configs.HopperRow, length_bucket: str, work: int) -> tuple[bool, str]:
+    """(whether ``"auto"`` takes the sm_90 kernels, why)."""
+    if length_bucket in row.auto and row.much_work and work < 2:
+        return False, f"too little work for the sm_90 ones ({row.note})"
+    if length_bucket in row.auto:
+        return True, f"they are made for this card ({row.note})"
+    return False, f"for {length_bucket} sequences at this head dim they are preferred to the sm_90 ones ({row.note})"
+
+
+def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:
+    """The reason's first half: which kernels run each pass, and why."""
+
+    def words(hopper, why):
+        return f"{'sm_90' if hopper else 'portable'} kernels: {why}"
+
+    if forward == backward:
+        return words(*forward)
+    return f"forward, {words(*forward)}; backward, {words(*backward)}"

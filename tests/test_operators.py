@@ -52,7 +52,7 @@ def close(xs, ys, tolerance=1e-5):
 def test_opcheck(layout, full_width, strategy):
     inputs = make_inputs(Case(1, 2, 1, 5, 7, 16, layout=layout, full_width=full_width, dtype=torch.float32))
     q, k, v, cos, sin, do = inputs
-    options = (True, 0.25, 16, False, strategy)
+    options = (True, 0.25, 16, False, strategy, "triton", False)
     operators = torch.ops.fused_rope_attn
     o, lse = operators.attention_forward(q, k, v, cos, sin, *options)
     torch.library.opcheck(operators.attention_forward.default, (q, k, v, cos, sin, *options))

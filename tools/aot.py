@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import pkgutil
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ TARGETS: dict[str, tuple[GPUTarget, int]] = {
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What one compilation cost. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread."""
+    """What one compilation cost. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread;
+    ``serialised``: ptxas says that it made wgmma products wait for one another."""
 
     kernel: str
     arch: str
@@ -45,6 +47,7 @@ class CompiledKernel:
     num_stages: int
     registers: int
     spill: int
+    serialised: bool
     shared: int
     shared_limit: int
     seconds: float
@@ -113,15 +116,19 @@ def _patch_everywhere(package: str, original, replacement) -> None:
 def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[CompiledKernel]]:
     """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills.
 
-    The package's own question ``device.arch`` gets the same answer. A kernel that is in Triton's cache already does not
-    appear again. Raises RuntimeError under Triton's interpreter.
+    The package's own question ``device.arch`` gets the same answer. What is printed within does not appear. A kernel
+    that is in Triton's cache already does not appear again. Raises RuntimeError under Triton's interpreter.
     """
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise RuntimeError("ahead-of-time compilation needs the compiler: unset TRITON_INTERPRET")
     target, limit = TARGETS[arch]
     compiled: list[CompiledKernel] = []
+    log = io.StringIO()
 
     def record(*, src, metadata, metadata_group, times, cache_hit):
+        remarks = log.getvalue()
+        log.seek(0)
+        log.truncate()
         if cache_hit:  # another launcher, or another process, has compiled and reported it
             return
         usage = resources.usage(metadata_group, target)
@@ -135,6 +142,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
                 num_stages=metadata["num_stages"],
                 registers=usage.registers,
                 spill=usage.spill,
+                serialised=resources.says_serialised(remarks),
                 shared=metadata["shared"],
                 shared_limit=limit,
                 seconds=times.total / 1e6,
@@ -150,13 +158,17 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
     _patch_everywhere(package, original_arch, fake_arch)
     _patch_everywhere(package, original_sms, fake_sms)
     runtime = triton.runtime.driver
-    previous, listener = runtime._active, triton.knobs.compilation.listener
+    knobs = triton.knobs
+    previous, listener, dump = runtime._active, knobs.compilation.listener, knobs.nvidia.dump_ptxas_log
     runtime.set_active(CompileOnlyDriver(arch))
-    triton.knobs.compilation.listener = record
+    knobs.compilation.listener = record
+    knobs.nvidia.dump_ptxas_log = True  # printed, so that what is printed meanwhile is read and not shown
     try:
-        yield compiled
+        with contextlib.redirect_stdout(log):
+            yield compiled
     finally:
-        triton.knobs.compilation.listener = listener
+        knobs.nvidia.dump_ptxas_log = dump
+        knobs.compilation.listener = listener
         runtime._active = previous
         _patch_everywhere(package, fake_arch, original_arch)
         _patch_everywhere(package, fake_sms, original_sms)

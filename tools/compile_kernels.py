@@ -3,15 +3,17 @@
     python -m tools.compile_kernels                              every row of the configuration table
     python -m tools.compile_kernels --arch sm_90 --filter backward
     python -m tools.compile_kernels --full                       also float16, non-causal, interleaved, partial rotary
+    python -m tools.compile_kernels --arch sm_90 --filter hopper         the sm_90 backend alone
     python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
 
-Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, or
-spills more than SPILL_LIMIT.
+Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, spills
+more than SPILL_LIMIT, or, in the sm_90 backend, has wgmma products that ptxas made wait for one another.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -21,13 +23,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import triton
 
 from fused_rope_attn import configs
 from tools import aot
+from tools.rotation_jobs import RotationJob, rotation_jobs
 from verification.table import format_table
 
 # Bytes of stack that a thread may use. Some registers spilled around the inner loop cost little (tiles that spill were
@@ -44,22 +47,37 @@ class Job:
     direction: str  # "forward" or "backward"
     dtype: torch.dtype
     head_dim: int
-    config: configs.ForwardConfig | configs.BackwardConfig
+    config: configs.ForwardConfig | configs.BackwardConfig | configs.HopperForwardConfig | configs.HopperBackwardConfig
     causal: bool = True
     gqa: bool = False
     interleaved: bool = False
     rotary_dim: int | None = None
 
     @property
+    def is_hopper(self) -> bool:
+        return isinstance(self.config, (configs.HopperForwardConfig, configs.HopperBackwardConfig))
+
+    @property
     def label(self) -> str:
-        words = [self.direction, self.config.strategy, str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
+        words = ["hopper", self.direction] if self.is_hopper else [self.direction, self.config.strategy]
+        words += [str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
         words += [] if self.causal else ["full"]
         words += ["gqa"] if self.gqa else []
         words += ["interleaved"] if self.interleaved else []
         words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
-        tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
-        words += [_tile_name(tile) for tile in tiles]
+        if self.is_hopper:
+            words += [_changed(self.config)]
+        else:
+            tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
+            words += [_tile_name(tile) for tile in tiles]
         return " ".join(words)
+
+
+def _changed(config) -> str:
+    """The fields of a configuration that are not at their defaults: ``block_n=128,stages=2``."""
+    return ",".join(
+        f"{f.name}={getattr(config, f.name)}" for f in fields(config) if getattr(config, f.name) != f.default
+    )
 
 
 def _tile_name(tile: configs.Tile) -> str:
@@ -100,6 +118,23 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     return list(dict.fromkeys(jobs))
 
 
+def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
+    """A job for each row of the sm_90 backend's tables and each mask, bfloat16; ``full`` as in ``table_jobs``."""
+    jobs = []
+    for direction, table in (("forward", configs.HOPPER_FORWARD), ("backward", configs.HOPPER_BACKWARD)):
+        for row, causal in itertools.product(table if arch == "sm_90" else (), (True, False)):
+            if row.causal not in (None, causal):
+                continue
+            config = replace(row.config, section_bytes=0)
+            job = Job(arch, direction, torch.bfloat16, row.head_dim, config, causal, gqa=bool(row.gqa))
+            jobs.append(job)
+            if full:
+                jobs.append(replace(job, dtype=torch.float16))
+                jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
+                jobs.append(replace(job, head_dim=job.head_dim - 8))
+    return list(dict.fromkeys(jobs))
+
+
 def with_tile(job: Job, text: str) -> Job:
     """The same job with every tile replaced; ``text`` as the labels write them, such as ``128x64w8s3``."""
     match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?", text)
@@ -110,9 +145,40 @@ def with_tile(job: Job, text: str) -> Job:
     return replace(job, config=replace(job.config, **tiles))
 
 
-def compile_job(job: Job) -> list[dict]:
+def compile_job(job: Job | RotationJob) -> list[dict]:
     """Run the launcher of ``job`` under the compile-only driver; one dict for each kernel that it compiled."""
-    from fused_rope_attn.kernels import backward, forward
+    launch = job.launch if isinstance(job, RotationJob) else functools.partial(launch_attention, job)
+    start = time.perf_counter()
+    try:
+        with aot.compiling_for(job.arch) as compiled:
+            launch()
+    except Exception as error:  # any failure to compile is a row of the report
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()
+        return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
+    return [
+        _row(
+            job,
+            kernel=kernel.kernel,
+            warps=kernel.num_warps,
+            stages=kernel.num_stages,
+            registers=kernel.registers,
+            spill=kernel.spill,
+            serialised=kernel.serialised,
+            shared=kernel.shared,
+            limit=kernel.shared_limit,
+            seconds=kernel.seconds,
+            verdict=_verdict(job, kernel),
+        )
+        for kernel in compiled
+    ]
+
+
+def launch_attention(job: Job) -> None:
+    """Call the launcher of ``job`` on tensors without memory."""
+    if job.is_hopper:
+        from fused_rope_attn.kernels.hopper import backward, forward
+    else:
+        from fused_rope_attn.kernels import backward, forward
 
     batch, length, heads_q = 2, 1000, 8
     heads_kv = heads_q // 4 if job.gqa else heads_q
@@ -130,51 +196,32 @@ def compile_job(job: Job) -> list[dict]:
         "interleaved": job.interleaved,
         "config": job.config,
     }
-    start = time.perf_counter()
-    try:
-        with aot.compiling_for(job.arch) as compiled:
-            if job.direction == "forward":
-                forward.attention_forward(q, k, v, cos, sin, **options)
-            else:
-                lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
-                backward.attention_backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, cos, sin, **options)
-    except Exception as error:  # any failure to compile is a row of the report
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()
-        return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
-    return [
-        _row(
-            job,
-            kernel=kernel.kernel,
-            warps=kernel.num_warps,
-            stages=kernel.num_stages,
-            registers=kernel.registers,
-            spill=kernel.spill,
-            shared=kernel.shared,
-            limit=kernel.shared_limit,
-            seconds=kernel.seconds,
-            verdict=_verdict(kernel),
-        )
-        for kernel in compiled
-    ]
+    if job.direction == "forward":
+        forward.attention_forward(q, k, v, cos, sin, **options)
+    else:
+        lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
+        backward.attention_backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, cos, sin, **options)
 
 
-def _row(job: Job, **fields) -> dict:
+def _row(job: Job | RotationJob, **fields) -> dict:
     return {"arch": job.arch, "job": job.label, **fields}
 
 
-def _verdict(kernel: aot.CompiledKernel) -> str:
+def _verdict(job: Job | RotationJob, kernel: aot.CompiledKernel) -> str:
     if kernel.shared > kernel.shared_limit:
         return "FAIL shared memory"
+    if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
+        return "FAIL wgmma serialised"
     if kernel.spill > SPILL_LIMIT:
         return f"FAIL spills more than {SPILL_LIMIT} bytes"
     return "spills" if kernel.spill else "ok"
 
 
-def run(jobs: list[Job], processes: int) -> list[dict]:
+def run(jobs: list[Job | RotationJob], processes: int) -> list[dict]:
     """Compile in ``processes`` processes with an empty cache of their own; rows in the order of ``jobs``."""
     if processes <= 1:
         return [row for job in jobs for row in compile_job(job)]
-    rows: dict[Job, list[dict]] = {}
+    rows: dict[Job | RotationJob, list[dict]] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # The slow ones first: the last process to finish should have little left.
@@ -200,9 +247,13 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: the interpreter takes the compiler's place; unset it")
 
-    jobs = [job for arch in options.arch or configs.ARCHS for job in table_jobs(arch, options.full)]
+    archs = options.arch or configs.ARCHS
+    tables = (table_jobs, hopper_jobs, rotation_jobs)
+    jobs = [job for arch in archs for find in tables for job in find(arch, options.full)]
     jobs = [job for job in jobs if options.filter in job.label]
     if options.tile:
+        # The tiles of a rotation are bytes, and the sm_90 backend has more to a configuration than a tile.
+        jobs = [job for job in jobs if isinstance(job, Job) and not job.is_hopper]
         try:
             jobs = list(dict.fromkeys(with_tile(job, tile) for job in jobs for tile in options.tile))
         except ValueError as error:

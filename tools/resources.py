@@ -1,4 +1,4 @@
-"""Registers and spills of a compiled kernel, read from the binary: no GPU, no driver."""
+"""Registers and spills of a compiled kernel, read from the binary, and ptxas's remarks: no GPU, no driver."""
 
 from __future__ import annotations
 
@@ -46,3 +46,8 @@ def _amd(assembly: str) -> Usage:
         return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)), default=0)
 
     return Usage(registers=field("vgpr_count"), spill=field("private_segment_fixed_size"))
+
+
+def says_serialised(log: str) -> bool:
+    """Whether ptxas says "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."."""
+    return "wgmma.mma_async instructions are serialized" in log

@@ -42,20 +42,22 @@ from fused_rope_attn.kernels.primitives import (
 from fused_rope_attn.kernels.rotary import rotate_rows
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "B", "HQ", "HKV", "position_limit"])
-def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, q_ptr, q_rot_ptr, k_ptr, k_rot_ptr, cos_ptr, sin_ptr,
-                      o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
-                      sin_strides, q_sign, B, HQ, HKV, NQ, NK, position_limit, HEADS: tl.constexpr, D: tl.constexpr,
-                      R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      ROTATE: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "position_limit"])
+def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr, q_rot_ptr, k_ptr, k_rot_ptr,
+                      cos_ptr, sin_ptr, o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides,
+                      cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch, NK, position_limit,
+                      HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
+                      BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr, CLEAR: tl.constexpr,
+                      LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
 
-    ``stats`` (2, B, HQ, NQ) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
-    delta = sum(o * do).
+    ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
+    delta = sum(o * do); both are 0 from NQ to pitch. With CLEAR ``accumulator`` (B, HQ, pitch, BLOCK_D) float32 is set
+    to zero.
     """
     let_next_launch_start(PDL)
     pid = tl.program_id(0)
-    q_blocks = tl.cdiv(NQ, BLOCK_N)
+    q_blocks = tl.cdiv(pitch, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
     if pid < q_blocks * q_chunks * B:
         chunk = (pid // q_blocks) % q_chunks
@@ -71,12 +73,17 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, q_ptr, q_rot_ptr, k_ptr
             do_rows = do_ptr + batch * do_strides[0] + h * do_strides[1] + start64 * do_strides[2]
             o = load_tile(o_rows, rows, left, o_strides[2], o_strides[3], D, BLOCK_D, True, LONG)
             do = load_tile(do_rows, rows, left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG)
-            row_index = (batch * HQ + h) * NQ + start + rows
-            lse = tl.load(lse_ptr + row_index, mask=rows < left, other=0.0)
+            bh = batch * HQ + h
+            lse = tl.load(lse_ptr + bh * NQ + start + rows, mask=rows < left, other=0.0)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            tl.store(stats_ptr + row_index, lse, mask=rows < left)
+            row_index = bh * pitch + start + rows
+            tl.store(stats_ptr + row_index, lse, mask=rows < pitch - start)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * NQ + row_index, delta, mask=rows < left)
+            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * pitch + row_index, delta, mask=rows < pitch - start)
+            if CLEAR:
+                nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+                cleared = accumulator_ptr + (bh * pitch + start) * BLOCK_D
+                store_tile(cleared, nothing, rows, pitch - start, BLOCK_D, 1, BLOCK_D, BLOCK_D, False)
         if ROTATE:
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             rotate_rows(
@@ -162,7 +169,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
-    tile, bh = scheduled_tile(tl.cdiv(NK, BLOCK_N), num_heads, section, LAST_FIRST=False)
+    tile, bh = scheduled_tile(tl.program_id(0), tl.cdiv(NK, BLOCK_N), num_heads, section, LAST_FIRST=False)
     batch = (bh // HKV).to(tl.int64)
     head = (bh % HKV).to(tl.int64)
     start_n = tile * BLOCK_N
@@ -263,7 +270,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
 
     With PDL it starts while dkdv_kernel drains: it reads only what the pre-process wrote, which dkdv_kernel waited for.
     """
-    tile, bh = scheduled_tile(tl.cdiv(NQ, BLOCK_M), num_heads, section, LAST_FIRST=IS_CAUSAL)
+    tile, bh = scheduled_tile(tl.program_id(0), tl.cdiv(NQ, BLOCK_M), num_heads, section, LAST_FIRST=IS_CAUSAL)
     batch = (bh // HQ).to(tl.int64)
     head = (bh % HQ).to(tl.int64)
     start_m = tile * BLOCK_M
@@ -349,9 +356,9 @@ class BackwardCall:
                 programs,
                 (
                     o.stride(), do.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
-                    batch, heads_q, heads_kv, len_q, len_k, cos.shape[-2],
+                    batch, heads_q, heads_kv, len_q, len_q, len_k, cos.shape[-2],
                 ),
-                _ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline),
+                ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, CLEAR=False),
                 {"num_warps": 4},
             )  # fmt: skip
         shared.update(IS_CAUSAL=causal, INLINE=inline, PRECISION=precision, TMA=tma)
@@ -367,7 +374,7 @@ class BackwardCall:
                     q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dk_strides, dv_strides, *tables,
                     qk_scale, q_sign, heads, heads_kv, group_size, len_q, len_k, section,
                 ),
-                _ordered(dkdv_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
+                ordered(dkdv_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
                 {**tile.launch_options, **launch_options},
             )  # fmt: skip
         if batch * len_q:
@@ -381,7 +388,7 @@ class BackwardCall:
                     q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dq_strides, *tables, qk_scale, q_sign,
                     softmax_scale, heads, heads_q, group_size, len_q, len_k, section,
                 ),
-                _ordered(dq_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
+                ordered(dq_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
                 {**tile.launch_options, **launch_options},
             )  # fmt: skip
 
@@ -400,7 +407,7 @@ class BackwardCall:
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
         if self.preprocess is not None:
-            self.preprocess(stream, o, do, lse, stats, q, q_rot, k, k_rot, cos, sin)
+            self.preprocess(stream, o, do, lse, stats, stats, q, q_rot, k, k_rot, cos, sin)
         if self.dkdv is not None:
             self.dkdv(stream, self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv)
         if self.dq is not None:
@@ -408,7 +415,7 @@ class BackwardCall:
         return dq, dk, dv
 
 
-def _ordered(kernel, shared: dict, **own) -> dict:
+def ordered(kernel, shared: dict, **own) -> dict:
     """Compile-time arguments in the kernel's order."""
     constants = {**shared, **own}
     return {name: constants[name] for name in kernel.arg_names if name in constants}

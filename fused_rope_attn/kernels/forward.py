@@ -100,7 +100,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
                    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr,
                    PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (query blocks * B * HQ)."""
-    tile, bh = scheduled_tile(tl.cdiv(NQ, BLOCK_M), num_heads, section, LAST_FIRST=IS_CAUSAL)
+    tile, bh = scheduled_tile(tl.program_id(0), tl.cdiv(NQ, BLOCK_M), num_heads, section, LAST_FIRST=IS_CAUSAL)
     batch = (bh // HQ).to(tl.int64)
     head = (bh % HQ).to(tl.int64)
     q_base = q_ptr + batch * q_strides[0] + head * q_strides[1]

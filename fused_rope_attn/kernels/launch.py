@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_rope_attn import device
@@ -132,44 +133,52 @@ def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def heads_per_section(num_heads: int, group_size: int, bytes_per_kv_head: int, section_bytes: int) -> int:
-    """How many query heads run together so that their K and V stay in ``section_bytes`` of L2; 0 bytes means one."""
+    """How many query heads run together so that their K and V stay in ``section_bytes`` of L2; 0 bytes means one.
+
+    Sections are of equal size as nearly as groups allow: a small last one would leave multiprocessors idle.
+    """
     if section_bytes == 0:
         return 1
-    return min(num_heads, max(1, section_bytes // max(1, bytes_per_kv_head)) * group_size)
+    groups = num_heads // group_size
+    most = min(groups, max(1, section_bytes // max(1, bytes_per_kv_head)))
+    return -(-groups // -(-groups // most)) * group_size
 
 
 def has_descriptor(x: torch.Tensor) -> bool:
     """True when the tensor memory accelerator can address x: 16-byte aligned rows with adjacent columns."""
+    batch, head, row, column = x.stride()
     per_16_bytes = 16 // x.element_size()
-    return (
-        x.stride(3) == 1
-        and x.data_ptr() % 16 == 0
-        and x.numel() > 0
-        and all(size == 1 or (s > 0 and s % per_16_bytes == 0) for size, s in zip(x.shape[:3], x.stride()[:3]))
-    )
+    if column != 1 or x.data_ptr() % 16 or x.numel() == 0:
+        return False
+    if (batch | head | row) % per_16_bytes == 0 and batch > 0 and head > 0 and row > 0:
+        return True
+    return all(size == 1 or (s > 0 and s % per_16_bytes == 0) for size, s in zip(x.shape, (batch, head, row)))
 
 
 class Source:
     """What ``primitives.head_source`` takes for a tensor of one signature: itself, or with tma a tensor descriptor.
 
-    Reads past N or D give zeros. The descriptor is checked once; each call gets a copy around its own tensor.
+    Reads past N or D give zeros. Gluon kernels name the ``layout`` of the tile in shared memory. The descriptor is
+    checked once; each call gets a copy around its own tensor.
     """
 
-    __slots__ = ("fields",)
+    __slots__ = ("kind", "fields")
 
-    def __init__(self, x: torch.Tensor, block_rows: int, pad_d: int, tma: bool):
+    def __init__(self, x: torch.Tensor, block_rows: int, pad_d: int, tma: bool, layout=None):
         self.fields = None
         if tma:
             shape = list(x.shape)
             # The stride of a size-1 axis is arbitrary, but the hardware checks it.
             strides = [s if size > 1 else shape[3] for size, s in zip(shape, x.stride())]
             strides[3] = 1
+            self.kind = TensorDescriptor if layout is None else GluonTensorDescriptor
+            arguments = (x, shape, strides, [1, 1, block_rows, pad_d], *(() if layout is None else (layout,)))
             # Without the tensor itself, which would otherwise stay alive.
-            self.fields = {**vars(TensorDescriptor(x, shape, strides, [1, 1, block_rows, pad_d])), "base": None}
+            self.fields = {**vars(self.kind(*arguments)), "base": None}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | TensorDescriptor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | TensorDescriptor | GluonTensorDescriptor:
         if self.fields is None:
             return x
-        descriptor = object.__new__(TensorDescriptor)
+        descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor

@@ -9,6 +9,7 @@ is register arithmetic, for every even R <= D, and ``rotate`` below is the only 
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,9 +31,17 @@ def let_next_launch_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def scheduled_tile(num_tiles, num_heads, heads_per_section, LAST_FIRST: tl.constexpr):
-    """(tile, head) of this program. Heads run in sections whose K and V share the L2; longest tiles come first."""
-    pid = tl.program_id(0)
+def tile_range(N: tl.constexpr, AXIS: tl.constexpr, LAYOUT: tl.constexpr):
+    """0 .. N along one axis of a tile. LAYOUT is the tile's in Gluon kernels, which spell layouts out; else None."""
+    if LAYOUT is None:
+        return tl.arange(0, N)
+    else:
+        return gl.arange(0, N, gl.SliceLayout(1 - AXIS, LAYOUT))
+
+
+@triton.jit
+def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_FIRST: tl.constexpr):
+    """(tile, head) of program pid. Heads run in sections whose K and V share the L2; longest tiles come first."""
     section = pid // (heads_per_section * num_tiles)
     first = section * heads_per_section
     heads = tl.minimum(heads_per_section, num_heads - first)
@@ -54,9 +63,9 @@ def tile_pointers(base, rows, columns, stride_row, stride_column, LONG: tl.const
 
 @triton.jit
 def load_tile(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, BLOCK_D: tl.constexpr,
-              CHECK_ROWS: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+              CHECK_ROWS: tl.constexpr, LONG: tl.constexpr, LAYOUT: tl.constexpr = None):  # fmt: skip
     """Tile (len(rows), BLOCK_D); columns past D, and with CHECK_ROWS rows past row_limit, read as zero."""
-    columns = tl.arange(0, BLOCK_D)
+    columns = tile_range(BLOCK_D, 1, LAYOUT)
     pointers = tile_pointers(base, rows, columns, stride_row, stride_column, LONG)
     if CHECK_ROWS:
         if D == BLOCK_D:
@@ -72,9 +81,9 @@ def load_tile(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr,
 
 @triton.jit
 def store_tile(base, tile, rows, row_limit, stride_row, stride_column, D: tl.constexpr, BLOCK_D: tl.constexpr,
-               LONG: tl.constexpr):  # fmt: skip
+               LONG: tl.constexpr, LAYOUT: tl.constexpr = None):  # fmt: skip
     """Inverse of ``load_tile`` with CHECK_ROWS."""
-    columns = tl.arange(0, BLOCK_D)
+    columns = tile_range(BLOCK_D, 1, LAYOUT)
     pointers = tile_pointers(base, rows, columns, stride_row, stride_column, LONG)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=(rows[:, None] < row_limit) & (columns[None, :] < D))
 
@@ -102,9 +111,9 @@ def head_source(tensor, batch, head, strides, TMA: tl.constexpr):
 
 
 @triton.jit
-def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
+def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr):
     """Half layout: memory columns of the first and second member of every pair; unrotated columns pair up after R/2."""
-    pairs = tl.arange(0, BLOCK_D // 2)
+    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
     if R == D:
         return pairs, pairs + D // 2
     else:
@@ -117,18 +126,27 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
-               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr,
-               LONG: tl.constexpr):  # fmt: skip
-    """First and second members of every pair as float32 tiles (len(rows), BLOCK_D / 2)."""
+               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr, LONG: tl.constexpr,
+               LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None):  # fmt: skip
+    """First and second members of every pair as float32 tiles (len(rows), BLOCK_D / 2).
+
+    Gluon kernels name the LAYOUT of these tiles, and of the WHOLE tile of which they are the halves.
+    """
     if INTERLEAVED:
-        x = load_tile(base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
-        first, second = unpack_pairs(x)
+        if LAYOUT is None:
+            x = load_tile(base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
+            first, second = unpack_pairs(x)
+        else:
+            rows = gl.convert_layout(rows, gl.SliceLayout(1, WHOLE))
+            x = load_tile(base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG, WHOLE)
+            first, second = unpack_pairs(x)
+            first, second = gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
     else:
-        columns1, columns2 = pair_columns(D, R, BLOCK_D)
+        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
         pointers1 = tile_pointers(base, rows, columns1, stride_row, stride_column, LONG)
         pointers2 = tile_pointers(base, rows, columns2, stride_row, stride_column, LONG)
         if CHECK_ROWS or D != BLOCK_D:
-            mask = tl.arange(0, BLOCK_D // 2)[None, :] < D // 2
+            mask = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2
             if CHECK_ROWS:
                 mask = mask & (rows[:, None] < row_limit)
             first = tl.load(pointers1, mask=mask, other=0.0)
@@ -141,13 +159,18 @@ def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr
 
 @triton.jit
 def store_pairs(base, first, second, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
-                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr, LAYOUT: tl.constexpr = None,
+                WHOLE: tl.constexpr = None):  # fmt: skip
     """Write pairs back to their columns in memory; inverse of ``load_pairs``, rounding once."""
     if INTERLEAVED:
-        store_tile(base, pack_pairs(first, second), rows, row_limit, stride_row, stride_column, D, BLOCK_D, LONG)
+        x = pack_pairs(first, second)
+        if LAYOUT is not None:
+            x = gl.convert_layout(x, WHOLE)
+            rows = gl.convert_layout(rows, gl.SliceLayout(1, WHOLE))
+        store_tile(base, x, rows, row_limit, stride_row, stride_column, D, BLOCK_D, LONG, WHOLE)
     else:
-        columns1, columns2 = pair_columns(D, R, BLOCK_D)
-        mask = (rows[:, None] < row_limit) & (tl.arange(0, BLOCK_D // 2)[None, :] < D // 2)
+        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
+        mask = (rows[:, None] < row_limit) & (tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2)
         dtype = base.dtype.element_ty
         tl.store(tile_pointers(base, rows, columns1, stride_row, stride_column, LONG), first.to(dtype), mask=mask)
         tl.store(tile_pointers(base, rows, columns2, stride_row, stride_column, LONG), second.to(dtype), mask=mask)
@@ -172,13 +195,14 @@ def head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch):
 
 
 @triton.jit
-def load_angles(tables, positions, position_limit, R: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):
+def load_angles(tables, positions, position_limit, R: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
+                LAYOUT: tl.constexpr = None):  # fmt: skip
     """cos and sin (len(positions), BLOCK_D / 2) float32; pairs past R/2 get angle 0.
 
     With CHECK_ROWS, positions outside ``[0, position_limit)`` get angle 0 too: they belong to rows that see nothing.
     """
     cos_base, sin_base, cos_strides, sin_strides = tables
-    pairs = tl.arange(0, BLOCK_D // 2)
+    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
     rows = positions.to(tl.int64)[:, None]
     cos_pointers = cos_base + rows * cos_strides[1] + pairs[None, :] * cos_strides[2]
     sin_pointers = sin_base + rows * sin_strides[1] + pairs[None, :] * sin_strides[2]
@@ -205,12 +229,12 @@ def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
 @triton.jit
 def load_rotated(base, rows, row_limit, strides, tables, position_offset, position_limit, sign, D: tl.constexpr,
                  R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr,
-                 LONG: tl.constexpr):  # fmt: skip
+                 LONG: tl.constexpr, LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None):  # fmt: skip
     """Rows of q or k, rotated in float32, times ``sign``, rounded once, in pair order."""
     first, second = load_pairs(
-        base, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, CHECK_ROWS, LONG
+        base, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, CHECK_ROWS, LONG, LAYOUT, WHOLE
     )
-    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, CHECK_ROWS=True)
+    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, True, LAYOUT)
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return pack_pairs(first * sign, second * sign).to(base.dtype.element_ty)
 
@@ -218,12 +242,16 @@ def load_rotated(base, rows, row_limit, strides, tables, position_offset, positi
 @triton.jit
 def store_unrotated(base, gradient, rows, row_limit, strides, tables, position_offset, position_limit,
                     D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                    LONG: tl.constexpr):  # fmt: skip
+                    LONG: tl.constexpr, LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None):  # fmt: skip
     """Turn a float32 gradient in pair order back to the unrotated frame and write it: transpose of ``load_rotated``."""
     first, second = unpack_pairs(gradient)
-    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, CHECK_ROWS=True)
+    if LAYOUT is not None:
+        first, second = gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
+    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, True, LAYOUT)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-    store_pairs(base, first, second, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, LONG)
+    store_pairs(
+        base, first, second, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, LONG, LAYOUT, WHOLE
+    )
 
 
 @triton.jit

@@ -38,11 +38,15 @@ def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, positio
 
 
 @triton.jit(do_not_specialize=["H", "N", "position_limit"])
-def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_strides, sin_strides, H, N,
-                  position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Grid: (row blocks * head chunks * batch)."""
+def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, x_strides, out_strides, cos_strides, sin_strides, H,
+                  N, position_limit, COUNTER: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """Grid: (row blocks * head chunks * batch). With COUNTER also zeroes the next launch's counter."""
     let_next_launch_start(PDL)
+    if COUNTER:
+        if tl.program_id(0) == 0:
+            tl.store(counter_ptr, 0)
     num_blocks = tl.cdiv(N, BLOCK_N)
     num_chunks = tl.cdiv(H, HEADS)
     pid = tl.program_id(0)
@@ -56,9 +60,12 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, x_strides, out_strides, cos_
 
 
 class RotateKeys:
-    """Rotated copy of k ``(B, HKV, NK, D)``, contiguous, columns in pair order; key j uses table row j."""
+    """Rotated copy of k ``(B, HKV, NK, D)``, contiguous, columns in pair order; key j uses table row j.
 
-    def __init__(self, k, cos, sin, rotary_dim, interleaved, config):
+    counter: the call also zeroes an int32 word, in which the next launch counts.
+    """
+
+    def __init__(self, k, cos, sin, rotary_dim, interleaved, config, counter=False):
         batch, heads, length, head_dim = self.shape = k.shape
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         block_n, chunk = config.rotate_rows, config.rotate_heads
@@ -68,6 +75,7 @@ class RotateKeys:
             triton.cdiv(length, block_n) * triton.cdiv(heads, chunk) * batch,
             (k.stride(), out_strides, cos_strides, sin_strides, heads, length, cos.shape[-2]),
             {
+                "COUNTER": counter,
                 "HEADS": chunk,
                 "D": head_dim,
                 "R": rotary_dim,
@@ -80,7 +88,7 @@ class RotateKeys:
             {"num_warps": 4},
         )
 
-    def __call__(self, stream, k, cos, sin) -> torch.Tensor:
+    def __call__(self, stream, k, cos, sin, counter=None) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=k.dtype, device=k.device)
-        self.launch(stream, k, out, cos, sin)
+        self.launch(stream, k, out, cos, sin, counter)
         return out

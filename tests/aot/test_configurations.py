@@ -34,6 +34,7 @@ def test_every_configuration_fits(compiled, arch):
     for row in rows:
         assert row["shared"] <= row["limit"]
         assert row["registers"] <= (512 if arch == "gfx942" else 255)
+    assert any(row["job"].startswith("rotation ") for row in rows)
     for direction in ("forward", "backward"):
         for strategy in configs.STRATEGIES:
             assert any(row["job"].startswith(f"{direction} {strategy} ") for row in rows), (direction, strategy)
@@ -51,3 +52,25 @@ def test_the_table_answers_every_call(arch):
                             key = (arch, element_size, head_dim, strategy, causal, bucket, gqa)
                             assert configs.forward(*key).strategy == strategy
                             assert configs.backward(*key).strategy == strategy
+
+
+def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
+    """Each pass at both head dimensions, with and without a mask, and no product that waits for another."""
+    rows = [row for row in compiled if row["job"].startswith("hopper ")]
+    assert {row["arch"] for row in rows} == {"sm_90"}
+    for direction in ("forward", "backward"):
+        for head_dim in (64, 128):
+            found = [row for row in rows if row["job"].startswith(f"hopper {direction} bfloat16 D{head_dim} ")]
+            main = [row for row in found if row["kernel"] == f"{direction}_kernel"]
+            assert {" full " in row["job"] for row in main} == {False, True}, (direction, head_dim)
+            assert not any(row["serialised"] for row in main)
+
+
+def test_the_sm_90_tables_answer_every_call():
+    for head_dim in range(16, configs.HOPPER_HEAD_DIM + 1, 8):
+        for causal in (True, False):
+            for bucket in configs.BUCKETS:
+                for gqa in (True, False):
+                    for find in (configs.hopper_forward, configs.hopper_backward):
+                        row = find(head_dim, causal, bucket, gqa)
+                        assert set(row.auto) <= set(configs.BUCKETS) and row.note

@@ -67,6 +67,13 @@ def test_spills_show(toy):
         assert row["registers"] <= 96 and row["spill"] > 0
 
 
+def test_serialised_products_show(toy):
+    """ptxas gives up overlapping the products of sm_90 where registers are short, and says so."""
+    assert not toy["small"]["serialised"]
+    if row := toy.get("short of registers"):
+        assert row["serialised"] == (row["arch"] == "sm_90")
+
+
 def test_the_interpreter_is_refused(tmp_path):
     result = python("-m", "tools.compile_kernels", "--arch", "sm_90", cache=tmp_path, TRITON_INTERPRET="1")
     assert result.returncode == 2 and "TRITON_INTERPRET" in result.stderr

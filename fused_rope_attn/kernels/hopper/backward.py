@@ -1,0 +1,567 @@
+"""sm_90 attention backward: one warp-specialised kernel of five products between a pre- and a post-process.
+
+With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2):
+dV = P^T dO;  dS = P * (dO V^T - delta);  dQ_rot = scale * dS K_rot;  dK_rot = scale * dS^T Q_rot.
+
+The pre-process rotates q and k once and computes the row statistics; the main kernel contains no rotation but that of
+dK in its epilogue; dQ is summed in float32 through the TMA (its order varies, and its last bits with it), and the
+post-process turns it back. Everything between is transposed, keys by queries, so that P^T and dS^T feed the tensor
+cores from the registers they are computed in. Only dS goes through shared memory, for dQ, which needs all keys.
+
+A block of the main kernel owns BLOCK_N keys of one key head and goes through the query blocks of the group's heads.
+Three kinds of warps meet only at barriers in shared memory:
+
+- ``accumulate``, two warpgroups of 64 keys each: the products, with the scores and dP of the next query block issued
+  before the dK of this one is waited for;
+- ``load``, one warp: keeps the rings of Q and dO blocks full through the TMA;
+- ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn import device
+from fused_rope_attn.kernels.backward import ordered, preprocess_kernel
+from fused_rope_attn.kernels.hopper.gluon_compat import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    tma_reduce_add,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fused_rope_attn.kernels.launch import (
+    Launch,
+    PreparedCalls,
+    Source,
+    block_d,
+    has_descriptor,
+    heads_per_section,
+    is_long,
+    output_strides,
+    scale_and_sign,
+    table_strides,
+)
+from fused_rope_attn.kernels.primitives import (
+    LN2,
+    head_tables,
+    let_next_launch_start,
+    load_angles,
+    rotate,
+    scheduled_tile,
+    store_pairs,
+    store_tile,
+    unpack_pairs,
+    wait_for_previous_launch,
+)
+
+# Query and key rows of one block; the keys of one of its warpgroups, the M of a wgmma.
+BLOCK_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(128)
+KEYS = gl.constexpr(64)
+CONSUMERS = gl.constexpr(2)
+
+
+@jit
+def query_blocks(start_n, NQ, NK, IS_CAUSAL: gl.constexpr):
+    """(first, masked, count): the query blocks that see the key block, and how many of them, the first, need a mask.
+
+    All of them when the key block is partial: a key that does not exist has score 0, and p = exp2(0 - lse) may be
+    infinite.
+    """
+    blocks = (NQ + BLOCK_M - 1) // BLOCK_M
+    first = 0
+    full = 0
+    if IS_CAUSAL:
+        diagonal = start_n + NQ - NK
+        first = gl.minimum(blocks, gl.maximum(0, diagonal) // BLOCK_M)
+        full = gl.minimum(blocks, (gl.maximum(0, diagonal + BLOCK_N - 1) + BLOCK_M - 1) // BLOCK_M)
+    full = gl.where(start_n + BLOCK_N > NK, blocks, full)
+    return first, full - first, blocks - first
+
+
+@jit
+def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, STATS: gl.constexpr):
+    """Query block ``step`` of a ring: Q with lse, dO with delta. Without STATS the tile alone."""
+    smem, stats_smem, full, empty = ring
+    slot = step % STAGES
+    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes + (stats_desc.block_type.nbytes if STATS else 0))
+    tma_load(desc, [batch, head, start_m, 0], full.index(slot), smem.index(slot))
+    if STATS:
+        tma_load(stats_desc, [row], full.index(slot), stats_smem.index(slot))
+
+
+@jit
+def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, batch, head, start_n, first,
+         count, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+         PDL: gl.constexpr):  # fmt: skip
+    """Load K and V once, and every query block with its statistics."""
+    k_smem, k_full = k_buffer
+    v_smem, v_full = v_buffer
+    mbarrier.expect(v_full, v_desc.block_type.nbytes)
+    tma_load(v_desc, [batch, head, start_n, 0], v_full, v_smem)
+    # The pre-process writes all that follows, and every other warp waits for some of it.
+    wait_for_previous_launch(PDL)
+    mbarrier.expect(k_full, k_desc.block_type.nbytes)
+    tma_load(k_desc, [batch, head, start_n, 0], k_full, k_smem)
+    head_q = head * GROUP_SIZE
+    step = 0
+    for member in range(GROUP_SIZE):
+        for i in range(count):
+            start_m = (first + i) * BLOCK_M
+            row = (batch * HQ + head_q + member) * pitch + start_m
+            load_block(q_desc, batch, head_q + member, start_m, stats_desc, row, q_ring, step, Q_STAGES, True)
+            row += stats_size
+            load_block(do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, True)
+            step += 1
+    # Scores and dP of a block after the last are computed and dropped: rows past the end, which read as zeros.
+    if step > 0:
+        load_block(q_desc, batch, head_q, pitch, stats_desc, 0, q_ring, step, Q_STAGES, False)
+        load_block(do_desc, batch, head_q, pitch, stats_desc, 0, do_ring, step, DO_STAGES, False)
+
+
+@jit
+def reduce(dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D: gl.constexpr):
+    """Add every dQ block to the accumulator through the TMA; each warpgroup brings half of the columns."""
+    dq_smem, dq_full, dq_empty = dq_ring
+    step = 0
+    for member in range(GROUP_SIZE):
+        for i in range(count):
+            for part in gl.static_range(CONSUMERS):
+                mbarrier.wait(dq_full.index(part), step & 1)
+                where = [batch, head * GROUP_SIZE + member, (first + i) * BLOCK_M, part * (BLOCK_D // CONSUMERS)]
+                tma_reduce_add(dq_desc, where, dq_smem.index(part))
+            tma_store_wait(0)
+            for part in gl.static_range(CONSUMERS):
+                mbarrier.arrive(dq_empty.index(part))
+            step += 1
+
+
+@jit
+def stage_rows(x):
+    """Order of dQ's rows in shared memory and in the accumulator: (hi, b, a) -> (hi, a, b) for 4 a and 2 b.
+
+    The eight rows that a tensor-core register tile spreads over a warp then meet no bank conflict under the 128-byte
+    swizzle: lanes 0 .. 15 write rows 0, 2, 4, 6.
+    """
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    return x.reshape((rows // 8, 2, 4, columns)).permute((0, 2, 1, 3)).reshape((rows, columns))
+
+
+@jit
+def issue_product(a, b, b_full, phase, nothing):
+    """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived."""
+    mbarrier.wait(b_full, phase)
+    b_t = b.reshape((BLOCK_M, a.shape[1])).permute((1, 0))
+    return warpgroup_mma(a, b_t, nothing, use_acc=False, is_async=True)
+
+
+@jit
+def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first,
+                 masked, count, start_n, NQ, NK, qk_scale, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                 DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+    """Fold ``total`` > 0 query blocks, ``count`` of each head of the group from ``first`` on, into dk and dv.
+
+    dk, dv (KEYS, BLOCK_D) float32. The products in the order of their issue: dV, dQ, dK of this block, scores and dP of
+    the next, which ``load`` provides after the last block too; early scores come before dQ.
+    """
+    # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
+    EARLY_SCORES: gl.constexpr = BLOCK_D == 64
+    q_smem, lse_smem, q_full, q_empty = q_ring
+    do_smem, delta_smem, do_full, do_empty = do_ring
+    dq_smem, dq_full, dq_empty = dq_ring
+    ds_smem, ds_full = ds_buffer
+    DTYPE: gl.constexpr = q_smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    # All rows of the block's dQ, half of the columns.
+    HALF: gl.constexpr = BLOCK_D // CONSUMERS
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
+    no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
+    keys = gl.arange(0, KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
+    k = k_tile.slice(MEMBER * KEYS, KEYS, dim=0)
+    v = v_tile.slice(MEMBER * KEYS, KEYS, dim=0)
+    k_columns = k_tile.slice(MEMBER * HALF, HALF, dim=1)
+
+    s_token = issue_product(k, q_smem.index(0), q_full.index(0), 0, no_s)
+    dp_token = issue_product(v, do_smem.index(0), do_full.index(0), 0, no_s)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    block = 0
+    q_slot = 0
+    q_phase = 0
+    for step in range(total):
+        do_slot = step % DO_STAGES
+        next_slot = gl.where(q_slot == Q_STAGES - 1, 0, q_slot + 1)
+        next_phase = gl.where(q_slot == Q_STAGES - 1, q_phase ^ 1, q_phase)
+        start_m = (first + block) * BLOCK_M
+        q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D))
+        do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D))
+        lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
+        p = gl.exp2(s * qk_scale - lse[None, :])
+        if block < masked:
+            if IS_CAUSAL:
+                # Relative to the thread's first key and column, so that the others are constants and not registers.
+                thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
+                diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
+                p = gl.where((columns & ~6)[None, :] - (keys & 8)[:, None] >= thread - diagonal, p, 0.0)
+            # Keys past NK have score 0 and need not stay below lse; finite is enough where K is zero.
+            p = gl.where(p > 1.0, 1.0, p)
+        p16 = gl.convert_layout(p.to(DTYPE), P)
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+        delta = delta_smem.index(do_slot).load(gl.SliceLayout(0, S))
+        ds = (p * (dp - delta[None, :])).to(DTYPE)
+        # Two buffers need no barrier for their release: that both warpgroups had stored dS of the last step, seen below
+        # in that step, says that both had finished dQ of the step before it.
+        ds_tile = ds_smem.index(step % 2)
+        ds_tile.slice(MEMBER * KEYS, KEYS, dim=0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full)
+        ds_operand = gl.convert_layout(ds, P)
+        next_q = q_smem.index(next_slot)
+        if EARLY_SCORES:
+            s_token = issue_product(k, next_q, q_full.index(next_slot), next_phase, no_s)
+        mbarrier.wait(ds_full, step & 1)
+        # Without early scores dV is alone in flight, and this waits for nothing: the wait for dQ covers dV.
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        dq_token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
+        dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        if EARLY_SCORES:
+            dq, s = warpgroup_mma_wait(1, deps=[dq_token, s_token])
+        else:
+            dq = warpgroup_mma_wait(1, deps=[dq_token])
+        mbarrier.arrive(do_empty.index(do_slot))
+        mbarrier.wait(dq_empty.index(MEMBER), (step & 1) ^ 1)
+        dq_smem.index(MEMBER).reshape((BLOCK_M, HALF)).store(stage_rows(dq))
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(MEMBER))
+        if not EARLY_SCORES:
+            s_token = issue_product(k, next_q, q_full.index(next_slot), next_phase, no_s)
+        next_do_slot = (step + 1) % DO_STAGES
+        next_do, next_do_phase = do_smem.index(next_do_slot), ((step + 1) // DO_STAGES) & 1
+        dp_token = issue_product(v, next_do, do_full.index(next_do_slot), next_do_phase, no_s)
+        # Only dP crosses the loop's edge in flight: ptxas makes every product synchronous where an accumulator in
+        # flight meets one from elsewhere, as dk and dv would meet their zeros.
+        if EARLY_SCORES:
+            dk = warpgroup_mma_wait(1, deps=[dk_token])
+        else:
+            dk, s = warpgroup_mma_wait(1, deps=[dk_token, s_token])
+        mbarrier.arrive(q_empty.index(q_slot))
+        q_slot = next_slot
+        q_phase = next_phase
+        block += 1
+        block = gl.where(block == count, 0, block)
+    warpgroup_mma_wait(0, deps=[dp_token])
+    return dk, dv
+
+
+@jit
+def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr,
+               sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count,
+               GROUP_SIZE, NQ, NK, qk_scale, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+               Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+               LONG: gl.constexpr):  # fmt: skip
+    """dk and dv of keys [64 * MEMBER, 64 * MEMBER + 64) of the block, and half the columns of its dQ."""
+    k_smem, k_full = k_buffer
+    v_smem, v_full = v_buffer
+    dq_smem, dq_full, dq_empty = dq_ring
+    DTYPE: gl.constexpr = k_smem.dtype
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    k_tile = k_smem.reshape((BLOCK_N, BLOCK_D))
+    v_tile = v_smem.reshape((BLOCK_N, BLOCK_D))
+    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    total = GROUP_SIZE * count
+    if total > 0:
+        dk, dv = fold_queries(
+            MEMBER, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first, masked, count, start_n,
+            NQ, NK, qk_scale, BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
+        )  # fmt: skip
+
+    # dv and dk go through shared memory to layouts that write whole sectors: dv through V, of which each warpgroup read
+    # its own rows only, and dk through the room for dQ once that has been read.
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    start = start_n + MEMBER * KEYS
+    left = NK - start
+    start64 = start.to(gl.int64)
+    dv_rows = dv_ptr + batch.to(gl.int64) * dv_strides[0] + head.to(gl.int64) * dv_strides[1] + start64 * dv_strides[2]
+    dk_rows = dk_ptr + batch.to(gl.int64) * dk_strides[0] + head.to(gl.int64) * dk_strides[1] + start64 * dk_strides[2]
+    stage = v_tile.slice(MEMBER * KEYS, KEYS, dim=0)
+    stage.store(dv.to(DTYPE))
+    dv16 = stage.load(WHOLE)
+    store_tile(
+        dv_rows, dv16, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), left, dv_strides[2], dv_strides[3], D, BLOCK_D,
+        LONG, WHOLE,
+    )  # fmt: skip
+    mbarrier.wait(dq_empty.index(MEMBER), (total & 1) ^ 1)
+    stage32 = reinterpret(dq_smem.index(MEMBER), gl.float32, [KEYS, BLOCK_D // 2], STAGE)
+    first_member, second_member = unpack_pairs(dk * (qk_scale * LN2))
+    stage32.store(first_member)
+    first_member = stage32.load(PAIRS)
+    stage32.store(second_member)
+    second_member = stage32.load(PAIRS)
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
+    cos, sin = load_angles(tables, rows + start, NK, R, BLOCK_D, True, PAIRS)
+    first_member, second_member = rotate(first_member, second_member, cos, sin, CONJUGATE=True)
+    store_pairs(
+        dk_rows, first_member, second_member, rows, left, dk_strides[2], dk_strides[3], D, R, BLOCK_D, INTERLEAVED,
+        LONG, PAIRS, WHOLE,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size"])
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_ptr, sin_ptr, dk_ptr, dv_ptr, dk_strides,
+                    dv_strides, cos_strides, sin_strides, qk_scale, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
+                    stats_size, section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+                    Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
+                    IS_CAUSAL: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                    DS_LAYOUT: gl.constexpr):  # fmt: skip
+    """dk, dv of BLOCK_N keys of one key head, and their share of dQ. Grid: (key blocks * B * HKV).
+
+    q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
+    (2 * B * HQ * pitch,) lse and delta; dq_desc (B, HQ, pitch, BLOCK_D) float32, zero before the first block.
+    """
+    let_next_launch_start(PDL)
+    DTYPE: gl.constexpr = k_desc.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    tile, bh = scheduled_tile(gl.program_id(0), (NK + BLOCK_N - 1) // BLOCK_N, num_heads, section, LAST_FIRST=False)
+    batch = bh // HKV
+    head = bh % HKV
+    start_n = tile * BLOCK_N
+    first, masked, count = query_blocks(start_n, NQ, NK, IS_CAUSAL)
+
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D // CONSUMERS], dq_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], stats_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], stats_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(ds_full, count=CONSUMERS)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(DO_STAGES):
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(do_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
+
+    # Buffers with the barriers that guard them, in the order in which every partition takes them apart.
+    k_buffer = (k_smem, k_full)
+    v_buffer = (v_smem, v_full)
+    ds_buffer = (ds_smem, ds_full)
+    q_ring = (q_smem, lse_smem, q_full, q_empty)
+    do_ring = (do_smem, delta_smem, do_full, do_empty)
+    dq_ring = (dq_smem, dq_full, dq_empty)
+    gl.warp_specialize([
+        (accumulate, (
+            0, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
+            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count, GROUP_SIZE, NQ, NK,
+            qk_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+        )),
+        (accumulate, (
+            1, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
+            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count, GROUP_SIZE, NQ, NK,
+            qk_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+        )),
+        (load, (
+            q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, batch, head, start_n,
+            first, count, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, PDL,
+        )),
+        (reduce, (dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
+    ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["HQ", "NQ", "pitch", "NK"])
+def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, dq_strides, cos_strides, sin_strides, softmax_scale,
+                       HQ, NQ, pitch, NK, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
+    """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, turned back, rounded once.
+
+    Grid: (row blocks * head chunks * B).
+    """
+    num_blocks = tl.cdiv(NQ, BLOCK_N)
+    num_chunks = tl.cdiv(HQ, HEADS)
+    pid = tl.program_id(0)
+    chunk = (pid // num_blocks) % num_chunks
+    batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
+    start = (pid % num_blocks) * BLOCK_N
+    start64 = tl.cast(start, tl.int64)
+    rows = tl.arange(0, BLOCK_N)
+    # Where ``stage_rows`` put them.
+    staged = (rows // 8) * 8 + (rows % 4) * 2 + (rows // 4) % 2
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+    cos, sin = load_angles(tables, rows + (start + NK - NQ), NK, R, BLOCK_D, True)
+    columns = tl.arange(0, BLOCK_D)
+    wait_for_previous_launch(PDL)
+    for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
+        h = tl.cast(head, tl.int64)
+        base = accumulator_ptr + ((batch * HQ + h) * pitch + start) * BLOCK_D
+        dq = tl.load(base + staged[:, None] * BLOCK_D + columns[None, :]) * softmax_scale
+        first, second = unpack_pairs(dq)
+        first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+        dq_rows = dq_ptr + batch * dq_strides[0] + h * dq_strides[1] + start64 * dq_strides[2]
+        store_pairs(
+            dq_rows, first, second, rows, NQ - start, dq_strides[2], dq_strides[3], D, R, BLOCK_D, INTERLEAVED, LONG
+        )
+
+
+class BlockSource(Source):
+    """A descriptor whose block is not [1, 1, rows, columns]."""
+
+    __slots__ = ()
+
+    def __init__(self, x: torch.Tensor, block: list[int], layout):
+        self.kind = TensorDescriptor
+        self.fields = {**vars(TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)), "base": None}
+
+
+class BackwardCall:
+    """The launches of one backward signature: pre-process, main kernel, post-process."""
+
+    def __init__(self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, config):
+        batch, heads_q, len_q, head_dim = q.shape
+        heads_kv, len_k = k.shape[1], k.shape[2]
+        group_size = heads_q // heads_kv
+        pad_d = max(64, block_d(head_dim))
+        self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
+        pitch = triton.cdiv(len_q, BLOCK_M.value) * BLOCK_M.value
+        self.empty = batch * heads_q * len_q * len_k == 0
+        if self.empty:
+            return
+        element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
+        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        tables = table_strides(cos, sin, rotary_dim, interleaved)
+        # A copy of dO for the rare gradient that the TMA cannot address.
+        self.copy_do = not has_descriptor(do)
+        do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
+        q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
+        self.stats_size = 2 * batch * heads_q * pitch
+        self.accumulator_shape = (batch, heads_q, pitch, pad_d)
+        shared = {
+            "D": head_dim,
+            "R": rotary_dim,
+            "BLOCK_D": pad_d,
+            "INTERLEAVED": interleaved,
+            "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "PDL": config.pdl,
+        }
+        pdl = {"launch_pdl": True} if config.pdl else {}
+        chunk, block = config.rotate_heads, config.rotate_rows
+        self.preprocess = Launch(
+            preprocess_kernel,
+            batch
+            * (
+                triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
+                + triton.cdiv(len_k, block) * triton.cdiv(heads_kv, chunk)
+            ),
+            (
+                o.stride(), do_like.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
+                batch, heads_q, heads_kv, len_q, pitch, len_k, cos.shape[-2],
+            ),
+            ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=True, CLEAR=True),
+            {"num_warps": 4},
+        )  # fmt: skip
+        self._describe(q_rot, k_rot, v, do_like, element)
+        heads = batch * heads_kv
+        query_bytes = (2 * head_dim * q.element_size() + 4 * pad_d) * group_size * len_q
+        self.main = Launch(
+            backward_kernel,
+            triton.cdiv(len_k, BLOCK_N.value) * heads,
+            (
+                dk_strides, dv_strides, *tables, qk_scale, heads, heads_q, heads_kv, group_size, len_q, pitch,
+                len_k, self.stats_size // 2, heads_per_section(heads, 1, query_bytes, config.section_bytes),
+            ),
+            ordered(
+                backward_kernel,
+                shared,
+                Q_STAGES=config.q_stages,
+                DO_STAGES=config.do_stages,
+                IS_CAUSAL=causal,
+                CONSUMER_REGISTERS=config.consumer_registers,
+                DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([BLOCK_N.value, BLOCK_M.value], element),
+            ),
+            {"num_warps": 4, **pdl},
+        )  # fmt: skip
+        chunk, block = config.post_heads, config.post_rows
+        self.postprocess = Launch(
+            postprocess_kernel,
+            batch * triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk),
+            (dq_strides, *tables, softmax_scale, heads_q, len_q, pitch, len_k),
+            ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block),
+            {"num_warps": 4, **pdl},
+        )
+
+    def _describe(self, q_rot, k_rot, v, do, element):
+        """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
+        layout = gl.NVMMASharedLayout.get_default_for
+        pad_d = self.accumulator_shape[3]
+        rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
+        query, key = (layout([1, 1, n, pad_d], element) for n in (rows, BLOCK_N.value))
+        self.q_source, self.do_source = (Source(x, rows, pad_d, True, query) for x in (q_rot, do))
+        self.k_source, self.v_source = (Source(x, BLOCK_N.value, pad_d, True, key) for x in (k_rot, v))
+        stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
+        self.stats_source = BlockSource(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
+        accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
+        self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
+
+    def __call__(self, do, q, k, v, o, lse, cos, sin):
+        dq, dk, dv = (
+            torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+            for x, strides in zip((q, k, v), self.strides)
+        )
+        if self.empty:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        if self.copy_do:
+            do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
+        stats = torch.empty(self.stats_size, dtype=torch.float32, device=q.device)
+        accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
+        q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
+        stream = device.current_stream(q.device)
+        self.preprocess(stream, o, do, lse, stats, accumulator, q, q_rot, k, k_rot, cos, sin)
+        self.main(
+            stream, self.q_source(q_rot), self.k_source(k_rot), self.v_source(v), self.do_source(do),
+            self.stats_source(stats), self.dq_source(accumulator), cos, sin, dk, dv,
+        )  # fmt: skip
+        self.postprocess(stream, accumulator, cos, sin, dq)
+        return dq, dk, dv
+
+
+_prepared = PreparedCalls(BackwardCall)
+
+
+def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
+    """As the portable ``attention_backward``; ``config`` a ``configs.HopperBackwardConfig``. Not deterministic."""
+    options = (causal, softmax_scale, rotary_dim, interleaved)
+    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin)

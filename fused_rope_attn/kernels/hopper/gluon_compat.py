@@ -1,0 +1,41 @@
+"""The Gluon names that moved between triton 3.6 and 3.9, under one name each; nothing else."""
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor", "barrier", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
+    "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+]  # fmt: skip
+
+# Of the threads of one partition.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# The same shared memory as another dtype, shape and layout; private before triton 3.9.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Until this many stores are still *reading* shared memory.
+tma_store_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):  # triton 3.8 and later
+    tma_reduce_add = tma.async_atomic_add
+else:  # 3.6 and 3.7 have the operation without a Gluon name
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+        """Add a tile of shared memory to global memory, element by element, through the TMA."""
+        coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(
+            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle
+        )

@@ -1,0 +1,449 @@
+"""The sm_90 backend on its GPU: against float64, against itself, and that nothing hangs. Run with `pytest -m gpu`.
+
+What it is compared with where float64 would take too long are the portable kernels, which test_gpu.py holds.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_gpu import BF16, F16, F32, HORSE, bytes_of, equal, gradients, graphed, hold, peak_bytes
+
+from fused_rope_attn import configs, plan, planning, rope_attention
+from fused_rope_attn.testing import Case, Inputs, Results, make_inputs, run_op
+
+ROOT = Path(__file__).parents[1]
+SM_90 = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SM_90, reason="needs an sm_90 GPU")]
+
+# Enough tiles that several go through each multiprocessor, in an order that varies.
+MANY = Case(4, 16, 4, 1111, 1111, 128, dtype=BF16)
+HOPPER = {"backend": "hopper"}
+
+
+@pytest.fixture
+def preferred(monkeypatch):
+    """Make "auto" take the sm_90 kernels for a pass at every length, or at none, whatever the tables say."""
+
+    def prefer(forward, backward):
+        for name, taken in (("HOPPER_FORWARD", forward), ("HOPPER_BACKWARD", backward)):
+            rows = tuple(replace(row, auto=configs.BUCKETS if taken else ()) for row in getattr(configs, name))
+            monkeypatch.setattr(configs, name, rows)
+        planning._plan.cache_clear()
+
+    yield prefer
+    planning._plan.cache_clear()
+
+
+def alike(xs, ys, limit=5e-3):
+    """Equal up to the order of sums: relative rms distance, tensor by tensor."""
+    for x, y in zip(xs, ys, strict=True):
+        x, y = x.double(), y.double()
+        assert bool(torch.isfinite(x).all()) and (x - y).norm() <= limit * y.norm() + 1e-30, (x - y).norm() / y.norm()
+
+
+def agree(xs, ys):
+    """Two runs of o, lse, dq, dk, dv by the same kernels: all but dq bitwise."""
+    o, lse, dq, dk, dv = xs
+    equal((o, lse, dk, dv), (ys[0], ys[1], ys[3], ys[4]))
+    alike([dq], [ys[2]])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HORSE,
+        replace(HORSE, len_q=1),
+        replace(HORSE, len_q=700, len_k=333),  # rows that see nothing
+        replace(HORSE, batch=1, heads_q=6, heads_kv=3, len_q=1000, len_k=1000),
+        replace(HORSE, len_q=1024, len_k=1024),
+        replace(HORSE, tables="yarn", extra_rows=100, table_batch=True),
+        replace(HORSE, softmax_scale=-0.3),
+        replace(HORSE, softmax_scale=0.0),
+        replace(HORSE, causal=False),
+        replace(HORSE, causal=False, len_q=1, len_k=1),
+        replace(HORSE, rotary_dim=64, full_width=True, interleaved=True, tables="random"),
+        replace(HORSE, table_dtype=BF16, full_width=True),
+        MANY,
+        Case(2, 4, 4, 1000, 1000, 64, dtype=F16),
+        Case(2, 4, 2, 1000, 1000, 64, dtype=F16, causal=False),
+        Case(2, 4, 1, 600, 600, 96, dtype=BF16),
+    ],
+    ids=lambda case: case.name,
+)
+def test_against_float64(case):
+    inputs = make_inputs(case, "cuda")
+    before = [x.clone() for x in inputs]
+    out = run_op(inputs, case, **HOPPER)
+    equal(before, inputs)
+    hold(case, inputs, out)
+
+
+@pytest.mark.timeout(1200)
+def test_the_verification_matrix():
+    """Every small case that the backend serves, compiled by many processes."""
+    jobs = str(min(16, os.cpu_count() or 1))
+    command = [sys.executable, "-m", "verification", "--backend", "hopper", "--small", "--json", "", "--jobs", jobs]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+
+
+WATCHED = """
+import torch
+from fused_rope_attn.testing import Case, make_inputs, run_op
+
+lengths = [(n, n) for n in (1, 63, 127, 129, 1000, 4097)] + [(1, 4097), (129, 1000), (4097, 129), (63, 64)]
+cases = [
+    Case(1, *heads, *length, head_dim, causal=causal, dtype=torch.bfloat16)
+    for head_dim in (128, 64)
+    for causal in (True, False)
+    for heads in ((1, 1), (6, 2))
+    for length in lengths
+    if causal or length[0] <= length[1]
+]
+cases.append(Case(1, 1, 1, 131072, 131072, 128, dtype=torch.bfloat16))
+found = []
+for case in cases:  # back to back: nothing waits for the GPU
+    inputs = make_inputs(case, "cuda")
+    found.append((case, inputs, run_op(inputs, case, backend="hopper")))
+    print("launched", case.name, flush=True)
+torch.cuda.synchronize()
+print("all finished", flush=True)
+for case, inputs, out in found:
+    expected = run_op(inputs, case, backend="triton", strategy="prepass")
+    for name, x, y in zip(out._fields, out, expected):
+        x, y = x.double(), y.double()
+        if name == "lse":
+            assert torch.equal(x.isinf(), y.isinf()), case.name
+            x, y = x[~x.isinf()], y[~y.isinf()]
+        # A single key gives dq and dk that are nothing but rounding.
+        floor = 1e-2 * y.numel() ** 0.5 * (inputs.k.shape[2] < 2)
+        assert bool(torch.isfinite(x).all()), (case.name, name)
+        assert (x - y).norm() <= 2e-2 * y.norm() + floor, (case.name, name, float((x - y).norm() / y.norm()))
+print("all agree", flush=True)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_nothing_hangs():
+    """Odd shapes one after another, up to 128K tokens of one head. In a process of its own, which can be ended."""
+    try:
+        result = subprocess.run([sys.executable, "-c", WATCHED], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"not finished after {late.timeout} s; the last lines: {(late.stdout or b'')[-500:]!r}")
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    assert "all agree" in result.stdout
+
+
+@pytest.mark.parametrize("case", [MANY, replace(MANY, head_dim=64, causal=False)], ids=lambda case: case.name)
+def test_two_hundred_reruns(case):
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, **HOPPER)
+    fixed = run_op(inputs, case, **HOPPER, deterministic=True)
+    equal(fixed[:2], first[:2])
+    for _ in range(200):
+        agree(run_op(inputs, case, **HOPPER), first)
+        equal(run_op(inputs, case, **HOPPER, deterministic=True), fixed)
+    hold(case, inputs, first)
+    hold(case, inputs, fixed)
+
+
+@pytest.mark.parametrize("logit", [-1e4, -2.45e5, 1e4])
+def test_extreme_logits(logit):
+    case = replace(HORSE, len_q=300, len_k=300, softmax_scale=logit)
+    inputs = make_inputs(case, "cuda")
+    q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
+    q[..., 0], k[..., 0] = 1.0, 1.0
+    inputs = inputs._replace(q=q, k=k, cos=torch.ones_like(inputs.cos), sin=torch.zeros_like(inputs.sin))
+    out = run_op(inputs, case, **HOPPER)
+    count = torch.arange(1, 301, device="cuda")
+    torch.testing.assert_close(out.lse, logit + count.log().expand(2, 8, 300))
+    mean = inputs.v.double().cumsum(2) / count[:, None]
+    torch.testing.assert_close(out.o.double(), mean.repeat_interleave(4, 1), rtol=4e-2, atol=4e-2)
+    assert all(bool(torch.isfinite(x).all()) for x in out)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_that_see_nothing_stay_zero_beside_bad_values(bad):
+    case = replace(HORSE, len_q=700, len_k=333)
+    inputs = make_inputs(case, "cuda")
+    inputs.v[:, :, 0] = bad
+    out = run_op(inputs, case, **HOPPER, grads=False)
+    hidden = 700 - 333
+    assert bool((out.o[:, :, :hidden] == 0).all()) and bool((out.lse[:, :, :hidden] == -math.inf).all())
+    assert bool(torch.isfinite(out.lse[:, :, hidden:]).all())
+    assert not bool(torch.isfinite(out.o[:, :, hidden:]).any()), "a visible NaN or infinity must not be hidden"
+
+
+@pytest.mark.parametrize(("batch", "len_q", "len_k"), [(0, 5, 5), (2, 0, 5)])
+def test_empty(batch, len_q, len_k):
+    case = replace(HORSE, batch=batch, len_q=len_q, len_k=len_k)
+    inputs = make_inputs(case, "cuda")
+    hold(case, inputs, run_op(inputs, case, **HOPPER))
+
+
+def test_no_keys_are_refused():
+    case = replace(HORSE, len_q=5, len_k=0)
+    inputs = make_inputs(case, "cuda")
+    with pytest.raises(NotImplementedError, match="^k must have at least one position"):
+        run_op(inputs, case, **HOPPER)
+    hold(case, inputs, run_op(inputs, case, backend="auto"))
+
+
+def misaligned(x):
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+
+
+def test_v_that_the_tma_cannot_address(preferred):
+    """Refused by the explicit backend, served by "auto", and forgotten for the next call."""
+    preferred(True, True)
+    case = replace(MANY, layout="bhnd")
+    inputs = make_inputs(case, "cuda")
+    assert plan(*inputs[:5], True).backend == "hopper"
+    expected = run_op(inputs, case, **HOPPER)
+    bad = inputs._replace(v=misaligned(inputs.v))
+    with pytest.raises(NotImplementedError, match=r"^v must have .* address 16 n \+ 2"):
+        run_op(bad, case, **HOPPER)
+    chosen = plan(*bad[:5], True)
+    assert chosen.backend == "triton" and "v must have" in chosen.reason
+    equal(run_op(bad, case, backend="auto"), run_op(bad, case, backend="triton"))
+    agree(run_op(inputs, case, backend="auto"), expected)
+
+
+def test_q_k_and_the_gradient_may_lie_anyhow():
+    inputs, odd = make_inputs(HORSE, "cuda"), make_inputs(replace(HORSE, layout="odd"), "cuda")
+    ones = torch.ones((), dtype=BF16, device="cuda").expand(inputs.q.shape)
+    turned = inputs.do.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    for changes in (
+        {"q": odd.q},
+        {"k": odd.k},
+        {"do": odd.do},
+        {"do": ones},
+        {"do": turned},
+        {"do": misaligned(inputs.do.contiguous())},
+        {"cos": misaligned(inputs.cos)},
+        {"q": odd.q, "k": odd.k, "do": odd.do},
+    ):
+        some = inputs._replace(**changes)
+        hold(HORSE, some, run_op(some, HORSE, **HOPPER))
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    rope_attention(q, k, v, inputs.cos, inputs.sin, True, **HOPPER).sum().backward()
+    alike((q.grad, k.grad, v.grad), run_op(inputs._replace(do=ones), HORSE, **HOPPER)[2:])
+
+
+def test_passes_of_different_backends_fit_together():
+    """o and lse mean the same to both; directly, and through a plan that mixes them."""
+    inputs = make_inputs(HORSE, "cuda")
+    q, k, v, cos, sin, do = inputs
+    operators = torch.ops.fused_rope_attn
+    options = True, HORSE.scale, HORSE.rotary, False, "auto"
+    for first, second in (("hopper", "triton"), ("triton", "hopper")):
+        o, lse = operators.attention_forward(q, k, v, cos, sin, *options, first, False)
+        rest = operators.attention_backward(do, q, k, v, o, lse, cos, sin, *options, second, False)
+        hold(HORSE, inputs, Results(o, lse, *rest))
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_auto_runs_mixed_plans(preferred, forward):
+    preferred(forward, not forward)
+    inputs = make_inputs(MANY, "cuda")
+    chosen = plan(*inputs[:5], True)
+    assert isinstance(chosen.forward, configs.HopperForwardConfig) == forward
+    assert isinstance(chosen.backward, configs.HopperBackwardConfig) != forward
+    hold(MANY, inputs, run_op(inputs, MANY, backend="auto"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("length", [64, 700])
+def test_cuda_graph(length, deterministic):
+    """Captured once, replayed with new data."""
+    case = replace(HORSE, len_q=length, len_k=length)
+    static, graph, captured = graphed(make_inputs(case, "cuda"), deterministic=deterministic, **HOPPER)
+    for seed in (1, 2, 3):
+        fresh = make_inputs(replace(case, seed=seed), "cuda")
+        with torch.no_grad():
+            for old, new in zip(static, fresh):
+                old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        out = run_op(fresh, case, deterministic=deterministic, **HOPPER)
+        agree((captured[0].detach(), out.lse, *captured[1:]), out)
+        hold(case, fresh, Results(captured[0].detach(), out.lse, *captured[1:]))
+
+
+def test_no_synchronisation():
+    inputs = make_inputs(HORSE, "cuda")
+    for deterministic in (False, True):
+        run_op(inputs, HORSE, deterministic=deterministic, **HOPPER)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run_op(inputs, HORSE, deterministic=deterministic, **HOPPER)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_another_stream():
+    """The inputs appear late on a side stream; a launch on the default stream would see them before."""
+    inputs = make_inputs(HORSE, "cuda")
+    expected = run_op(inputs, HORSE, **HOPPER)
+    late = Inputs(*(torch.full_like(x, math.nan) for x in inputs[:3]), inputs.cos, inputs.sin, inputs.do)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        for x, y in zip(late[:3], inputs[:3]):
+            x.copy_(y)
+        out = run_op(late, HORSE, **HOPPER)
+    side.synchronize()
+    agree(out, expected)
+
+
+def test_two_streams_at_once():
+    """Persistent blocks of two calls share the multiprocessors; each call has counters of its own."""
+    problems = [make_inputs(replace(MANY, seed=seed), "cuda") for seed in (1, 2)]
+    expected = [run_op(inputs, MANY, **HOPPER) for inputs in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for inputs, stream in zip(problems, streams):
+            with torch.cuda.stream(stream):
+                found.append(run_op(inputs, MANY, **HOPPER))
+    torch.cuda.synchronize()
+    for i, out in enumerate(found):
+        agree(out, expected[i % 2])
+
+
+def test_backward_from_another_thread():
+    inputs = make_inputs(HORSE, "cuda")
+    expected = run_op(inputs, HORSE, **HOPPER)
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **HOPPER)
+    failures = []
+
+    def backward():
+        try:
+            o.backward(inputs.do)
+        except BaseException as error:  # pytest sees none of what happens in a thread
+            failures.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert not failures, failures
+    equal((k.grad, v.grad), expected[3:])
+    alike([q.grad], [expected.dq])
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+def test_a_second_device():
+    inputs = make_inputs(HORSE, "cuda:0")
+    expected = run_op(inputs, HORSE, **HOPPER)
+    there = Inputs(*(x.to("cuda:1") for x in inputs))
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):
+        out = run_op(there, HORSE, **HOPPER)
+        assert all(x.device == torch.device("cuda:1") for x in out)
+        agree([x.to("cuda:0") for x in out], expected)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("backend", ["hopper", "auto"])
+def test_compile(backend):
+    """Inductor, full graph, one compilation for all lengths, on both sides of where "auto" changes its mind."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+
+    def block(q, k, v, cos, sin):
+        return 0.5 * rope_attention(2.0 * q, k, v, cos, sin, True, backend=backend)
+
+    compiled = torch.compile(block, fullgraph=True, backend=counter, dynamic=True)
+    count = None
+    for len_q, len_k in ((333, 700), (200, 400), (64, 2000)):
+        inputs = make_inputs(replace(HORSE, len_q=len_q, len_k=len_k), "cuda")
+        tables = inputs.cos, inputs.sin
+        eager = gradients(lambda q, k, v: block(q, k, v, *tables), inputs)  # noqa: B023
+        alike(gradients(lambda q, k, v: compiled(q, k, v, *tables), inputs), eager)  # noqa: B023
+        count = count or counter.frame_count
+    assert counter.frame_count == count
+
+
+@pytest.mark.unpoisoned
+def test_compile_with_cuda_graphs():
+    torch._dynamo.reset()
+    q, k, v, cos, sin, _ = make_inputs(HORSE, "cuda")
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def compiled(q, k, v, cos, sin):
+        return rope_attention(q, k, v, cos, sin, True, **HOPPER)
+
+    expected = rope_attention(q, k, v, cos, sin, True, **HOPPER)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(compiled(q, k, v, cos, sin), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_autocast(dtype):
+    inputs = make_inputs(replace(HORSE, dtype=F32), "cuda")
+    low = inputs._replace(q=inputs.q.to(dtype), k=inputs.k.to(dtype), v=inputs.v.to(dtype))
+
+    def run(q, k, v):
+        return rope_attention(q, k, v, inputs.cos, inputs.sin, True, **HOPPER)
+
+    with torch.autocast("cuda", dtype):
+        assert plan(*inputs[:5], True, **HOPPER).backend == "hopper"
+        q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+        o = run(q, k, v)
+    o.backward(inputs.do.to(dtype))
+    assert o.dtype == dtype and q.grad.dtype == k.grad.dtype == v.grad.dtype == F32
+    alike((o.detach(), q.grad, k.grad, v.grad), gradients(run, low))
+
+
+def test_activation_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = make_inputs(HORSE, "cuda")
+
+    def run(q, k, v):
+        return rope_attention(q, k, v, inputs.cos, inputs.sin, True, **HOPPER)
+
+    for use_reentrant in (False, True):
+        saved = gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=use_reentrant), inputs)  # noqa: B023
+        alike(saved, gradients(run, inputs))
+
+
+def test_double_backward_raises():
+    inputs = make_inputs(HORSE, "cuda")
+    q = inputs.q.detach().requires_grad_()
+    o = rope_attention(q, inputs.k, inputs.v, inputs.cos, inputs.sin, True, **HOPPER)
+    (dq,) = torch.autograd.grad(o, q, inputs.do, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="double backward"):
+        dq.sum().backward()
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_memory(layout):
+    """No copy of a strided input, K and V not expanded to the query heads, no score matrix."""
+    case = Case(1, 32, 2, 1000, 1000, 128, dtype=BF16, layout=layout)
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    for _ in range(2):  # the second time nothing is compiled, and no stand-in for a descriptor is made
+        with peak_bytes() as forward:
+            o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **HOPPER)
+        with peak_bytes() as backward:
+            results = torch.autograd.grad(o, (q, k, v), inputs.do)
+    lse = torch.empty(1, 32, 1000, device="cuda")
+    accumulator = torch.empty(1, 32, 1024, 128, device="cuda")
+    slack = 64 << 10
+    assert forward[0] <= bytes_of(o, lse, k) + slack
+    assert backward[0] <= bytes_of(*results, lse, lse, q, k, accumulator) + slack
