@@ -35,7 +35,9 @@ def tables(monkeypatch):
             ("HOPPER_FORWARD", configs.HOPPER_FORWARD[-1], forward),
             ("HOPPER_BACKWARD", configs.HOPPER_BACKWARD[-1], backward),
         ):
-            monkeypatch.setattr(configs, name, (dataclasses.replace(row, auto=auto, note=f"{name} row"),))
+            monkeypatch.setattr(
+                configs, name, (dataclasses.replace(row, auto=auto, note=f"{name} row", much_work=False),)
+            )
         planning._plan.cache_clear()
 
     yield set_tables
@@ -139,6 +141,16 @@ def test_the_persistent_forward_wants_tiles_to_spare(arch):
     assert kinds(plan(**call(1024, heads=(64, 64), batch=2))) == HOPPER
     few = plan(**call(1024, heads=(32, 8), batch=1))
     assert kinds(few) == (PORTABLE[0], HOPPER[1]) and "too little work" in few.reason
+
+
+def test_rows_may_ask_for_much_work(arch, tables, monkeypatch):
+    """Then "auto" takes them from so many multiply-adds on; the explicit backend takes them always."""
+    tables(("medium",), ("medium",))
+    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
+    below = configs.MUCH_WORK // (4096 * 4096 * 128) - 1  # heads
+    little, much = call(4096, heads=(below, below), batch=1), call(4096, heads=(below + 1, below + 1), batch=1)
+    assert kinds(plan(**little)) == (PORTABLE[0], HOPPER[1]) and "too little work" in plan(**little).reason
+    assert kinds(plan(**much)) == kinds(plan(**little, backend="hopper")) == HOPPER
 
 
 def odd_strides(x):

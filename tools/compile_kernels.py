@@ -66,7 +66,7 @@ class Job:
         words += ["interleaved"] if self.interleaved else []
         words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
         if self.is_hopper:
-            words += [_changed(self.config)]
+            words += [_changed(self.config) or "defaults"]
         else:
             tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
             words += [_tile_name(tile) for tile in tiles]
@@ -119,14 +119,17 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
-    """A job for each row of the sm_90 backend's tables and each mask, bfloat16; ``full`` as in ``table_jobs``."""
+    """A job for each configuration that the sm_90 backend's tables give, bfloat16, with and without a mask, at the
+    largest head dimension of each row and at both widths of a tile; ``full`` as in ``table_jobs``."""
     jobs = []
-    for direction, table in (("forward", configs.HOPPER_FORWARD), ("backward", configs.HOPPER_BACKWARD)):
-        for row, causal in itertools.product(table if arch == "sm_90" else (), (True, False)):
-            if row.causal not in (None, causal):
-                continue
-            config = replace(row.config, section_bytes=0)
-            job = Job(arch, direction, torch.bfloat16, row.head_dim, config, causal, gqa=bool(row.gqa))
+    for direction, table, find in (
+        ("forward", configs.HOPPER_FORWARD, configs.hopper_forward),
+        ("backward", configs.HOPPER_BACKWARD, configs.hopper_backward),
+    ):
+        head_dims = sorted({64, configs.HOPPER_HEAD_DIM, *(row.head_dim for row in table)} if arch == "sm_90" else ())
+        for key in itertools.product(head_dims, (True, False), configs.BUCKETS, (False, True)):
+            config = replace(find(*key).config, section_bytes=0)
+            job = Job(arch, direction, torch.bfloat16, key[0], config, causal=key[1])
             jobs.append(job)
             if full:
                 jobs.append(replace(job, dtype=torch.float16))
