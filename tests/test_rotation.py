@@ -953,7 +953,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ids=lambda scaling: scaling["rope_type"] if scaling else "default",
 )
 def test_tables_of_a_hugging_face_config(scaling, seq_len):
-    pytest.importorskip("transformers")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -969,7 +968,8 @@ def test_tables_of_a_hugging_face_config(scaling, seq_len):
 
 def test_tables_of_other_models():
     """Partial rotation, parameters for each type of layer, and what nobody knows."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     from fused_rope_attn.integrations.transformers import rope_tables_from_config
 
     glm = transformers.GlmConfig(hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.5)

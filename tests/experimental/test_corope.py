@@ -298,7 +298,6 @@ def test_verification_tells_right_from_wrong(monkeypatch):
 
 
 def test_the_example_asks_what_it_says():
-    pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("corope_counting", ROOT / "examples" / "corope_counting.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
