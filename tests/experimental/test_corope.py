@@ -284,9 +284,10 @@ def test_phases_stay_exact(method, base):
 @interpreted
 @quiet
 def test_verification_tells_right_from_wrong(monkeypatch):
-    from verification.corope import CoRopeCheck, CoRopeTask
+    from verification.corope import CoRopeCheck
+    from verification.runner import CheckTask
 
-    task = CoRopeTask(CoRopeCheck("short", 1, 2, 1, 9, 32), F32, "cpu")
+    task = CheckTask(CoRopeCheck("short", 1, 2, 1, 9, 32), F32, "cpu")
     assert [(row.tensor, row.verdict) for row in task.run()] == [(name, "ok") for name in NAMES]
     right = kernels.frequency_tables
     # A distance that is one part in a thousand too long.
