@@ -174,7 +174,7 @@ def refusals():
         ({"strategy": "inline"}, NotImplementedError, "^strategy must be .*'prepass' .*hopper.* but is 'inline'"),
         ({"len_k": 0}, NotImplementedError, "^k must have at least one position .*hopper.* but has 0"),
         *(
-            ({name: value}, NotImplementedError, f"^{name} is served by backend='reference' only")
+            ({name: value}, NotImplementedError, f"^{name} is not served by backend='hopper'")
             for name, value in {
                 "window": (4, 0),
                 "softcap": 5.0,

@@ -88,6 +88,21 @@ SMALL = (
     _small("scale 0", softmax_scale=0.0),
     _small("negative scale", softmax_scale=-0.3),
     _small("large scale", softmax_scale=1.0),
+    # masks, and the pairs of them that models combine
+    _small("window (20, 0)", window=(20, 0)),
+    _small("window (20, 5), not causal, 33 queries, 100 keys", window=(20, 5), causal=False, len_q=33, len_k=100),
+    _small("softcap", softcap=5.0),
+    _small("sinks", sinks=True),
+    _small("kv_lens", batch=2, kv_lens=(80, 37)),
+    _small("kv_lens, not causal, an empty entry", batch=2, kv_lens=(0, 37), causal=False, len_q=33),
+    _small("kv_starts + causal + per-batch tables", batch=2, kv_starts=(0, 41), table_batch=True),
+    _small("window + softcap + GQA", window=(20, 0), softcap=5.0, heads_q=4),
+    _small("sinks + window", sinks=True, window=(20, 0)),
+    _small("packed sequences, an empty one", seqlens=((50, 50), (0, 0), (30, 30))),
+    _small("packed, NQ and NK differ, not causal", seqlens=((10, 50), (40, 25)), len_q=50, len_k=75, causal=False),
+    _small("packed + window", seqlens=((50, 50), (30, 30)), window=(20, 0)),
+    _small("packed + window + softcap + sinks, identical reruns", rerun=True, seqlens=((45, 45), (35, 35)),
+           window=(20, 0), softcap=5.0, sinks=True),
 )  # fmt: skip
 
 

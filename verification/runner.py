@@ -56,7 +56,9 @@ class Task:
 def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
     """Whether the sm_90 backend serves a check on the machine that it is made for."""
     case = check.case
-    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto") is None
+    masks = (case.window, case.softcap, case.sinks or None, case.kv_starts, case.kv_lens, case.seqlens)
+    feature = planning.portable_feature(*masks)
+    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto", None, feature) is None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -131,6 +133,20 @@ def _run_variant(task, label, inputs, case, heads, references, backend, strategy
                 row_ratio=worst.row_ratio,
                 verdict="FAIL" if failed or not finite else "ok",
                 detail=worst.detail if finite else f"not finite everywhere; {worst.detail}",
+            )
+        )
+    if out.dsinks is not None:  # one row, of all heads
+        ref64, eager = (x.dsinks[None] for x in references[0])
+        c = testing.compare("dsinks", out.dsinks[None], ref64, eager, grad=True, dtype=task.dtype)
+        rows.append(
+            row(
+                tensor="dsinks",
+                error=c.error,
+                eager=c.eager_error,
+                ratio=c.ratio,
+                row_ratio=c.row_ratio,
+                verdict="ok" if c.ok else "FAIL",
+                detail=c.detail,
             )
         )
     if same:
