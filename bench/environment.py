@@ -43,12 +43,14 @@ def driver() -> str:
 
 
 def commit() -> str:
-    """Commit of this tree, ``-dirty`` when files differ; $FUSED_ROPE_COMMIT where the tree is no repository."""
+    """$FUSED_ROPE_COMMIT where set (a tree copied from elsewhere); else HEAD, ``-dirty`` when files differ."""
+    if given := os.environ.get("FUSED_ROPE_COMMIT"):
+        return given
     if (ROOT / ".git").exists():
         found = _run("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
         if found:
             return found + ("-dirty" if _run("git", "-C", str(ROOT), "status", "--porcelain", "-uno") else "")
-    return os.environ.get("FUSED_ROPE_COMMIT", "unknown")
+    return "unknown"
 
 
 def _run(*command: str) -> str:

@@ -268,25 +268,26 @@ HOPPER_HEAD_DIM = 128
 # What the sm_90 backend keeps together in the L2 of 50 MB.
 _WIDEST = 32 << 20
 _BEYOND_TINY = ("short", "medium", "long")
+_TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/log.md)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
-_SLOWER = f"{_H200}: the portable kernels are 2 to 20 % faster"
-_FASTER = f"{_H200}; at 512 tokens the portable ones are faster, or too few tiles"
+_SLOWER = f"{_TIMED}: the portable kernels are 2 to 20 % faster"
+_TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
 
 # fmt: off
 HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperForwardConfig(128, section_bytes=_WIDEST), (), _PADDED),
     HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), (), _SLOWER, causal=True),
-    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _H200, causal=False),
-    HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _H200, causal=True,
+    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TIMED, causal=False),
+    HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _TIMED, causal=True,
               buckets=("long",)),
-    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _FASTER, much_work=True),
+    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST), (), _PADDED),
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST), BUCKETS,
-              f"{_H200}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
-    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _H200),
+              f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _TIMED),
 )
 # fmt: on
 

@@ -601,11 +601,14 @@ def test_environment_is_complete():
     json.dumps(facts)
 
 
-def test_commit_comes_from_the_environment_where_there_is_no_repository(monkeypatch, tmp_path):
-    monkeypatch.setattr("bench.environment.ROOT", tmp_path)
-    assert commit() == "unknown"
+def test_commit_comes_from_the_environment_where_it_is_said_there(monkeypatch, tmp_path):
+    """Also in a repository: a tree copied to another machine may bring an older one along."""
     monkeypatch.setenv("FUSED_ROPE_COMMIT", "0123abcd")
     assert commit() == "0123abcd"
+    monkeypatch.delenv("FUSED_ROPE_COMMIT")
+    assert commit() != "0123abcd"
+    monkeypatch.setattr("bench.environment.ROOT", tmp_path)
+    assert commit() == "unknown"
 
 
 def test_dry_run_lists_cases_providers_and_what_is_missing(capsys):

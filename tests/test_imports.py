@@ -111,7 +111,11 @@ def test_only_device_asks_cuda(path):
             raise AssertionError(f"{path.name}:{node.lineno}: {ast.unparse(node)} belongs into device.py")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / PACKAGE / "kernels").rglob("*.py")), ids=module_of)
+@pytest.mark.parametrize(
+    "path",
+    [*sorted((ROOT / PACKAGE / "kernels").rglob("*.py")), *(ROOT / PACKAGE / "experimental").rglob("kernels.py")],
+    ids=module_of,
+)
 def test_kernel_files_hold_kernels(path):
     source = path.read_text()
     for word in ("torch.autograd", "torch.library", "do_bench", "def test_"):

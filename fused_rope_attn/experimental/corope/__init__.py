@@ -1,0 +1,5 @@
+"""Co-RoPE: rotary attention whose distances are measured by content."""
+
+from fused_rope_attn.experimental.corope.api import corope_attention
+
+__all__ = ["corope_attention"]

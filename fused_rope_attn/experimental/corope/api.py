@@ -1,0 +1,107 @@
+"""The public function: documentation, validation, the choice between kernels and reference, autograd."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from fused_rope_attn import device
+from fused_rope_attn.experimental.corope import reference
+from fused_rope_attn.experimental.corope.kernels import HEAD_DIMS, corope_backward, corope_forward
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def corope_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, base: float = 10000.0, softmax_scale: float | None = None
+) -> Tensor:
+    """Causal attention with rotary distances measured by content (Co-RoPE), differentiable in q, k and v.
+
+    For each group of query heads the *leader* is its first one. ``z_ij = sigmoid(s q_leader,i . k_j)`` says how much of
+    a step key ``j <= i`` is; the distance ``Delta_ij = sum_{j < m <= i} z_im`` takes the place of ``i - j`` in RoPE for
+    all heads of the group. Gradients flow through the distances too.
+
+    GPU tensors in float16, bfloat16 or float32 with D from 32 to 128 take Triton kernels with O(N) memory, whose
+    gradients are summed by atomics and so may differ in the last bits from run to run; everything else takes eager
+    PyTorch, in chunks.
+
+    Args:
+        q: ``(B, HQ, N, D)``, float16, bfloat16 or float32, D even, any strides.
+        k: ``(B, HKV, N, D)``, q's dtype and device; HQ must be a multiple of HKV.
+        v: shape, dtype and device of k.
+        base: of the frequencies ``base ** (-2 d / D)``; positive.
+        softmax_scale: s, of scores and of z; default ``D ** -0.5``; any finite float.
+
+    Returns:
+        o ``(B, HQ, N, D)`` in q's dtype.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, range or device.
+        NotImplementedError: ``create_graph=True`` through the kernels.
+    """
+    _check(q, k, v, base, softmax_scale)
+    if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    base, scale = float(base), q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if q.is_cuda and q.dtype is not torch.float64 and HEAD_DIMS[0] <= q.shape[3] <= HEAD_DIMS[1]:
+        return CoRopeAttention.apply(q, k, v, base, scale)
+    return reference.attention(q, k, v, base=base, softmax_scale=scale)
+
+
+class CoRopeAttention(torch.autograd.Function):
+    """The kernels under autograd: ``apply(q, k, v, base, softmax_scale) -> o``."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, base, softmax_scale):
+        with device.guard(q.device):
+            o, lse, mileage = corope_forward(q, k, v, base=base, softmax_scale=softmax_scale)
+        ctx.save_for_backward(q, k, v, o, lse, mileage)
+        ctx.options = {"base": base, "softmax_scale": softmax_scale}
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        if torch.is_grad_enabled():  # by create_graph: the kernels would leave no graph, and a second pass zeros
+            raise NotImplementedError("corope_attention: double backward (create_graph=True) is not supported")
+        with device.guard(do.device):
+            gradients = corope_backward(do, *ctx.saved_tensors, **ctx.options)
+        return *(g if need else None for g, need in zip(gradients, ctx.needs_input_grad)), None, None
+
+
+def _check(q, k, v, base, softmax_scale) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, but is {type(x).__name__}")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, but is {q.dtype}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, but is {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, but is on {x.device}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape (B, H, N, D), but has {x.ndim} dimensions: {tuple(x.shape)}")
+    batch, heads_q, length, head_dim = q.shape
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        raise ValueError(f"q must have at least one head and an even head dim, but has shape {tuple(q.shape)}")
+    heads_kv = k.shape[1]
+    expected = (batch, heads_kv, length, head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != expected:
+            raise ValueError(f"{name} must have shape {expected} to go with q and k, but has {tuple(x.shape)}")
+    if heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(f"k has {heads_kv} heads, but q's {heads_q} heads must be a multiple of it")
+    if not isinstance(base, Real) or isinstance(base, bool):
+        raise TypeError(f"base must be a float, but is {type(base).__name__}")
+    if not (math.isfinite(base) and base > 0.0):
+        raise ValueError(f"base must be finite and positive, but is {base}")
+    if softmax_scale is not None:
+        if not isinstance(softmax_scale, Real) or isinstance(softmax_scale, bool):
+            raise TypeError(f"softmax_scale must be a float or None, but is {type(softmax_scale).__name__}")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")

@@ -1,0 +1,50 @@
+"""Tiles of the Co-RoPE kernels: data with a reason. Nothing here has been timed on a GPU yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# How cos and sin of an angle in turns are evaluated; kernels.cosine_sine has them.
+METHODS = ("poly", "approx", "libdevice", "table")
+
+
+@dataclass(frozen=True)
+class CoRopeConfig:
+    """One kernel: query rows and keys of a tile (keys at most 128, so that a tile's distances fit into 31 bits), most
+    heads of one group in a program, warps, pipeline stages, and the evaluation of cos and sin."""
+
+    block_m: int
+    block_n: int
+    heads: int
+    num_warps: int
+    num_stages: int = 1
+    method: str = "poly"
+
+    @property
+    def launch_options(self) -> dict:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def forward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
+    """The largest tiles that hardly spill for sm_90 at D 128: 24 bytes with 4 heads, 64 with 16, none in float32.
+
+    A program holds all heads of a group where it can, so that what they share is computed once.
+    """
+    if dtype is torch.float32:  # products in float32 are unrolled into registers: small tiles
+        return CoRopeConfig(16, 16, heads=_heads(group_size, 4), num_warps=8)
+    if group_size <= 4:
+        return CoRopeConfig(16, 32, heads=_heads(group_size, 4), num_warps=4)
+    return CoRopeConfig(16, 32 if group_size <= 8 else 16, heads=_heads(group_size, 16), num_warps=8)
+
+
+def backward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
+    """As forward: 8 bytes with 4 heads, 152 with 8, 192 with 16, none in float32."""
+    if dtype is torch.float32:
+        return CoRopeConfig(16, 16, heads=_heads(group_size, 4), num_warps=8)
+    return CoRopeConfig(16, 32 if group_size <= 8 else 16, heads=_heads(group_size, 16), num_warps=8)
+
+
+def _heads(group_size: int, most: int) -> int:
+    return min(most, 1 << (group_size - 1).bit_length())

@@ -1,0 +1,72 @@
+"""Co-RoPE in eager PyTorch: the definition, in any dtype and on any device, in chunks that bound its memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Angles (query rows x keys x D/2) that exist at once; autograd keeps about ten tensors of this size while in a chunk.
+_CHUNK_ANGLES = 1 << 23
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, base: float, softmax_scale: float) -> Tensor:
+    """o ``(B, HQ, N, D)`` for q ``(B, HQ, N, D)``, k and v ``(B, HKV, N, D)``; differentiable.
+
+    The definition of the issue: with ``z_ij = sigmoid(s q_leader,i . k_j)`` for ``j <= i``, the mileage
+    ``a_ij = sum_{m<=j} z_im`` and the distance ``a_ii - a_ij``, which turns key against query in place of ``i - j``.
+    Everything up to the softmax is computed in float32 at least; the probabilities are rounded to v's dtype. Chunks (a
+    few groups, or query rows of one) are computed again in the backward pass instead of kept.
+    """
+    batch, heads_q, length, head_dim = q.shape
+    groups = batch * k.shape[1]
+    if q.numel() == 0:
+        return q + k.sum() + v.sum()  # nothing, with a gradient for everybody
+    q = q.reshape(groups, heads_q // k.shape[1], length, head_dim)
+    k, v = k.reshape(groups, length, head_dim), v.reshape(groups, length, head_dim)
+    together = max(1, _CHUNK_ANGLES // (length * length * head_dim // 2))
+    rows = length if together > 1 else max(1, _CHUNK_ANGLES // (length * head_dim // 2))
+    o = []
+    for first in range(0, groups, together):
+        some = slice(first, first + together)
+        chunks = [
+            checkpoint(
+                _rows, q[some, :, start : start + rows], k[some], v[some], start, base, softmax_scale,
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for start in range(0, length, rows)
+        ]  # fmt: skip
+        o.append(torch.cat(chunks, dim=2))
+    return torch.cat(o).view(batch, heads_q, length, head_dim)
+
+
+def distances(q_leader: Tensor, k: Tensor, start: int, softmax_scale: float) -> Tensor:
+    """Delta ``(..., rows, keys)`` for the queries from ``start`` on of leaders ``(..., rows, D)``, keys ``(..., D)``.
+
+    Beyond the diagonal it is 0, as ``z`` is.
+    """
+    i = start + torch.arange(q_leader.shape[-2], device=k.device)[:, None]
+    z = torch.sigmoid(softmax_scale * (q_leader @ k.mT))
+    z = torch.where(torch.arange(k.shape[-2], device=k.device) <= i, z, 0.0)
+    a = z.cumsum(-1)
+    # a_ii is the last column, since z is 0 beyond the diagonal.
+    return a[..., -1:] - a
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, start: int, base: float, softmax_scale: float) -> Tensor:
+    """o of the queries ``(groups, G, rows, D)`` from ``start`` on; k and v ``(groups, N, D)``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    half = q.shape[-1] // 2
+    stop = start + q.shape[2]
+    q, k = q.to(wide), k[:, :stop].to(wide)
+    delta = distances(q[:, 0], k, start, softmax_scale)
+    omega = base ** -(torch.arange(half, device=q.device, dtype=wide) / half)
+    angle = delta[..., None] * omega
+    cos, sin = angle.cos(), angle.sin()
+    q1, q2, k1, k2 = q[..., :half], q[..., half:], k[:, None, :, :half], k[:, None, :, half:]
+    # (q1 k1 + q2 k2) cos - (q2 k1 - q1 k2) sin, collected by q1 and q2: products with a group's heads come last.
+    scores = torch.einsum("bgrd,brjd->bgrj", q1, k1 * cos + k2 * sin)
+    scores = softmax_scale * (scores + torch.einsum("bgrd,brjd->bgrj", q2, k2 * cos - k1 * sin))
+    i, j = torch.arange(start, stop, device=q.device), torch.arange(stop, device=q.device)
+    p = scores.masked_fill(j > i[:, None], float("-inf")).softmax(-1)
+    return p.to(v.dtype) @ v[:, None, :stop]
