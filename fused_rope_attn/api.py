@@ -181,9 +181,10 @@ def cu_seqlens_from_position_ids(
 
     Args:
         position_ids: ``(N,)`` or ``(B, N)``, int32 or int64, any device.
-        max_sequences: None: the number of sequences is read from the device, one synchronisation. Else there must be no
-            more than this many (tokens of any beyond it belong to none), and nothing is synchronised: cu_seqlens ends
-            with empty sequences, and max_seqlen is N.
+        max_sequences: None: the number of sequences and the length of the longest are read from the device, which are
+            two synchronisations of the host with a GPU. Else there must be no more than this many (tokens of any
+            beyond it belong to none), and there is no synchronisation: cu_seqlens ends with empty sequences, and
+            max_seqlen is N, which may choose tiles for longer sequences than there are.
 
     Returns:
         cu_seqlens ``(sequences + 1,)`` or ``(max_sequences + 1,)`` int32 on the device of position_ids, and the length

@@ -62,7 +62,10 @@ def _launcher(q, k, v, options):
     window = None if left < 0 and right < 0 else (left, right)
     feature = planning.portable_feature(window, softcap, sinks, starts, lens, cu_seqlens)
     if feature:
-        keywords |= {"masks": describe_masks(causal, left, right, softcap, tensors), "mask_tensors": tensors}
+        keywords |= {
+            "masks": describe_masks(causal, left, right, softcap, tensors, max_seqlen),
+            "mask_tensors": tensors,
+        }
     return planning.plan_for(q, k, v, causal, strategy, backend, deterministic, feature, max_seqlen), keywords
 
 

@@ -32,14 +32,17 @@ class Plan:
 
 
 def portable_feature(window, softcap, sinks, kv_starts, kv_lens, cu_seqlens=None) -> str:
-    """The argument that only the portable kernels (and the reference) serve; "" where there is none."""
+    """The argument that only the portable kernels (and the reference) serve; "" where there is none.
+
+    Packed sequences come first: they say how ``plan_for`` reads lengths.
+    """
     for name, given in (
+        ("cu_seqlens_q", cu_seqlens is not None),
         ("window", window is not None),
         ("softcap", softcap != 0.0),
         ("sinks", sinks is not None),
         ("kv_starts", kv_starts is not None),
         ("kv_lens", kv_lens is not None),
-        ("cu_seqlens_q", cu_seqlens is not None),
     ):
         if given:
             return name
@@ -143,6 +146,9 @@ def plan_for(
     """
     length = k.shape[2]
     longest = max(q.shape[2], length)
+    visited = length  # at most, by one query
+    if feature == "cu_seqlens_q":
+        longest, visited = min(max_seqlen, longest), min(max_seqlen, length)
     key = (
         device.arch(q.device),
         q.dtype,
@@ -151,10 +157,10 @@ def plan_for(
         backend,
         deterministic,
         causal,
-        configs.bucket(min(max_seqlen, longest) if feature == "cu_seqlens_q" else longest),
+        configs.bucket(longest),
         q.shape[1] != k.shape[1],
         length == 0,
-        configs.work_class(q.numel() * length),
+        configs.work_class(q.numel() * visited),
         feature,
     )
     plan, tma = _plan(*key)
@@ -200,12 +206,13 @@ def _plan(
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     portable = (configs.family(arch), dtype.itemsize, head_dim)
+    masked = feature != ""
     plan = Plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
-        row.config if forward[0] else configs.forward(*portable, strategy, *shape),
-        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape),
+        row.config if forward[0] else configs.forward(*portable, strategy, *shape, masked),
+        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape, masked),
     )
     return plan, forward[0] or backward[0]
 

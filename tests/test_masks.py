@@ -17,8 +17,8 @@ from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
 quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-BASE = Case(1, 2, 1, 140, 140, 16)
-PAIR = Case(2, 2, 1, 70, 140, 16)
+BASE = Case(1, 1, 1, 130, 130, 16)
+PAIR = Case(2, 1, 1, 70, 110, 16)
 
 
 def hold_all(case, strategy, inputs=None):
@@ -55,10 +55,10 @@ def test_window(case, strategy):
     replace(PAIR, kv_lens=(100, 3)),
     replace(PAIR, kv_lens=(0, 200), causal=False, dtype=F32),
     replace(PAIR, kv_starts=(10, 90)),
-    replace(PAIR, kv_starts=(75, 140), causal=False, dtype=F32),
+    replace(PAIR, kv_starts=(75, 110), causal=False, dtype=F32),
     replace(PAIR, kv_starts=(-4, 30), kv_lens=(70, 101), dtype=F32),
     replace(PAIR, kv_starts=(50, 60), kv_lens=(40, 130), causal=False),  # no key is left in the first
-    replace(PAIR, len_q=140, kv_starts=(64, 33), table_batch=True),  # left-padded prompts
+    replace(PAIR, len_q=110, kv_starts=(64, 33), table_batch=True),  # left-padded prompts
 )
 def test_bounds_of_the_keys(case, strategy):
     hold_all(case, strategy)
@@ -81,8 +81,8 @@ def test_softcap(case, strategy):
 @quiet
 @both
 @cases(
-    replace(BASE, len_q=70, len_k=50, sinks=True),  # rows that see nothing: not even the sink
-    replace(PAIR, sinks=True, dtype=F32, causal=False),
+    replace(BASE, heads_q=2, len_q=70, len_k=50, sinks=True),  # rows that see nothing: not even the sink
+    replace(PAIR, heads_q=2, heads_kv=2, len_k=70, sinks=True, dtype=F32, causal=False),
 )
 def test_sinks(case, strategy):
     out = hold_all(case, strategy)
@@ -144,7 +144,7 @@ PACKINGS = (
     packed((20, 33), behind=(40, 70)),
     packed((), behind=(5, 9)),
     packed((), causal=False),
-    packed((2, 3) * 20 + (0,) * 40, dtype=F32),
+    packed((2, 3) * 6 + (0,) * 20, dtype=F32),
     packed((70, 50), window=(20, 0)),
     packed((70, 50), window=(20, 5), causal=False, softcap=3.0, sinks=True, dtype=F32),
     packed((30, 40), layout="odd", interleaved=True, rotary_dim=10),
@@ -192,8 +192,8 @@ def test_more_sequences_than_are_counted_at_once():
 @both
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @cases(
-    replace(PAIR, kv_starts=(10, 70), kv_lens=(100, 130), dtype=F32),
-    replace(PAIR, kv_starts=(10, 70), kv_lens=(100, 130), dtype=F32, causal=False),
+    replace(PAIR, kv_starts=(10, 70), kv_lens=(100, 105), dtype=F32),
+    replace(PAIR, kv_starts=(10, 70), kv_lens=(100, 105), dtype=F32, causal=False),
     Case(1, 1, 1, 10, 140, 16, window=(50, 0), dtype=F32),
     packed((20, 33), behind=(40, 70), dtype=F32),
 )
@@ -221,14 +221,14 @@ def test_nan_in_keys_that_nobody_reaches(case, backend, strategy):
 
 
 @interpreted
-@pytest.mark.parametrize("other", [math.nan])
-def test_sequences_do_not_see_each_other(other):
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_sequences_do_not_see_each_other():
     """NaN in one sequence stays there."""
     case = packed((40, 50, 30), dtype=F32)
     inputs = make_inputs(case)
     changed = inputs._replace(**{n: getattr(inputs, n).clone() for n in ("q", "k", "v", "do")})
     for x in (changed.q, changed.k, changed.v, changed.do):
-        x[:, :, 40:90] = other
+        x[:, :, 40:90] = math.nan
     expected, out = (run_op(x, case, backend="triton", strategy="prepass") for x in (inputs, changed))
     for x, y in zip(out, expected):
         assert torch.equal(x[:, :, :40], y[:, :, :40]) and torch.equal(x[:, :, 90:], y[:, :, 90:])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import apply_rope_qk, rope_attention, rope_attention_varlen
+from fused_rope_attn import apply_rope_qk, cu_seqlens_from_position_ids, rope_attention, rope_attention_varlen
 from fused_rope_attn.testing import Case, compare, make_inputs, run_op, run_reference
 
 pytestmark = pytest.mark.gpu
@@ -90,9 +90,13 @@ def test_packed_sequences_need_no_sync():
         return (o, *torch.autograd.grad(o, (q, k, v), inputs.do[0].transpose(0, 1)))
 
     first = run()
+    position_ids = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = run()
+        ends, longest = cu_seqlens_from_position_ids(position_ids, max_sequences=len(LENGTHS))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(first, again))
+    seen = [0, *torch.tensor([n for n in LENGTHS if n]).cumsum(0).tolist()]
+    assert ends.tolist() == [*seen, seen[-1]] and longest == len(position_ids)

@@ -143,7 +143,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr,
 
 @triton.jit
 def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-               batch, head, first, count, jump_after, jump_to, alive, q_offset, NQ, NK, start, left, right, qk_scale,
+               place, first, count, jump_after, jump_to, alive, q_offset, NQ, NK, start, left, right, qk_scale,
                cap_scale, q_sign, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
                INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr,
                MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
@@ -168,7 +168,7 @@ def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_b
             )  # fmt: skip
         else:
             q = load_head_tile(
-                q_source, batch, head, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
+                q_source, place, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
                 MASKED, LONG, False, alive,
             )  # fmt: skip
         if MASKED:
@@ -185,7 +185,7 @@ def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_b
                 exists = visible(positions_q, positions_k[:, None], NK, IS_CAUSAL, start, left, right, BOUNDED)
                 p_t = tl.where(exists, p_t, 0.0)
         do = load_head_tile(
-            do_source, batch, head, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
+            do_source, place, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
             LONG, False, alive,
         )  # fmt: skip
         dv = add_product(p_t.to(do.dtype), do, dv, PRECISION)
@@ -222,13 +222,10 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     head = (bh % HKV).to(tl.int64)
     stats_size = tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ
     stats_pitch = NQ
-    k_base = k_ptr + batch * k_strides[0] + head * k_strides[1]
-    v_base = v_ptr + batch * v_strides[0] + head * v_strides[1]
-    dk_base = dk_ptr + batch * dk_strides[0] + head * dk_strides[1]
-    dv_base = dv_ptr + batch * dv_strides[0] + head * dv_strides[1]
     # Rows of dk and dv are written whether or not their keys exist.
     written = NK
     first_q = 0
+    first_k = 0
     if lens_ptr is not None:
         NK = existing_keys(lens_ptr, batch, NK)
     if cu_k_ptr is not None:
@@ -237,16 +234,13 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
             return
         written = NK
         first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
-        k_base += tl.cast(first_k, tl.int64) * k_strides[2]
-        v_base += tl.cast(first_k, tl.int64) * v_strides[2]
-        dk_base += tl.cast(first_k, tl.int64) * dk_strides[2]
-        dv_base += tl.cast(first_k, tl.int64) * dv_strides[2]
+    place_k = (batch, head, first_k)
     start_n = tile * BLOCK_N
     keys_left = NK - start_n
     rows = tl.arange(0, BLOCK_N)
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-    k_rows = k_base + tl.cast(start_n, tl.int64) * k_strides[2]
-    v_rows = v_base + tl.cast(start_n, tl.int64) * v_strides[2]
+    k_rows = head_source(k_ptr, place_k, k_strides, False) + tl.cast(start_n, tl.int64) * k_strides[2]
+    v_rows = head_source(v_ptr, place_k, v_strides, False) + tl.cast(start_n, tl.int64) * v_strides[2]
     if INLINE:
         k = load_rotated(
             k_rows, rows, keys_left, k_strides, tables, start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, True, LONG,
@@ -271,22 +265,20 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     positions_k = start_n + rows
     for member in range(GROUP_SIZE):
         head_q = head * GROUP_SIZE + member
-        q_source = head_source(q_ptr, batch, head_q, q_strides, TMA)
-        do_source = head_source(do_ptr, batch, head_q, do_strides, TMA)
-        if cu_k_ptr is not None:
-            q_source += tl.cast(first_q, tl.int64) * q_strides[2]
-            do_source += tl.cast(first_q, tl.int64) * do_strides[2]
+        place = (batch, head_q, first_q)
+        q_source = head_source(q_ptr, place, q_strides, TMA)
+        do_source = head_source(do_ptr, place, do_strides, TMA)
         lse_base = stats_ptr + (batch * HKV * GROUP_SIZE + head_q) * stats_pitch + first_q
         delta_base = lse_base + stats_size
         dk, dv = dkdv_range(
             dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-            batch, head_q, first, full_first - first + last - full_last, full_first - first, full_last, alive, q_offset,
+            place, first, full_first - first + last - full_last, full_first - first, full_last, alive, q_offset,
             NQ, NK, start, left, right, qk_scale, cap_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL,
             BOUNDED, INLINE, True, PRECISION, TMA, LONG,
         )  # fmt: skip
         dk, dv = dkdv_range(
             dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-            batch, head_q, full_first, full_last - full_first, 0, 0, alive, q_offset, NQ, NK, start, left, right,
+            place, full_first, full_last - full_first, 0, 0, alive, q_offset, NQ, NK, start, left, right,
             qk_scale, cap_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, False,
             PRECISION, TMA, LONG,
         )  # fmt: skip
@@ -299,9 +291,9 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     k_scale = qk_scale * LN2
     if cap_scale is not None:
         k_scale *= cap_scale
-    dv_rows = dv_base + tl.cast(start_n, tl.int64) * dv_strides[2]
+    dv_rows = head_source(dv_ptr, place_k, dv_strides, False) + tl.cast(start_n, tl.int64) * dv_strides[2]
     store_tile(dv_rows, dv, rows, written - start_n, dv_strides[2], dv_strides[3], D, BLOCK_D, LONG)
-    dk_rows = dk_base + tl.cast(start_n, tl.int64) * dk_strides[2]
+    dk_rows = head_source(dk_ptr, place_k, dk_strides, False) + tl.cast(start_n, tl.int64) * dk_strides[2]
     store_unrotated(
         dk_rows, dk * k_scale, rows, written - start_n, dk_strides, tables, start_n, NK, D, R, BLOCK_D, INTERLEAVED,
         LONG,
@@ -309,7 +301,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
 
 
 @triton.jit
-def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head, first,
+def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place, first,
              last, NK, start, left, right, qk_scale, cap_scale, D: tl.constexpr, R: tl.constexpr,
              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
              BOUNDED: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -327,11 +319,11 @@ def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, 
             )  # fmt: skip
         else:
             k = load_head_tile(
-                k_source, batch, head, start_n, rows, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+                k_source, place, start_n, rows, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
                 LONG, BOUNDED, start,
             )  # fmt: skip
         v = load_head_tile(
-            v_source, batch, head, start_n, rows, NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+            v_source, place, start_n, rows, NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
             LONG, BOUNDED, start,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -368,16 +360,12 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=IS_CAUSAL)
     batch = (bh // HQ).to(tl.int64)
     head = (bh % HQ).to(tl.int64)
-    head_kv = head // GROUP_SIZE
-    k_source = head_source(k_ptr, batch, head_kv, k_strides, TMA)
-    v_source = head_source(v_ptr, batch, head_kv, v_strides, TMA)
-    q_base = q_ptr + batch * q_strides[0] + head * q_strides[1]
-    do_base = do_ptr + batch * do_strides[0] + head * do_strides[1]
-    dq_base = dq_ptr + batch * dq_strides[0] + head * dq_strides[1]
     lse_base = stats_ptr + tl.cast(bh, tl.int64) * NQ
     stats_size = tl.cast(num_heads, tl.int64) * NQ
     if sinks_ptr is not None:
         dsinks_ptr += tile * num_heads + bh
+    first_q = 0
+    first_k = 0
     if lens_ptr is not None:
         NK = existing_keys(lens_ptr, batch, NK)
     if cu_q_ptr is not None:
@@ -385,12 +373,13 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
         if tile * BLOCK_M >= NQ:
             return
         first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        k_source += tl.cast(first_k, tl.int64) * k_strides[2]
-        v_source += tl.cast(first_k, tl.int64) * v_strides[2]
-        q_base += tl.cast(first_q, tl.int64) * q_strides[2]
-        do_base += tl.cast(first_q, tl.int64) * do_strides[2]
-        dq_base += tl.cast(first_q, tl.int64) * dq_strides[2]
         lse_base += first_q
+    place_q = (batch, head, first_q)
+    place_k = (batch, head // GROUP_SIZE, first_k)
+    k_source = head_source(k_ptr, place_k, k_strides, TMA)
+    v_source = head_source(v_ptr, place_k, v_strides, TMA)
+    q_base = head_source(q_ptr, place_q, q_strides, False)
+    do_base = head_source(do_ptr, place_q, do_strides, False)
     start_m = tile * BLOCK_M
     rows_left = NQ - start_m
     q_offset = NK - NQ
@@ -425,17 +414,17 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if start is not None:
         dq = dq_range(
-            dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv, first,
+            dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k, first,
             tl.minimum(full_first, last), NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D,
             INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, PRECISION, TMA, LONG,
         )  # fmt: skip
     dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
+        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
         full_first, full_last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
         IS_CAUSAL, BOUNDED, INLINE, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
+        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
         full_last, last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL,
         BOUNDED, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
@@ -445,7 +434,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
         # The sink is a key without a value: dS = P * (0 - delta).
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         tl.store(dsinks_ptr, -tl.sum(tl.math.exp2(sink - lse) * delta, 0))
-    dq_rows = dq_base + tl.cast(start_m, tl.int64) * dq_strides[2]
+    dq_rows = head_source(dq_ptr, place_q, dq_strides, False) + tl.cast(start_m, tl.int64) * dq_strides[2]
     store_unrotated(
         dq_rows, dq * softmax_scale, rows, rows_left, dq_strides, tables, start_m + q_offset, NK, D, R, BLOCK_D,
         INTERLEAVED, LONG,
@@ -469,7 +458,7 @@ class BackwardCall:
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         sequences = masks.num_sequences
         tables = table_strides(cos, sin, rotary_dim, interleaved)
-        tma = config.tma and not inline and not masks.packed and all(map(has_descriptor, (q_rot, k_rot, v, do)))
+        tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         shared = {
             "D": head_dim,
             "R": rotary_dim,
@@ -501,7 +490,7 @@ class BackwardCall:
         if batch * len_k:
             tile, heads = config.dkdv, batch * heads_kv
             self.q_source, self.do_source = (Source(x, tile.block_m, pad_d, tma) for x in (q_rot, do))
-            section = heads_per_section(heads, 1, head_bytes * group_size * len_q, config.section_bytes)
+            section = heads_per_section(heads, 1, head_bytes * group_size * masks.longest(len_q), config.section_bytes)
             self.dkdv = Launch(
                 dkdv_kernel,
                 tile_count(len_k, sequences, tile.block_n) * heads,
@@ -516,7 +505,7 @@ class BackwardCall:
         if batch * len_q:
             tile, heads = config.dq, batch * heads_q
             self.k_source, self.v_source = (Source(x, tile.block_n, pad_d, tma) for x in (k_rot, v))
-            section = heads_per_section(heads, group_size, head_bytes * len_k, config.section_bytes)
+            section = heads_per_section(heads, group_size, head_bytes * masks.longest(len_k), config.section_bytes)
             tiles = tile_count(len_q, sequences, tile.block_m)
             if masks.tensors[0] is not None:
                 self.dsinks_shape = (tiles * batch, heads_q)

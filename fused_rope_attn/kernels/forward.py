@@ -45,7 +45,7 @@ from fused_rope_attn.kernels.rotary import RotateKeys
 
 
 @triton.jit
-def score_block(q, positions_q, k_source, k_strides, tables, batch, head, start_n, NK, start, left, right, cap_scale,
+def score_block(q, positions_q, k_source, k_strides, tables, place, start_n, NK, start, left, right, cap_scale,
                 D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                 INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr,
                 MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
@@ -64,7 +64,7 @@ def score_block(q, positions_q, k_source, k_strides, tables, batch, head, start_
         )  # fmt: skip
     else:
         k = load_head_tile(
-            k_source, batch, head, start_n, offs_n, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+            k_source, place, start_n, offs_n, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
             LONG, BOUNDED, start,
         )  # fmt: skip
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -78,12 +78,12 @@ def score_block(q, positions_q, k_source, k_strides, tables, batch, head, start_
 
 
 @triton.jit
-def add_values(acc, p, correction, v_source, v_strides, batch, head, start_n, NK, start, D: tl.constexpr,
+def add_values(acc, p, correction, v_source, v_strides, place, start_n, NK, start, D: tl.constexpr,
                BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, CHECK_ROWS: tl.constexpr,
                PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """acc * correction + p V for the values of keys [start_n, start_n + BLOCK_N)."""
     v = load_head_tile(
-        v_source, batch, head, start_n, tl.arange(0, BLOCK_N), NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA,
+        v_source, place, start_n, tl.arange(0, BLOCK_N), NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA,
         CHECK_ROWS, LONG, BOUNDED, start,
     )  # fmt: skip
     return tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
@@ -91,7 +91,7 @@ def add_values(acc, p, correction, v_source, v_strides, batch, head, start_n, NK
 
 @triton.jit
 def attend_range(acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides,
-                 tables, batch, head, first, last, NK, start, left, right, qk_scale, cap_scale, D: tl.constexpr,
+                 tables, place, first, last, NK, start, left, right, qk_scale, cap_scale, D: tl.constexpr,
                  R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
                  IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr,
                  CHECK_VALUES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -104,11 +104,11 @@ def attend_range(acc, p, correction, row_max, row_sum, q, positions_q, k_source,
     """
     for start_n in range(first, last, BLOCK_N):
         scores = score_block(
-            q, positions_q, k_source, k_strides, tables, batch, head, start_n, NK, start, left, right, cap_scale, D, R,
+            q, positions_q, k_source, k_strides, tables, place, start_n, NK, start, left, right, cap_scale, D, R,
             BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, MASKED, PRECISION, TMA, LONG,
         )  # fmt: skip
         acc = add_values(
-            acc, p, correction, v_source, v_strides, batch, head, start_n - BLOCK_N, NK, start, D, BLOCK_N, BLOCK_D,
+            acc, p, correction, v_source, v_strides, place, start_n - BLOCK_N, NK, start, D, BLOCK_N, BLOCK_D,
             BOUNDED, CHECK_VALUES, PRECISION, TMA, LONG,
         )  # fmt: skip
         p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, MASKED)
@@ -132,13 +132,10 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
     tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=IS_CAUSAL)
     batch = (bh // HQ).to(tl.int64)
     head = (bh % HQ).to(tl.int64)
-    q_base = q_ptr + batch * q_strides[0] + head * q_strides[1]
-    head_kv = head // GROUP_SIZE
-    k_source = head_source(k_ptr, batch, head_kv, k_strides, TMA)
-    v_source = head_source(v_ptr, batch, head_kv, v_strides, TMA)
-    o_base = o_ptr + batch * o_strides[0] + head * o_strides[1]
     lse_base = lse_ptr + tl.cast(bh, tl.int64) * NQ
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+    first_q = 0
+    first_k = 0
     if lens_ptr is not None:
         NK = existing_keys(lens_ptr, batch, NK)
     if cu_q_ptr is not None:
@@ -146,11 +143,13 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
         if tile * BLOCK_M >= NQ:
             return
         first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        q_base += tl.cast(first_q, tl.int64) * q_strides[2]
-        k_source += tl.cast(first_k, tl.int64) * k_strides[2]
-        v_source += tl.cast(first_k, tl.int64) * v_strides[2]
-        o_base += tl.cast(first_q, tl.int64) * o_strides[2]
         lse_base += first_q
+    place_q = (batch, head, first_q)
+    place_k = (batch, head // GROUP_SIZE, first_k)
+    q_base = head_source(q_ptr, place_q, q_strides, False)
+    k_source = head_source(k_ptr, place_k, k_strides, TMA)
+    v_source = head_source(v_ptr, place_k, v_strides, TMA)
+    o_base = head_source(o_ptr, place_q, o_strides, False)
 
     start_m = tile * BLOCK_M
     q_offset = NK - NQ
@@ -182,29 +181,29 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     wait_for_previous_launch(PDL)
     scores = score_block(
-        q, positions_q, k_source, k_strides, tables, batch, head_kv, first, NK, start, left, right, cap_scale, D, R,
+        q, positions_q, k_source, k_strides, tables, place_k, first, NK, start, left, right, cap_scale, D, R,
         BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
     p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, True)
     if start is not None:
         acc, p, correction, row_max, row_sum = attend_range(
             acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables,
-            batch, head_kv, first + BLOCK_N, tl.minimum(full_first, last), NK, start, left, right, qk_scale, cap_scale,
+            place_k, first + BLOCK_N, tl.minimum(full_first, last), NK, start, left, right, qk_scale, cap_scale,
             D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, True, PRECISION, TMA, LONG,
         )  # fmt: skip
     acc, p, correction, row_max, row_sum = attend_range(
-        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch,
-        head_kv, full_first, full_last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D,
+        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
+        full_first, full_last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D,
         INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, False, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     acc, p, correction, row_max, row_sum = attend_range(
-        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch,
-        head_kv, full_last, last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
+        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
+        full_last, last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
         IS_CAUSAL, BOUNDED, INLINE, True, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     last_block = tl.maximum(first, (tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N)
     acc = add_values(
-        acc, p, correction, v_source, v_strides, batch, head_kv, last_block, NK, start, D, BLOCK_N, BLOCK_D, BOUNDED,
+        acc, p, correction, v_source, v_strides, place_k, last_block, NK, start, D, BLOCK_N, BLOCK_D, BOUNDED,
         True, PRECISION, TMA, LONG,
     )  # fmt: skip
 
@@ -240,8 +239,7 @@ class ForwardCall:
             self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config, masks=masks)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None
-        # A packed sequence begins at a row of its own, which the descriptor of the whole tensor does not know.
-        tma = config.tma and not inline and not masks.packed and has_descriptor(v) and has_descriptor(k_like)
+        tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
         # Without a kernel before it that belongs to this call there is nothing to overlap with.
         pdl = config.pdl and not inline
         self.o_strides = output_strides(q)
@@ -251,7 +249,7 @@ class ForwardCall:
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
-        kv_bytes = 2 * len_k * head_dim * k.element_size()
+        kv_bytes = 2 * masks.longest(len_k) * head_dim * k.element_size()
         section = heads_per_section(num_heads, group_size, kv_bytes, config.section_bytes)
         self.launch = Launch(
             forward_kernel,

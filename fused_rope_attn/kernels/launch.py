@@ -123,13 +123,14 @@ class Masks(NamedTuple):
 
     left, right: keys before and after the query's own, None for unbounded; with causal, right is None. The tensors, in
     the order in which kernels take them: sinks (HQ,), kv_starts and kv_lens (B,) int32, cu_seqlens_q and cu_seqlens_k
-    (sequences + 1,) int32.
+    (sequences + 1,) int32. max_seqlen: of packed sequences, as a power of two, so that batches share their launches.
     """
 
     left: int | None = None
     right: int | None = None
     softcap: float = 0.0
     tensors: tuple = (None,) * 5
+    max_seqlen: int = 0
 
     @property
     def packed(self) -> bool:
@@ -139,6 +140,10 @@ class Masks(NamedTuple):
     def bounded(self) -> bool:
         """Whether the number of keys is read on the device, or may begin after the first."""
         return any(x is not None for x in self.tensors[1:])
+
+    def longest(self, length: int) -> int:
+        """Rows of one sequence at most, in tensors of ``length`` rows."""
+        return min(self.max_seqlen, length) if self.packed else length
 
     @property
     def num_sequences(self) -> int | None:
@@ -151,13 +156,14 @@ NO_TENSORS = (None,) * 5
 _WIDEST_WINDOW = 2**30
 
 
-def describe_masks(causal: bool, left: int, right: int, softcap: float, tensors: tuple) -> Masks:
+def describe_masks(causal: bool, left: int, right: int, softcap: float, tensors: tuple, max_seqlen: int = 0) -> Masks:
     """``Masks`` of a call; left and right as in ``window``, -1 for unbounded."""
     return Masks(
         min(left, _WIDEST_WINDOW) if left >= 0 else None,
         min(right, _WIDEST_WINDOW) if right >= 0 and not causal else None,  # the diagonal is the narrower bound
         softcap,
         tuple(None if x is None else signature(x) for x in tensors),
+        1 << max(0, max_seqlen - 1).bit_length() if tensors[3] is not None else 0,
     )
 
 

@@ -99,10 +99,10 @@ def store_tile(base, tile, rows, row_limit, stride_row, stride_column, D: tl.con
 
 
 @triton.jit
-def load_head_tile(source, batch, head, start, rows, row_limit, stride_row, stride_column, D: tl.constexpr,
+def load_head_tile(source, place, start, rows, row_limit, stride_row, stride_column, D: tl.constexpr,
                    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, CHECK_ROWS: tl.constexpr,
                    LONG: tl.constexpr, BOUNDED: tl.constexpr = False, first_row=None):  # fmt: skip
-    """Rows [start, start + BLOCK) of one head: through a (B, H, N, D) tensor descriptor, or from the head's pointer.
+    """Rows [start, start + BLOCK) of ``head_source``'s part of a tensor.
 
     With CHECK_ROWS, rows outside [first_row, row_limit) read as zero. The TMA does so past the end of the tensor only,
     which is row_limit unless BOUNDED.
@@ -110,7 +110,8 @@ def load_head_tile(source, batch, head, start, rows, row_limit, stride_row, stri
     if first_row is not None:
         first_row -= start
     if TMA:
-        tile = tl.reshape(source.load([batch.to(tl.int32), head.to(tl.int32), start, 0]), (BLOCK, BLOCK_D))
+        batch, head, origin = place
+        tile = tl.reshape(source.load([batch.to(tl.int32), head.to(tl.int32), origin + start, 0]), (BLOCK, BLOCK_D))
         if CHECK_ROWS:
             if BOUNDED or first_row is not None:
                 tile = tl.where(row_mask(rows, first_row, row_limit - start), tile, 0.0).to(tile.dtype)
@@ -123,12 +124,16 @@ def load_head_tile(source, batch, head, start, rows, row_limit, stride_row, stri
 
 
 @triton.jit
-def head_source(tensor, batch, head, strides, TMA: tl.constexpr):
-    """What ``load_head_tile`` reads: the descriptor itself, or a pointer to the head's first row."""
+def head_source(tensor, place, strides, TMA: tl.constexpr):
+    """What ``load_head_tile`` reads: the (B, H, N, D) descriptor itself, or a pointer to the first row of a place.
+
+    ``place``: (batch, head, origin), the first two int64; origin is the row where a packed sequence begins, else 0.
+    """
     if TMA:
         return tensor
     else:
-        return tensor + batch * strides[0] + head * strides[1]
+        batch, head, origin = place
+        return tensor + batch * strides[0] + head * strides[1] + tl.cast(origin, tl.int64) * strides[2]
 
 
 @triton.jit
