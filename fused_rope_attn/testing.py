@@ -128,8 +128,9 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
 
     sinks = None
     if case.sinks:
-        generator = torch.Generator(device).manual_seed(case.seed + 1)
-        sinks = torch.randn(case.heads_q, generator=generator, device=device)
+        # Always as many, and on the CPU: a case of the first heads alone has the same sinks.
+        generator = torch.Generator().manual_seed(case.seed + 1)
+        sinks = torch.randn(256, generator=generator)[: case.heads_q].to(device)
     return {
         "window": case.window,
         "softcap": case.softcap,
