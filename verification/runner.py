@@ -203,7 +203,8 @@ def _references(inputs: testing.Inputs, case: testing.Case, heads: Heads) -> tup
         sin=inputs.sin[batch] if case.table_batch else inputs.sin,
         do=_heads_of(inputs.do, heads, case, False),
     )
-    case = replace(case, batch=part.q.shape[0], heads_q=part.q.shape[1], heads_kv=part.k.shape[1])
+    bounds = {name: x[batch] for name in ("kv_starts", "kv_lens") if (x := getattr(case, name)) is not None}
+    case = replace(case, batch=part.q.shape[0], heads_q=part.q.shape[1], heads_kv=part.k.shape[1], **bounds)
     return testing.run_reference(part, case, torch.float64), testing.run_reference(part, case)
 
 
