@@ -12,6 +12,7 @@ from test_kernels import F16, F32, both, cases, hold
 
 from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.device import is_interpreted
+from fused_rope_attn.kernels.launch import describe_masks
 from fused_rope_attn.kernels.primitives import key_range, query_range
 from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference
 
@@ -342,3 +343,12 @@ def test_plans_of_masked_calls():
     q, k, v, cos, sin, _ = make_inputs(Case(2, 2, 1, 8, 8, 16, dtype=F16))
     chosen = plan(q, k, v, cos, sin, True, window=(3, 0), strategy="prepass")
     assert chosen.backend == "triton" and chosen.strategy == "prepass"
+
+
+def test_heads_share_a_section_by_the_longest_sequence():
+    """Not by all tokens; as a power of two, so that batches of about the same lengths share their launches."""
+    ends = torch.tensor([0, 300, 600], dtype=torch.int32)
+    packed_masks = describe_masks(True, -1, -1, 0.0, (None, None, None, ends, ends), 300)
+    assert packed_masks.longest(10**6) == 512 and packed_masks.longest(400) == 400
+    assert packed_masks == describe_masks(True, -1, -1, 0.0, (None, None, None, ends, ends), 511)
+    assert describe_masks(True, 5, -1, 0.0, (None,) * 5).longest(10**6) == 10**6
