@@ -39,14 +39,27 @@ class Verdict:
 
 
 class Gate:
-    """References of one case, made when first needed and shared by all providers."""
+    """References of one case, made when first needed and shared by all providers.
 
-    def __init__(self, case: testing.Case, inputs: testing.Inputs, *, grads: bool, strict: bool = False):
+    ``heads``: the (batch entry, key-value head) pairs to compare, instead of the first and the last.
+    """
+
+    def __init__(
+        self,
+        case: testing.Case,
+        inputs: testing.Inputs,
+        *,
+        grads: bool,
+        strict: bool = False,
+        heads: list[tuple[int, int]] | None = None,
+    ):
         self.case, self.inputs, self.grads, self.strict = case, inputs, grads, strict
         self._group = case.heads_q // case.heads_kv
         last = (case.batch - 1, case.heads_kv - 1)
         # The last head shows wrong strides and offsets, the first everything else.
         self._heads = [last] if case.len_k >= _LONG or last == (0, 0) else [(0, 0), last]
+        if heads is not None:
+            self._heads = heads
         self._references: dict[str, list[tuple[testing.Results, testing.Results]]] = {}
 
     def check(self, provider: Provider, synchronize: Callable[[], None]) -> Verdict:

@@ -1,6 +1,6 @@
 """Attention with rotary position embedding inside: ``rope_attention(q, k, v, cos, sin, causal)``."""
 
-from fused_rope_attn.api import plan, rope_attention
+from fused_rope_attn.api import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.planning import Plan
 from fused_rope_attn.rotation import (
     RotaryEmbedding,
@@ -17,9 +17,11 @@ __all__ = [
     "RotaryEmbedding",
     "apply_rope",
     "apply_rope_qk",
+    "cu_seqlens_from_position_ids",
     "permute_rope_layout",
     "plan",
     "rope_attention",
+    "rope_attention_varlen",
     "rope_tables",
     "rope_tables_2d",
 ]

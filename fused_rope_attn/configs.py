@@ -115,7 +115,8 @@ class HopperBackwardConfig:
 class Row:
     """One line of the table: ``tiles`` (one forward; dkdv and dq backward) for what the other fields select.
 
-    head_dim: largest head dimension served. None matches anything. note: why these tiles.
+    head_dim: largest head dimension served. masked: whether the call has a window, lengths, a cap or sinks, which take
+    registers. None matches anything. note: why these tiles.
     """
 
     archs: tuple[str, ...]
@@ -127,11 +128,12 @@ class Row:
     causal: bool | None = None
     buckets: tuple[str, ...] | None = None
     gqa: bool | None = None
+    masked: bool | None = None
     section_bytes: int = 0
     rotate_rows: int = 32
     tma: bool = False
 
-    def matches(self, arch, element_size, head_dim, strategy, causal, length_bucket, gqa) -> bool:
+    def matches(self, arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> bool:
         return (
             arch in self.archs
             and element_size == self.element_size
@@ -140,6 +142,7 @@ class Row:
             and self.causal in (None, causal)
             and (self.buckets is None or length_bucket in self.buckets)
             and self.gqa in (None, gqa)
+            and self.masked in (None, masked)
         )
 
     def config(self, arch: str, strategy: str) -> ForwardConfig | BackwardConfig:
@@ -202,6 +205,7 @@ _NARROW = 8 << 20
 _H200 = "H200, triton 3.6.0, 2026-11-21 (docs/log.md); untimed on sm_100"
 _FMA = "true float32 products run on the FMA units; sized by registers, untimed"
 _UNTIMED = "sized by shared memory and registers, untimed"
+_MASKED = "untimed: with masks the tiles for longer sequences spill up to 500 bytes, inside the loops; this one nothing"
 _CPU = "more than one tile in few rows, so that small tests cross every border"
 
 # fmt: off
@@ -229,6 +233,8 @@ FORWARD: tuple[Row, ...] = (
 
 BACKWARD: tuple[Row, ...] = (
     Row(_HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _H200, buckets=_TINY, section_bytes=_WIDE),
+    Row(_HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _MASKED, _PREPASS, masked=True, section_bytes=_NARROW,
+        tma=True),
     Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_WIDE, tma=True),
     Row(_HOPPER, 2, 64, (Tile(32, 128, 4, 3), Tile(128, 64, 4, 3)), _H200, section_bytes=_NARROW, tma=True),
     Row(_HOPPER, 2, 128, (Tile(32, 64, 8, 2), Tile(64, 64, 4, 2)), _UNTIMED, strategies=_INLINE),
@@ -236,6 +242,9 @@ BACKWARD: tuple[Row, ...] = (
         tma=True),
     Row(_HOPPER, 2, 128, (Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)), _H200, _PREPASS, section_bytes=_NARROW, tma=True),
     Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)), _UNTIMED, _INLINE),
+    Row(_HOPPER, 2, 256, (Tile(32, 32, 8, 2), Tile(128, 32, 8, 2)),
+        "untimed: with masks 64 key rows spill 992 bytes with triton 3.8, and 32 nothing", _PREPASS, masked=True,
+        section_bytes=_NARROW, tma=True),
     Row(("sm_90",), 2, 256, (Tile(32, 64, 8, 2), Tile(128, 32, 8, 2)),
         f"{_H200}; 64x64 is 3 % faster with triton 3.6 and spills 856 bytes with 3.9", _PREPASS, section_bytes=_NARROW,
         tma=True),
@@ -334,15 +343,17 @@ def _find(rows, *key):
 
 
 @functools.cache
-def forward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa) -> ForwardConfig:
+def forward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> ForwardConfig:
     """The forward configuration for these properties."""
-    return _find(FORWARD, arch, element_size, head_dim, strategy, causal, length_bucket, gqa).config(arch, strategy)
+    shape = (causal, length_bucket, gqa, masked)
+    return _find(FORWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 
 @functools.cache
-def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa) -> BackwardConfig:
+def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> BackwardConfig:
     """The backward configuration for these properties."""
-    return _find(BACKWARD, arch, element_size, head_dim, strategy, causal, length_bucket, gqa).config(arch, strategy)
+    shape = (causal, length_bucket, gqa, masked)
+    return _find(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 
 def hopper_forward(head_dim, causal, length_bucket, gqa) -> HopperRow:

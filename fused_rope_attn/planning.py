@@ -31,9 +31,13 @@ class Plan:
     backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
 
 
-def feature_obstacle(window, softcap, sinks, kv_starts, kv_lens) -> Obstacle | None:
-    """The argument that no kernel serves yet, as the error an explicit backend raises; None where there is none."""
+def portable_feature(window, softcap, sinks, kv_starts, kv_lens, cu_seqlens=None) -> str:
+    """The argument that only the portable kernels (and the reference) serve; "" where there is none.
+
+    Packed sequences come first: they say how ``plan_for`` reads lengths.
+    """
     for name, given in (
+        ("cu_seqlens_q", cu_seqlens is not None),
         ("window", window is not None),
         ("softcap", softcap != 0.0),
         ("sinks", sinks is not None),
@@ -41,8 +45,8 @@ def feature_obstacle(window, softcap, sinks, kv_starts, kv_lens) -> Obstacle | N
         ("kv_lens", kv_lens is not None),
     ):
         if given:
-            return NotImplementedError, f"{name} is served by backend='reference' only; the kernels have no {name} yet"
-    return None
+            return name
+    return ""
 
 
 def kernel_obstacle(q) -> Obstacle | None:
@@ -70,11 +74,14 @@ def _device_obstacle(where: torch.device) -> Obstacle | None:
     return None
 
 
-def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layout: str | None = None):
-    """Why the sm_90 kernels cannot serve a call without the features above, as ``kernel_obstacle`` says it.
+def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layout: str | None = None, feature=""):
+    """Why the sm_90 kernels cannot serve a call, as ``kernel_obstacle`` says it.
 
-    The one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot address it.
+    The one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot address it. feature: what
+    ``portable_feature`` found.
     """
+    if feature:
+        return NotImplementedError, f"{feature} is not served by backend='hopper' yet, but by the portable kernels"
     if dtype not in HOPPER_DTYPES:
         return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
     if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= configs.HOPPER_HEAD_DIM:
@@ -105,9 +112,9 @@ _device_obstacle._dynamo_marked_constant = True
 _arch._dynamo_marked_constant = True
 
 
-def choose_backend(q, k, backend, strategy, window, softcap, sinks, kv_starts, kv_lens) -> tuple[str, str]:
+def choose_backend(q, k, backend, strategy, feature: str = "") -> tuple[str, str]:
     """Resolve ``backend`` to "reference", with the reason, or to what ``plan_for`` takes; raises where an explicit
-    choice cannot run.
+    choice cannot run. ``feature`` as ``portable_feature`` gives it.
 
     Looks at nothing that a traced graph could not know, such as addresses: that is left to ``plan_for``.
     """
@@ -115,12 +122,10 @@ def choose_backend(q, k, backend, strategy, window, softcap, sinks, kv_starts, k
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
         return "reference", "asked for"
-    obstacle = feature_obstacle(window, softcap, sinks, kv_starts, kv_lens)
-    if obstacle is None:
-        if backend == "hopper":
-            obstacle = hopper_obstacle(_arch(q.device), q.dtype, q.shape[3], k.shape[2] == 0, strategy)
-        else:
-            obstacle = kernel_obstacle(q)
+    if backend == "hopper":
+        obstacle = hopper_obstacle(_arch(q.device), q.dtype, q.shape[3], k.shape[2] == 0, strategy, None, feature)
+    else:
+        obstacle = kernel_obstacle(q)
     if obstacle is not None:
         if backend != "auto" or strategy != "auto":
             raise obstacle[0](obstacle[1])
@@ -132,12 +137,18 @@ def choose_backend(q, k, backend, strategy, window, softcap, sinks, kv_starts, k
     return backend, ""
 
 
-def plan_for(q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool) -> Plan:
+def plan_for(
+    q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool, feature: str = "", max_seqlen: int = 0
+) -> Plan:
     """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length.
 
-    Raises where an explicit ``backend="hopper"`` cannot address v.
+    max_seqlen: the longest of packed sequences. Raises where an explicit ``backend="hopper"`` cannot address v.
     """
     length = k.shape[2]
+    longest = max(q.shape[2], length)
+    visited = length  # at most, by one query
+    if feature == "cu_seqlens_q":
+        longest, visited = min(max_seqlen, longest), min(max_seqlen, length)
     key = (
         device.arch(q.device),
         q.dtype,
@@ -146,10 +157,11 @@ def plan_for(q, k, v, causal: bool, strategy: str, backend: str, deterministic: 
         backend,
         deterministic,
         causal,
-        configs.bucket(max(q.shape[2], length)),
+        configs.bucket(longest),
         q.shape[1] != k.shape[1],
         length == 0,
-        configs.work_class(q.numel() * length),
+        configs.work_class(q.numel() * visited),
+        feature,
     )
     plan, tma = _plan(*key)
     if tma and not has_descriptor(v) and q.numel() > 0:
@@ -163,13 +175,13 @@ def plan_for(q, k, v, causal: bool, strategy: str, backend: str, deterministic: 
 
 @functools.cache
 def _plan(
-    arch, dtype, head_dim, strategy, backend, deterministic, causal, length_bucket, gqa, no_keys, work,
+    arch, dtype, head_dim, strategy, backend, deterministic, causal, length_bucket, gqa, no_keys, work, feature,
     v_layout=None,
 ) -> tuple[Plan, bool]:  # fmt: skip
     """(the plan, whether kernels of sm_90 are in it, which read v through the TMA)."""
     shape = (causal, length_bucket, gqa)
     row, row_backward = None, None
-    obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout)
+    obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout, feature)
     if obstacle is None:
         row, row_backward = (find(head_dim, *shape) for find in (configs.hopper_forward, configs.hopper_backward))
     elif backend == "hopper":
@@ -194,12 +206,13 @@ def _plan(
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     portable = (configs.family(arch), dtype.itemsize, head_dim)
+    masked = feature != ""
     plan = Plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
-        row.config if forward[0] else configs.forward(*portable, strategy, *shape),
-        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape),
+        row.config if forward[0] else configs.forward(*portable, strategy, *shape, masked),
+        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape, masked),
     )
     return plan, forward[0] or backward[0]
 

@@ -7,12 +7,24 @@ and a fallback, not a fast path.
 Symbols: B batch, HQ/HKV query/key-value heads, NQ/NK query/key lengths, D head dim, R rotary dim, S table rows.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["attend", "attention", "normalise_tables", "query_rows", "rotate", "rotation", "visible_range"]
+__all__ = [
+    "absent_keys",
+    "attend",
+    "attention",
+    "normalise_tables",
+    "packed_attention",
+    "query_rows",
+    "rotate",
+    "rotation",
+    "visible_range",
+]
 
 
 def normalise_tables(cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -228,22 +240,91 @@ def attention(
     position, low, high = visible_range(
         len_q, len_k, causal, window=window, kv_starts=kv_starts, kv_lens=kv_lens, device=q.device
     )
-    if kv_starts is not None or kv_lens is not None:
-        key = torch.arange(len_k, device=q.device)
-        absent = _absent_keys(key, kv_starts, kv_lens)[:, None, :, None]
+    absent = absent_keys(len_k, position, window=window, kv_starts=kv_starts, kv_lens=kv_lens)
+    if absent is not None:
+        absent = absent[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     k_rot = rotate(k, cos[:, None, :len_k], sin[:, None, :len_k], interleaved=interleaved)
     q_rot = rotate(q, *query_rows(cos, sin, position), interleaved=interleaved)
     return attend(q_rot, k_rot, v, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
 
 
-def _absent_keys(key: Tensor, kv_starts: Tensor | None, kv_lens: Tensor | None) -> Tensor:
-    """True (B, NK) for the keys outside [kv_starts, kv_lens)."""
-    before = key < kv_starts.unsqueeze(1) if kv_starts is not None else None
-    after = key >= kv_lens.unsqueeze(1) if kv_lens is not None else None
-    if before is None:
-        return after
-    return before if after is None else before | after
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float,
+    rotary_dim: int,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
+
+    `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so that the whole
+    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there.
+    """
+    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
+
+    def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every token: its sequence, and its index in it; and the lengths, with an empty one behind the last."""
+        token = torch.arange(length, device=cu.device)
+        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0)
+        lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
+        return sequence, token - cu[sequence], lengths
+
+    sequence, index, lengths_q = sequences(cu_seqlens_q, q.shape[2])
+    sequence_k, position_k, lengths_k = sequences(cu_seqlens_k, k.shape[2])
+    length = lengths_k[sequence]
+    position = length - lengths_q[sequence] + index
+    low, high = torch.zeros_like(position), length
+    if window is not None and window[0] >= 0:
+        low = torch.maximum(low, position - window[0])
+    if window is not None and window[1] >= 0:
+        high = torch.minimum(high, position + window[1] + 1)
+    if causal:
+        high = torch.minimum(high, position + 1)
+    high = torch.where((position < 0) | (sequence == lengths_q.shape[0] - 1), 0, high)
+    outside = sequence_k == lengths_k.shape[0] - 1
+    k, v = (x.masked_fill(outside[None, None, :, None], 0) for x in (k, v))
+    rows = max(cos.shape[1] - 1, 0)
+    k_rot = rotate(
+        k, *query_rows(cos, sin, torch.where(outside, 0, position_k).clamp(max=rows)[None]), interleaved=interleaved
+    )
+    q_rot = rotate(q, *query_rows(cos, sin, position.clamp(max=rows)[None]), interleaved=interleaved)
+    first = cu_seqlens_k.long()[sequence]
+    return attend(
+        q_rot, k_rot, v, (low + first)[None], (high + first)[None], softmax_scale=softmax_scale, softcap=softcap,
+        sinks=sinks,
+    )  # fmt: skip
+
+
+def absent_keys(
+    len_k: int,
+    position: Tensor,
+    *,
+    window: tuple[int, int] | None = None,
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+) -> Tensor | None:
+    """True (1|B, NK) for the keys outside [kv_starts, kv_lens) and those before the first query's window; None where
+    there are none. `position` (1|B, NQ) as `visible_range` gives it."""
+    key = torch.arange(len_k, device=position.device)
+    absent = []
+    if kv_starts is not None:
+        absent.append(key < kv_starts.unsqueeze(1))
+    if kv_lens is not None:
+        absent.append(key >= kv_lens.unsqueeze(1))
+    if window is not None and window[0] >= 0 and position.shape[1] > 0:
+        absent.append(key < position[:, :1] - window[0])
+    return functools.reduce(torch.logical_or, absent) if absent else None
 
 
 def query_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

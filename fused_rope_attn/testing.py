@@ -8,7 +8,7 @@ rows, or one key dropped for them, passes any rule on the whole tensor.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "Results",
     "compare",
     "make_inputs",
+    "masks_of",
     "poison_empty",
     "run_op",
     "run_reference",
@@ -62,6 +63,12 @@ class Case:
     layout: str = "bnhd"  # "bhnd": contiguous; "odd": unaligned, odd strides; "expanded": one batch, stride 0
     extra_rows: int = 0  # table rows beyond len_k
     seed: int = 0
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    sinks: bool = False  # random ones, and their gradient
+    kv_starts: tuple[int, ...] | None = None  # one for each batch entry, like kv_lens
+    kv_lens: tuple[int, ...] | None = None
+    seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
 
     @property
     def rotary(self) -> int:
@@ -96,9 +103,41 @@ class Case:
             words.append(self.layout)
         if self.extra_rows:
             words.append(f"S=NK+{self.extra_rows}")
+        if self.window is not None:
+            words.append(f"window={self.window[0]},{self.window[1]}")
+        if self.softcap:
+            words.append(f"softcap={self.softcap:g}")
+        if self.sinks:
+            words.append("sinks")
+        for name in ("kv_starts", "kv_lens"):
+            if (bounds := getattr(self, name)) is not None:
+                words.append(f"{name}={','.join(map(str, bounds))}")
+        if self.seqlens is not None:
+            words.append("packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens))
         if self.seed:
             words.append(f"seed={self.seed}")
         return " ".join(words)
+
+
+def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The masks of a case as keyword arguments of ``rope_attention``; sinks (HQ,) float32, where it has some."""
+    device = torch.device(device)
+
+    def bounds(values: tuple[int, ...] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    sinks = None
+    if case.sinks:
+        # Always as many, and on the CPU: a case of the first heads alone has the same sinks.
+        generator = torch.Generator().manual_seed(case.seed + 1)
+        sinks = torch.randn(256, generator=generator)[: case.heads_q].to(device)
+    return {
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": sinks,
+        "kv_starts": bounds(case.kv_starts),
+        "kv_lens": bounds(case.kv_lens),
+    }
 
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -115,14 +154,18 @@ class Inputs(NamedTuple):
     do: Tensor
 
 
-class Results(NamedTuple):
-    """Outputs and gradients; the gradients are None where they were not asked for."""
-
+class _Results(NamedTuple):
     o: Tensor
     lse: Tensor
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+
+
+class Results(_Results):
+    """Outputs and gradients; the gradients are None where they were not asked for, that of the sinks without sinks."""
+
+    dsinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +257,8 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     at least float32 and rounded once.
     """
     dtype = case.dtype if dtype is None else dtype
+    if case.seqlens is not None:
+        return _reference_packed(inputs, case, dtype)
     q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
     wide = dtype == torch.float64
     cos, sin = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
@@ -224,6 +269,8 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
     dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
     lse = torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
+    masks = masks_of(case, q.device)
+    dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
 
     group = case.heads_q // case.heads_kv
     head_bytes = max(1, group * case.len_q * case.len_k * (8 if wide else 4))
@@ -236,18 +283,64 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
             kv = (slice(b, b + 1), slice(first, first + step))
             qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
             block = [x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs])]
-            results = _reference_heads(*block, cos[table], sin[table], case, rows)
+            part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
+            if case.sinks:
+                part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
+            *results, dsinks_part = _reference_heads(*block, cos[table], sin[table], case, rows, **part)
             o[qs], lse[qs], dq[qs], dk[kv], dv[kv] = results
-    return Results(o, lse, dq, dk, dv)
+            if case.sinks:
+                dsinks[qs[1]] += dsinks_part
+    results = Results(o, lse, dq, dk, dv)
+    results.dsinks = dsinks if case.sinks else None
+    return results
+
+
+def _reference_packed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
+    """Each sequence by itself: no mask of packed sequences is involved. Rows behind the last one see nothing."""
+    q, k = inputs.q, inputs.k
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
+    lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
+    results = Results(o, lse, dq, dk, dv)
+    results.dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device) if case.sinks else None
+    first_q = first_k = 0
+    for len_q, len_k in case.seqlens:
+        # Lengths on the device: queries before position 0 see nothing, causal or not.
+        one = replace(case, seqlens=None, len_q=len_q, len_k=len_k, kv_lens=(len_k,))
+        rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
+        some_q, some_k = (x[:, :, rows_q] for x in (q, inputs.do)), (x[:, :, rows_k] for x in (k, inputs.v))
+        (q_part, do_part), (k_part, v_part) = some_q, some_k
+        part = run_reference(Inputs(q_part, k_part, v_part, inputs.cos, inputs.sin, do_part), one, dtype)
+        for whole, x, rows in zip(results, part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
+            whole[:, :, rows] = x
+        if case.sinks:
+            results.dsinks += part.dsinks
+        first_q, first_k = first_q + len_q, first_k + len_k
+    return results
 
 
 def _reference_heads(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, cos: Tensor, sin: Tensor, case: Case, rows: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    case: Case,
+    rows: int,
+    sinks: Tensor | None = None,
+    **bounds: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """`reference.attention` and its gradients for a few heads, `rows` queries at a time."""
     with torch.enable_grad():
         q, k = q.requires_grad_(), k.requires_grad_()
-        position, low, high = reference.visible_range(case.len_q, case.len_k, case.causal, device=q.device)
+        position, low, high = reference.visible_range(
+            case.len_q, case.len_k, case.causal, window=case.window, device=q.device, **bounds
+        )
+        absent = reference.absent_keys(case.len_k, position, window=case.window, **bounds)
+        if absent is not None:
+            k, v = (x.detach().masked_fill(absent[:, None, :, None], 0).requires_grad_() for x in (k, v))
         q_rot = reference.rotate(q, *reference.query_rows(cos, sin, position), interleaved=case.interleaved)
         k_rot = reference.rotate(
             k, cos[:, None, : case.len_k], sin[:, None, : case.len_k], interleaved=case.interleaved
@@ -255,21 +348,28 @@ def _reference_heads(
         # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
         leaves = [x.detach().requires_grad_() for x in (q_rot, k_rot, v)]
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        dsinks = None
+        if sinks is not None:
+            leaves.append(sinks.detach().requires_grad_())
+            dsinks = torch.zeros_like(sinks)
         o, dq_rot = torch.zeros_like(q, requires_grad=False), torch.zeros_like(q, requires_grad=False)
         lse = torch.zeros(q.shape[:3], device=q.device, dtype=sum_dtype)
         dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
         for start in range(0, case.len_q, rows):
             part = slice(start, start + rows)
             o_part, lse_part = reference.attend(
-                leaves[0][:, :, part], leaves[1], leaves[2], low[:, part], high[:, part], softmax_scale=case.scale
-            )
-            dq_part, dk_part, dv_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
+                leaves[0][:, :, part], leaves[1], leaves[2], low[:, part], high[:, part], softmax_scale=case.scale,
+                softcap=case.softcap, sinks=leaves[3] if sinks is not None else None,
+            )  # fmt: skip
+            dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
+            if sinks_part:
+                dsinks += sinks_part[0]
             o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part
             dq_rot += dq_part
             dk_rot += dk_part
             dv += dv_part
         dq, dk = torch.autograd.grad((q_rot, k_rot), (q, k), (dq_rot, dk_rot.to(k.dtype)))
-    return o, lse, dq, dk, dv
+    return o, lse, dq, dk, dv, dsinks
 
 
 def run_op(
@@ -282,27 +382,42 @@ def run_op(
     grads: bool = True,
 ) -> Results:
     """`fused_rope_attn.rope_attention` on the inputs as they lie in memory, with gradients unless `grads` is False."""
-    from fused_rope_attn import rope_attention  # here, so that inputs and references need the reference only
+    import fused_rope_attn  # here, so that inputs and references need the reference only
 
     q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
-    o, lse = rope_attention(
-        q,
-        k,
-        v,
-        inputs.cos,
-        inputs.sin,
-        case.causal,
-        softmax_scale=case.softmax_scale,
-        rotary_dim=case.rotary_dim,
-        interleaved=case.interleaved,
-        return_lse=True,
-        deterministic=deterministic,
-        backend=backend,
-        strategy=strategy,
-    )
+    masks = masks_of(case, q.device)
+    if case.sinks:
+        masks["sinks"].requires_grad_(grads)
+    options = {
+        "softmax_scale": case.softmax_scale,
+        "rotary_dim": case.rotary_dim,
+        "interleaved": case.interleaved,
+        "return_lse": True,
+        "deterministic": deterministic,
+        "backend": backend,
+        "strategy": strategy,
+        **masks,
+    }
+    if case.seqlens is None:
+        o, lse = fused_rope_attn.rope_attention(q, k, v, inputs.cos, inputs.sin, case.causal, **options)
+    else:
+        packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+        lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
+        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(q.device)
+        longest = [max((n[i] for n in case.seqlens), default=0) for i in range(2)]
+        del options["kv_starts"], options["kv_lens"]
+        o, lse = fused_rope_attn.rope_attention_varlen(
+            *packed, inputs.cos, inputs.sin, ends[:, 0].contiguous(), ends[:, 1].contiguous(), *longest, case.causal,
+            **options,
+        )  # fmt: skip
+        o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     if not grads:
         return Results(o, lse)
-    return Results(o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), inputs.do))
+    wanted = (q, k, v, masks["sinks"]) if case.sinks else (q, k, v)
+    dq, dk, dv, *dsinks = torch.autograd.grad(o, wanted, inputs.do)
+    results = Results(o.detach(), lse.detach(), dq, dk, dv)
+    results.dsinks = dsinks[0] if dsinks else None
+    return results
 
 
 def compare(name: str, out: Tensor, ref64: Tensor, eager: Tensor, *, grad: bool, dtype: torch.dtype) -> Comparison:

@@ -12,7 +12,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["BACKENDS", "LAYOUTS", "STRATEGIES", "check_attention", "check_rotation"]
+__all__ = [
+    "BACKENDS",
+    "LAYOUTS",
+    "STRATEGIES",
+    "check_attention",
+    "check_packed",
+    "check_position_ids",
+    "check_rotation",
+]
 
 BACKENDS = ("auto", "reference", "triton", "hopper")
 STRATEGIES = ("auto", "inline", "prepass")
@@ -43,8 +51,11 @@ def check_attention(
     deterministic: bool,
     backend: str,
     strategy: str,
+    max_seqlen_k: int | None = None,
 ) -> int:
     """Check the arguments of `rope_attention` as its caller gave them, and return the rotary dim R.
+
+    max_seqlen_k: of packed sequences, which `check_packed` has seen: the table rows that they need.
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
@@ -85,13 +96,14 @@ def check_attention(
         raise ValueError(
             f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q_shape)}"
         )
-    if len_q > len_k and not causal and kv_lens is None:
+    if len_q > len_k and not causal and kv_lens is None and max_seqlen_k is None:
         raise ValueError(
             f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "
             "with the end of the keys, and the first ones would have negative positions"
         )
 
-    rotary_dim = _check_tables(cos, sin, dtype, batch, len_k, head_dim, rotary_dim, "q", "k")
+    rows = len_k if max_seqlen_k is None else max_seqlen_k
+    rotary_dim = _check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "q", "k")
 
     if softmax_scale is not None:
         if not _is_real(softmax_scale):
@@ -116,6 +128,54 @@ def check_attention(
     if strategy not in STRATEGIES:
         _refuse_choice("strategy", strategy, STRATEGIES)
     return rotary_dim
+
+
+def check_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> None:
+    """Check what `rope_attention_varlen` has and `rope_attention` has not; what cu_seqlens hold stays on the device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            _refuse_non_tensor(**{name: x})
+        if x.ndim != 3:
+            form = "(T_q, HQ, D)" if name == "q" else "(T_k, HKV, D)"
+            raise ValueError(f"{name} must have shape {form}, but has {x.ndim} dimensions: {_shape(x.shape)}")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor):
+            _refuse_non_tensor(**{name: x})
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, but is {_name(x.dtype)}")
+        if x.device != q.device:
+            _refuse_device(q.device, **{name: x})
+        if x.ndim != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name} must have shape (sequences + 1,), but has {_shape(x.shape)}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, but has stride {x.stride()[0]}")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have cu_seqlens_q's shape {_shape(cu_seqlens_q.shape)}, but has "
+            f"{_shape(cu_seqlens_k.shape)}"
+        )
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, but is {_kind(value)}")
+        if value < 0:
+            raise ValueError(f"{name} must be 0 or more, but is {value}")
+
+
+def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
+    """Check the arguments of `cu_seqlens_from_position_ids`."""
+    if not isinstance(position_ids, Tensor):
+        _refuse_non_tensor(position_ids=position_ids)
+    if position_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"position_ids must be int32 or int64, but is {_name(position_ids.dtype)}")
+    if position_ids.ndim not in (1, 2):
+        raise ValueError(f"position_ids must have shape (N,) or (B, N), but has {_shape(position_ids.shape)}")
+    if max_sequences is not None:
+        if not isinstance(max_sequences, (int, torch.SymInt)) or isinstance(max_sequences, bool):
+            raise TypeError(f"max_sequences must be an int or None, but is {_kind(max_sequences)}")
+        if max_sequences < 1:
+            raise ValueError(f"max_sequences must be 1 or more, but is {max_sequences}")
 
 
 def check_rotation(

@@ -275,6 +275,19 @@ def test_example_runs_and_is_right():
         assert error < 0.02 * true.detach().square().mean().sqrt()
 
 
+def test_masks_example_runs():
+    first, code = (
+        re.search(rf"## {title}\n.*?```python\n(.*?)```", README, re.DOTALL)[1]
+        for title in ("Example", "Masks and packing")
+    )
+    names = {}
+    exec(compile(first, "README.md", "exec"), names)
+    with torch.no_grad():
+        exec(compile(code, "README.md", "exec"), names)
+    assert names["longest"] == 500 and names["cu_seqlens"].tolist() == [0, 200, 512, 1012, 1024]
+    assert names["o"].shape == (1024, 8, 64) and bool(names["o"].isfinite().all())
+
+
 def _frequencies():
     return (10000.0 ** (-torch.arange(0, 64, 2).double() / 64))[None, :]
 

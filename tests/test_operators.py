@@ -17,8 +17,8 @@ from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
 both = pytest.mark.parametrize("strategy", ["inline", "prepass"])
-# What the kernels do not serve yet, each in a form that the reference does serve (B = 2, HQ = 2).
-UNSERVED = {
+# What the sm_90 kernels do not serve yet; B = 2, HQ = 2.
+MASKS = {
     "window": (3, 0),
     "softcap": 20.0,
     "sinks": torch.tensor([0.5, -0.5]),
@@ -141,7 +141,7 @@ def test_compile_serves_every_feature_through_auto():
             kv_starts=starts, kv_lens=lens, return_lse=True,
         )  # fmt: skip
 
-    arguments = *inputs[:3], UNSERVED["sinks"], UNSERVED["kv_starts"], UNSERVED["kv_lens"]
+    arguments = *inputs[:3], MASKS["sinks"], MASKS["kv_starts"], MASKS["kv_lens"]
     o, lse = torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments)
     expected, expected_lse = run(*arguments)
     close([o, lse], [expected, expected_lse])
@@ -240,20 +240,93 @@ def test_tables_have_no_gradient(name, backend):
         rope_attention(q, k, v, cos, sin, True, backend=backend)
 
 
-@interpreted
-@pytest.mark.parametrize("name", UNSERVED)
-@pytest.mark.parametrize("choice", [{"backend": "triton"}, {"strategy": "inline"}, {"strategy": "prepass"}], ids=str)
-def test_what_the_kernels_do_not_serve(name, choice):
+@pytest.mark.parametrize("name", MASKS)
+def test_what_the_sm_90_kernels_do_not_serve(name):
     q, k, v, cos, sin, _ = make_inputs(SMALL)
     for function in (rope_attention, plan):
-        with pytest.raises(NotImplementedError, match=f"^{name} "):
-            function(q, k, v, cos, sin, True, **{name: UNSERVED[name]}, **choice)
+        with pytest.raises(NotImplementedError, match=f"^{name} .*hopper.*portable"):
+            function(q, k, v, cos, sin, True, **{name: MASKS[name]}, backend="hopper")
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in UNSERVED), tuple(UNSERVED)], ids=",".join)
+@interpreted
+@pytest.mark.unpoisoned
+@both
+@pytest.mark.parametrize("names", [("window",), ("sinks",), tuple(MASKS)], ids=",".join)
+def test_opcheck_with_masks(names, strategy):
+    """Also that the gradient of the sinks comes through autograd, the dispatcher and a traced graph."""
+    inputs = make_inputs(SMALL)
+    q, k, v, cos, sin, do = inputs
+    given = {name: MASKS[name] for name in names}
+    sinks = given.get("sinks")
+    tensors = [sinks, given.get("kv_starts"), given.get("kv_lens"), None, None]
+    masks = (*tensors, *given.get("window", (-1, -1)), given.get("softcap", 0.0), 0)
+    options = (True, 0.25, 16, False, strategy, "triton", False)
+    operators = torch.ops.fused_rope_attn
+    o, lse = operators.attention_forward(q, k, v, cos, sin, *options, *masks)
+    torch.library.opcheck(operators.attention_forward.default, (q, k, v, cos, sin, *options, *masks))
+    torch.library.opcheck(operators.attention_backward.default, (do, q, k, v, o, lse, cos, sin, *options, *masks))
+    if sinks is not None:
+        masks = (sinks.clone().requires_grad_(), *masks[1:])
+    torch.library.opcheck(
+        operators.attention_forward.default,
+        (*leaves(inputs), cos, sin, *options, *masks),
+        test_utils="test_aot_dispatch_dynamic",
+    )
+
+
+@interpreted
+@pytest.mark.unpoisoned
+def test_compile_with_masks_equals_eager():
+    torch._dynamo.reset()
+    inputs = make_inputs(SMALL)
+    window, softcap = MASKS["window"], MASKS["softcap"]
+
+    def run(q, k, v, sinks, starts, lens):
+        return rope_attention(
+            q, k, v, inputs.cos, inputs.sin, True, window=window, softcap=softcap, sinks=sinks, kv_starts=starts,
+            kv_lens=lens, backend="triton",
+        )  # fmt: skip
+
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        q, k, v = leaves(inputs)
+        sinks = MASKS["sinks"].clone().requires_grad_()
+        o = function(q, k, v, sinks, MASKS["kv_starts"], MASKS["kv_lens"])
+        results.append([o.detach(), *torch.autograd.grad(o, (q, k, v, sinks), inputs.do)])
+    close(*results, 0.0)
+
+
+@interpreted
+@pytest.mark.parametrize("plain", [True, False])
+def test_only_sinks_require_a_gradient(plain, monkeypatch):
+    from fused_rope_attn import ops
+
+    if not plain:
+        monkeypatch.setattr(ops, "_is_plain", lambda *tensors: False)
+    q, k, v, cos, sin, do = make_inputs(SMALL)
+    gradients = []
+    for backend in ("reference", "triton"):
+        sinks = MASKS["sinks"].clone().requires_grad_()
+        o = rope_attention(q, k, v, cos, sin, True, sinks=sinks, backend=backend)
+        gradients += torch.autograd.grad(o, sinks, do)
+    close(gradients[:1], gradients[1:])
+
+
+@interpreted
+def test_double_backward_through_sinks_raises():
+    inputs = make_inputs(SMALL)
+    q, k, v = leaves(inputs)
+    sinks = MASKS["sinks"].clone().requires_grad_()
+    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, sinks=sinks, backend="triton")
+    (dsinks,) = torch.autograd.grad(o, sinks, inputs.do, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="double backward"):
+        torch.autograd.grad(dsinks.sum(), q)
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in MASKS), tuple(MASKS)], ids=",".join)
 def test_auto_always_runs(names):
     inputs = make_inputs(SMALL)
-    extras = {name: UNSERVED[name] for name in names}
+    extras = {name: MASKS[name] for name in names}
     arguments = (inputs.cos, inputs.sin, True)
     chosen = plan(*inputs[:3], *arguments, **extras)
     assert chosen.backend == "reference" and chosen.reason
@@ -264,7 +337,7 @@ def test_auto_always_runs(names):
 
 def test_sinks_are_differentiable():
     q, k, v, cos, sin, do = make_inputs(SMALL)
-    sinks = UNSERVED["sinks"].clone().requires_grad_()
+    sinks = MASKS["sinks"].clone().requires_grad_()
     rope_attention(q, k, v, cos, sin, True, sinks=sinks).backward(do)
     assert sinks.grad.shape == (2,) and bool((sinks.grad != 0).all())
 

@@ -174,7 +174,7 @@ def refusals():
         ({"strategy": "inline"}, NotImplementedError, "^strategy must be .*'prepass' .*hopper.* but is 'inline'"),
         ({"len_k": 0}, NotImplementedError, "^k must have at least one position .*hopper.* but has 0"),
         *(
-            ({name: value}, NotImplementedError, f"^{name} is served by backend='reference' only")
+            ({name: value}, NotImplementedError, f"^{name} is not served by backend='hopper'")
             for name, value in {
                 "window": (4, 0),
                 "softcap": 5.0,
@@ -340,3 +340,25 @@ def test_compile_asks_nothing_that_a_graph_does_not_know(arch, monkeypatch, back
         first = first or counter.frame_count
     assert counter.frame_count == first
     assert set(seen) == {HOPPER[0] if backend == "hopper" else PORTABLE[0]}
+
+
+def test_packed_calls_are_planned_by_their_longest_sequence(arch):
+    """Not by the tokens of the whole batch; whatever other masks there are."""
+    many = call(1 << 16, batch=1, head_dim=64)
+    for masks in ({"window": None, "softcap": 0.0}, {"window": (100, 0), "softcap": 5.0}):
+        feature = planning.portable_feature(*masks.values(), None, None, None, cu_seqlens=many["q"])
+        assert feature == "cu_seqlens_q"
+        qkv = (many["q"], many["k"], many["v"], True, "auto", "auto", False, feature)
+        long, short = planning.plan_for(*qkv, 1 << 16), planning.plan_for(*qkv, 300)
+        assert long.forward == configs.forward("sm_90", 2, 64, "prepass", True, "long", False, True)
+        assert short.forward == configs.forward("sm_90", 2, 64, "prepass", True, "tiny", False, True)
+        assert long.forward != short.forward
+    few = [x[:, :, :4096] for x in (many["q"], many["k"], many["v"])]
+    assert planning.plan_for(*few, True, "auto", "auto", False, feature, 2).strategy == "inline"  # 2**21 * 2 at most
+    assert planning.plan_for(*few, True, "auto", "auto", False, feature, 4096).strategy == "prepass"
+
+
+def test_masked_calls_have_tiles_of_their_own(arch):
+    plain, masked = (configs.backward("sm_90", 2, 64, "prepass", True, "long", False, m) for m in (False, True))
+    assert plan(**call(8192, head_dim=64), window=(9, 0)).backward == masked != plain
+    assert plan(**call(8192, head_dim=64), backend="triton").backward == plain

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fused_rope_attn
+from fused_rope_attn.testing import Case
 from verification import __main__ as command
 from verification import report
 from verification.matrix import CHECKS, SCALES, Check
@@ -31,6 +32,13 @@ def broken_kernels(monkeypatch):
         return right(q, k, v, cos, sin, *args, backend=backend, **options)
 
     monkeypatch.setattr(fused_rope_attn, "rope_attention", wrong)
+
+
+def test_bounds_of_the_compared_heads():
+    """Of a large case some batch entries are compared: each by its own bounds."""
+    case = Case(2, 2, 1, 30, 40, 16, dtype=torch.float32, kv_starts=(9, 0), kv_lens=(40, 17))
+    rows = run_task(Task(Check("bounds", case, scale="large"), torch.float32, (("reference", "auto"),), "cpu"))
+    assert [row.verdict for row in rows] == ["ok"] * 5, rows
 
 
 def test_a_right_kernel_passes(tmp_path, capsys):

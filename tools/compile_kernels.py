@@ -4,6 +4,7 @@
     python -m tools.compile_kernels --arch sm_90 --filter backward
     python -m tools.compile_kernels --full                       also float16, non-causal, interleaved, partial rotary
     python -m tools.compile_kernels --arch sm_90 --filter hopper         the sm_90 backend alone
+    python -m tools.compile_kernels --arch sm_90 --filter packed         packed sequences, alone and with other masks
     python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
 
 Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, spills
@@ -37,6 +38,7 @@ from verification.table import format_table
 # Bytes of stack that a thread may use. Some registers spilled around the inner loop cost little (tiles that spill were
 # the fastest measured in places); beyond this the tile is too large for the card.
 SPILL_LIMIT = 512
+MASKS = ("window", "softcap", "sinks", "kv_starts", "kv_lens", "packed")
 COLUMNS = ("arch", "job", "kernel", "warps", "stages", "registers", "spill", "shared", "limit", "seconds", "verdict")
 
 
@@ -53,6 +55,7 @@ class Job:
     gqa: bool = False
     interleaved: bool = False
     rotary_dim: int | None = None
+    masks: tuple[str, ...] = ()  # of MASKS
 
     @property
     def is_hopper(self) -> bool:
@@ -66,6 +69,7 @@ class Job:
         words += ["gqa"] if self.gqa else []
         words += ["interleaved"] if self.interleaved else []
         words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
+        words += ["+".join(self.masks)] if self.masks else []
         if self.is_hopper:
             words += [_changed(self.config) or "defaults"]
         else:
@@ -96,7 +100,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs = []
     for direction, table in (("forward", configs.FORWARD), ("backward", configs.BACKWARD)):
         for row, strategy in itertools.product(table, configs.STRATEGIES):
-            if arch not in row.archs or strategy not in row.strategies:
+            if arch not in row.archs or strategy not in row.strategies or row.masked:  # those are mask_jobs'
                 continue
             job = Job(
                 arch=arch,
@@ -117,6 +121,33 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 if row.element_size == 2:
                     jobs.append(replace(job, dtype=torch.float16))
     return list(dict.fromkeys(jobs))
+
+
+# The pairs that models combine, and the most that one kernel can hold.
+_PADDED, _PACKED, _MOST = ("kv_starts", "kv_lens"), ("packed",), ("window", "softcap", "sinks", "packed")
+_MASKED = (("window",), ("window", "softcap"), ("window", "sinks"), _PADDED, _PACKED, _MOST)
+
+
+def mask_jobs(arch: str, full: bool = False) -> list[Job]:
+    """Jobs with masks, bfloat16 and causal, in the configurations of medium lengths.
+
+    On sm_90 every combination at D 128, and at D 64 and 256 what takes most registers; that at D 128 elsewhere, where
+    the same kernels run in smaller tiles, but not on sm_89 and sm_120, which have those of sm_86. ``full``: every
+    combination, strategy and width everywhere.
+    """
+    if arch == "sm_90":
+        chosen = [("prepass", 128, masks) for masks in _MASKED]
+        chosen += [("inline", 128, _MOST), ("prepass", 64, _MOST), ("prepass", 256, _MOST)]
+    else:
+        chosen = [] if arch in ("sm_89", "sm_120") else [("prepass", 128, _MOST)]
+    if full:
+        chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
+    return [
+        Job(arch, direction, torch.bfloat16, head_dim, replace(config, section_bytes=0), gqa=True, masks=masks)
+        for strategy, head_dim, masks in chosen
+        for direction, find in (("forward", configs.forward), ("backward", configs.backward))
+        for config in [find(arch, 2, head_dim, strategy, True, "medium", True, True)]
+    ]
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
@@ -191,6 +222,8 @@ def launch_attention(job: Job) -> None:
         return torch.empty(batch, length, heads, job.head_dim, dtype=job.dtype, device="meta").transpose(1, 2)
 
     rotary_dim = job.head_dim if job.rotary_dim is None else job.rotary_dim
+    if "packed" in job.masks:
+        batch = 1
     q, k, v = tensor(heads_q), tensor(heads_kv), tensor(heads_kv)
     cos = sin = torch.empty(length, rotary_dim // 2, device="meta")
     options = {
@@ -199,12 +232,30 @@ def launch_attention(job: Job) -> None:
         "rotary_dim": rotary_dim,
         "interleaved": job.interleaved,
         "config": job.config,
+        **_launcher_masks(job, batch, heads_q),
     }
     if job.direction == "forward":
         forward.attention_forward(q, k, v, cos, sin, **options)
     else:
         lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
         backward.attention_backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, cos, sin, **options)
+
+
+def _launcher_masks(job: Job, batch: int, heads_q: int) -> dict:
+    """The masks of a job as the launchers take them."""
+    if not job.masks:
+        return {}
+    from fused_rope_attn.kernels.launch import describe_masks
+
+    def integers(size: int, *names: str) -> torch.Tensor | None:
+        return torch.empty(size, dtype=torch.int32, device="meta") if set(names) & set(job.masks) else None
+
+    sinks = torch.empty(heads_q, device="meta") if "sinks" in job.masks else None
+    ends = integers(9, "packed")
+    tensors = (sinks, integers(batch, "kv_starts"), integers(batch, "kv_lens"), ends, ends)
+    left, softcap = 100 if "window" in job.masks else -1, 30.0 if "softcap" in job.masks else 0.0
+    masks = describe_masks(job.causal, left, -1, softcap, tensors, 500 if "packed" in job.masks else 0)
+    return {"masks": masks, "mask_tensors": tensors}
 
 
 def _row(job: Job | RotationJob | CoRopeJob, **fields) -> dict:
@@ -252,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: the interpreter takes the compiler's place; unset it")
 
     archs = options.arch or configs.ARCHS
-    tables = (table_jobs, hopper_jobs, rotation_jobs, corope_jobs)
+    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs)
     jobs = [job for arch in archs for find in tables for job in find(arch, options.full)]
     jobs = [job for job in jobs if options.filter in job.label]
     if options.tile:

@@ -88,6 +88,22 @@ SMALL = (
     _small("scale 0", softmax_scale=0.0),
     _small("negative scale", softmax_scale=-0.3),
     _small("large scale", softmax_scale=1.0),
+    # masks, and the pairs of them that models combine
+    _small("window (20, 0)", window=(20, 0)),
+    _small("window (20, 5), not causal, 33 queries, 100 keys", window=(20, 5), causal=False, len_q=33, len_k=100),
+    _small("softcap", softcap=5.0),
+    _small("sinks", sinks=True),
+    _small("kv_lens", batch=2, kv_lens=(80, 37)),
+    _small("kv_starts, not causal", batch=2, kv_starts=(50, 7), causal=False),
+    _small("kv_lens, not causal, an empty entry", batch=2, kv_lens=(0, 37), causal=False, len_q=33),
+    _small("kv_starts + causal + per-batch tables", batch=2, kv_starts=(0, 41), table_batch=True),
+    _small("window + softcap + GQA", window=(20, 0), softcap=5.0, heads_q=4),
+    _small("sinks + window", sinks=True, window=(20, 0)),
+    _small("packed sequences, an empty one", seqlens=((50, 50), (0, 0), (30, 30))),
+    _small("packed, NQ and NK differ, not causal", seqlens=((10, 50), (40, 25)), len_q=50, len_k=75, causal=False),
+    _small("packed + window", seqlens=((50, 50), (30, 30)), window=(20, 0)),
+    _small("packed + window + softcap + sinks, identical reruns", rerun=True, seqlens=((45, 45), (35, 35)),
+           window=(20, 0), softcap=5.0, sinks=True),
 )  # fmt: skip
 
 
@@ -96,6 +112,9 @@ def _large(name: str, batch: int, heads_q: int, heads_kv: int, length: int, head
     extra = {key: changes.pop(key) for key in ("packed_heads", "only") if key in changes}
     return Check(name, Case(batch, heads_q, heads_kv, length, length, head_dim, **changes), scale=scale, **extra)
 
+
+# Of every size between 16 and 4096, in no order.
+_MIXED = tuple(16 + 4080 * (37 * i % 64) // 63 for i in range(64))
 
 LARGE = (
     # every shape of the performance table
@@ -114,6 +133,12 @@ LARGE = (
     _large("4K D 96 interleaved", 2, 8, 8, 4096, 96, interleaved=True),
     _large("2K D 256 GQA", 2, 8, 2, 2048, 256),
     _large("1000 tokens, odd strides", 2, 8, 2, 1000, 128, layout="odd"),
+    # masks at the lengths that they are for; without sinks, of which only small cases have the gradient's reference
+    _large("32K window (1024, 0) GQA", 1, 8, 2, 32768, 128, window=(1024, 0)),
+    _large("4K window (1024, 0) + softcap, D 256 GQA", 1, 8, 4, 4096, 256, window=(1024, 0), softcap=50.0),
+    _large("4K window (127, 0), D 64 GQA", 1, 16, 2, 4096, 64, window=(127, 0)),
+    _large("4K kv_starts + kv_lens", 2, 8, 2, 4096, 128, kv_starts=(1000, 0), kv_lens=(4096, 2049)),
+    _large("64 packed sequences of 16 to 4096 tokens", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED))),
     # 32-bit offsets: across heads, and within one head, whose rows are 16640 elements apart
     _large("q, k, v of 2**31 + 2**24 elements", 129, 256, 256, 512, 128, scale="huge", only=(torch.bfloat16,)),
     _large("128K positions in a packed tensor of 2**31 + 2**25 elements", 1, 4, 2, 131072, 128, scale="huge",

@@ -95,7 +95,9 @@ class CheckTask:
 def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
     """Whether the sm_90 backend serves a check on the machine that it is made for."""
     case = check.case
-    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto") is None
+    masks = (case.window, case.softcap, case.sinks or None, case.kv_starts, case.kv_lens, case.seqlens)
+    feature = planning.portable_feature(*masks)
+    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto", None, feature) is None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -169,6 +171,20 @@ def _run_variant(task, label, inputs, case, heads, references, backend, strategy
                 detail=worst.detail if finite else f"not finite everywhere; {worst.detail}",
             )
         )
+    if out.dsinks is not None:  # one row, of all heads
+        ref64, eager = (x.dsinks[None] for x in references[0])
+        c = testing.compare("dsinks", out.dsinks[None], ref64, eager, grad=True, dtype=task.dtype)
+        rows.append(
+            row(
+                tensor="dsinks",
+                error=c.error,
+                eager=c.eager_error,
+                ratio=c.ratio,
+                row_ratio=c.row_ratio,
+                verdict="ok" if c.ok else "FAIL",
+                detail=c.detail,
+            )
+        )
     if same:
         again = testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=True)
         changed = sum(int((getattr(out, t) != getattr(again, t)).sum()) for t in TENSORS)
@@ -223,7 +239,8 @@ def _references(inputs: testing.Inputs, case: testing.Case, heads: Heads) -> tup
         sin=inputs.sin[batch] if case.table_batch else inputs.sin,
         do=_heads_of(inputs.do, heads, case, False),
     )
-    case = replace(case, batch=part.q.shape[0], heads_q=part.q.shape[1], heads_kv=part.k.shape[1])
+    bounds = {name: x[batch] for name in ("kv_starts", "kv_lens") if (x := getattr(case, name)) is not None}
+    case = replace(case, batch=part.q.shape[0], heads_q=part.q.shape[1], heads_kv=part.k.shape[1], **bounds)
     return testing.run_reference(part, case, torch.float64), testing.run_reference(part, case)
 
 

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from fused_rope_attn import device
 from fused_rope_attn.kernels.launch import (
+    NO_MASKS,
+    NO_TENSORS,
     Launch,
     PreparedCalls,
     Source,
@@ -22,50 +24,71 @@ from fused_rope_attn.kernels.launch import (
     output_strides,
     scale_and_sign,
     table_strides,
+    tile_count,
 )
 from fused_rope_attn.kernels.primitives import (
     LN2,
     LOG2E,
     add_product,
+    count_tiles,
+    existing_keys,
+    first_key,
+    first_query,
     head_source,
     head_tables,
+    key_range,
     let_next_launch_start,
     load_head_tile,
     load_rotated,
     load_tile,
+    packed_partner,
+    packed_tile,
+    query_range,
     scheduled_tile,
     store_tile,
     store_unrotated,
+    tanh,
     visible,
     wait_for_previous_launch,
 )
 from fused_rope_attn.kernels.rotary import rotate_rows
 
 
-@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "position_limit"])
+@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "num_sequences", "position_limit"])
 def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr, q_rot_ptr, k_ptr, k_rot_ptr,
-                      cos_ptr, sin_ptr, o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides,
-                      cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch, NK, position_limit,
-                      HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr, CLEAR: tl.constexpr,
-                      LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      cos_ptr, sin_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides, do_strides, q_strides, q_rot_strides,
+                      k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch, NK,
+                      num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, BOUNDED: tl.constexpr,
+                      ROTATE: tl.constexpr, CLEAR: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
-    delta = sum(o * do); both are 0 from NQ to pitch. With CLEAR ``accumulator`` (B, HQ, pitch, BLOCK_D) float32 is set
-    to zero.
+    delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. With CLEAR ``accumulator``
+    (B, HQ, pitch, BLOCK_D) float32 is set to zero.
     """
     let_next_launch_start(PDL)
     pid = tl.program_id(0)
-    q_blocks = tl.cdiv(pitch, BLOCK_N)
+    q_blocks = count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
     if pid < q_blocks * q_chunks * B:
+        block = pid % q_blocks
         chunk = (pid // q_blocks) % q_chunks
         batch = (pid // (q_blocks * q_chunks)).to(tl.int64)
-        start = (pid % q_blocks) * BLOCK_N
-        start64 = tl.cast(start, tl.int64)
+        first_row = 0
+        len_q = NQ
+        padded = pitch
+        len_k = NK
+        if lens_ptr is not None:
+            len_k = existing_keys(lens_ptr, batch, NK)
+        if cu_q_ptr is not None:
+            sequence, first_row, len_q, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+            first_k, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+            padded = len_q
+        start = block * BLOCK_N
+        start64 = tl.cast(first_row + start, tl.int64)
         rows = tl.arange(0, BLOCK_N)
-        left = NQ - start
+        left = len_q - start
         last_head = tl.minimum(chunk * HEADS + HEADS, HQ)
         for head in range(chunk * HEADS, last_head):
             h = tl.cast(head, tl.int64)
@@ -74,249 +97,346 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr,
             o = load_tile(o_rows, rows, left, o_strides[2], o_strides[3], D, BLOCK_D, True, LONG)
             do = load_tile(do_rows, rows, left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG)
             bh = batch * HQ + h
-            lse = tl.load(lse_ptr + bh * NQ + start + rows, mask=rows < left, other=0.0)
+            lse = tl.load(lse_ptr + bh * NQ + first_row + start + rows, mask=rows < left, other=0.0)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            row_index = bh * pitch + start + rows
-            tl.store(stats_ptr + row_index, lse, mask=rows < pitch - start)
+            row_index = bh * pitch + first_row + start + rows
+            tl.store(stats_ptr + row_index, lse, mask=rows < padded - start)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * pitch + row_index, delta, mask=rows < pitch - start)
+            if BOUNDED:
+                # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
+                delta = tl.where(lse == float("inf"), 0.0, delta)
+            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * pitch + row_index, delta, mask=rows < padded - start)
             if CLEAR:
                 nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
                 cleared = accumulator_ptr + (bh * pitch + start) * BLOCK_D
                 store_tile(cleared, nothing, rows, pitch - start, BLOCK_D, 1, BLOCK_D, BLOCK_D, False)
         if ROTATE:
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+            if cu_q_ptr is not None:
+                q_ptr += tl.cast(first_row, tl.int64) * q_strides[2]
+                q_rot_ptr += tl.cast(first_row, tl.int64) * q_rot_strides[2]
             rotate_rows(
-                q_ptr, q_rot_ptr, q_strides, q_rot_strides, tables, q_sign, NQ, NK - NQ, position_limit, batch,
+                q_ptr, q_rot_ptr, q_strides, q_rot_strides, tables, q_sign, len_q, len_k - len_q, position_limit, batch,
                 chunk * HEADS, last_head, start, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
             )  # fmt: skip
     else:
         if ROTATE:
             pid -= q_blocks * q_chunks * B
-            k_blocks = tl.cdiv(NK, BLOCK_N)
+            k_blocks = count_tiles(NK, num_sequences, BLOCK_N)
             k_chunks = tl.cdiv(HKV, HEADS)
+            block = pid % k_blocks
             chunk = (pid // k_blocks) % k_chunks
             batch = (pid // (k_blocks * k_chunks)).to(tl.int64)
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+            len_k = NK
+            if lens_ptr is not None:
+                len_k = existing_keys(lens_ptr, batch, NK)
+            if cu_k_ptr is not None:
+                sequence, first_row, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
+                k_ptr += tl.cast(first_row, tl.int64) * k_strides[2]
+                k_rot_ptr += tl.cast(first_row, tl.int64) * k_rot_strides[2]
             rotate_rows(
-                k_ptr, k_rot_ptr, k_strides, k_rot_strides, tables, 1.0, NK, 0, position_limit, batch, chunk * HEADS,
-                tl.minimum(chunk * HEADS + HEADS, HKV), (pid % k_blocks) * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED,
-                LONG,
+                k_ptr, k_rot_ptr, k_strides, k_rot_strides, tables, 1.0, len_k, 0, position_limit, batch, chunk * HEADS,
+                tl.minimum(chunk * HEADS + HEADS, HKV), block * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
             )  # fmt: skip
 
 
 @triton.jit
 def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-               batch, head, first, count, jump_after, jump_to, q_offset, NQ, NK, qk_scale, q_sign, D: tl.constexpr,
-               R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-               IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-               TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+               place, first, count, jump_after, jump_to, alive, q_offset, NQ, NK, start, left, right, qk_scale,
+               cap_scale, q_sign, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+               INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr,
+               MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Add ``count`` query blocks to dk and dv: from block ``first`` on, with one jump to block ``jump_to``.
 
-    Key rows past NK need no mask here: they only reach rows of dk and dv that are never stored.
+    Query rows before ``alive`` (None: 0) see nothing and may hold anything. Keys that do not exist need no mask here:
+    they only reach rows of dk and dv that are never stored, or stored as zero.
     """
     rows = tl.arange(0, BLOCK_M)
     for i in range(count):
         start_m = (first + i) * BLOCK_M
         if MASKED:
-            start_m = tl.where(i < jump_after, start_m, jump_to * BLOCK_M)
-        left = NQ - start_m
+            start_m = tl.where(i < jump_after, start_m, (jump_to - jump_after) * BLOCK_M + i * BLOCK_M)
+        rows_left = NQ - start_m
         if INLINE:
+            first_row = None
+            if alive is not None:
+                first_row = alive - start_m
             q = load_rotated(
-                q_source + tl.cast(start_m, tl.int64) * q_strides[2], rows, left, q_strides, tables,
-                start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
+                q_source + tl.cast(start_m, tl.int64) * q_strides[2], rows, rows_left, q_strides, tables,
+                start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG, None, None, first_row,
             )  # fmt: skip
         else:
             q = load_head_tile(
-                q_source, batch, head, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
-                MASKED, LONG,
+                q_source, place, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
+                MASKED, LONG, False, alive,
             )  # fmt: skip
         if MASKED:
-            lse = tl.load(lse_base + start_m + rows, mask=rows < left, other=float("inf"))
+            lse = tl.load(lse_base + start_m + rows, mask=rows < rows_left, other=float("inf"))
         else:
             lse = tl.load(lse_base + start_m + rows)
         scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if cap_scale is not None:
+            scores_t = tanh(scores_t * cap_scale)
         p_t = tl.math.exp2(scores_t * qk_scale - lse[None, :])
         if MASKED:
-            if IS_CAUSAL:
-                positions_q = start_m + q_offset + rows
-                p_t = tl.where(visible(positions_q[None, :], positions_k[:, None], NK, IS_CAUSAL), p_t, 0.0)
+            if IS_CAUSAL or BOUNDED or left is not None or right is not None:
+                positions_q = (start_m + q_offset + rows)[None, :]
+                exists = visible(positions_q, positions_k[:, None], NK, IS_CAUSAL, start, left, right, BOUNDED)
+                p_t = tl.where(exists, p_t, 0.0)
         do = load_head_tile(
-            do_source, batch, head, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
-            LONG,
+            do_source, place, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
+            LONG, False, alive,
         )  # fmt: skip
         dv = add_product(p_t.to(do.dtype), do, dv, PRECISION)
         if MASKED:
-            delta = tl.load(delta_base + start_m + rows, mask=rows < left, other=0.0)
+            delta = tl.load(delta_base + start_m + rows, mask=rows < rows_left, other=0.0)
         else:
             delta = tl.load(delta_base + start_m + rows)
         dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         ds_t = p_t * (dp_t - delta[None, :])
+        if cap_scale is not None:
+            ds_t *= 1.0 - scores_t * scores_t
         dk = add_product(ds_t.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section"])
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr, dv_ptr, q_strides, k_strides,
-                v_strides, do_strides, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, q_sign, num_heads,
-                HKV, GROUP_SIZE, NQ, NK, section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section", "num_sequences", "left",
+                               "right"])  # fmt: skip
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr, dv_ptr, starts_ptr, lens_ptr,
+                cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cos_strides,
+                sin_strides, qk_scale, q_sign, cap_scale, left, right, num_heads, HKV, GROUP_SIZE, NQ, NK,
+                num_sequences, section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
                 INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
-    Grid: (key blocks * B * HKV).
+    Grid: (``count_tiles`` of the keys * B * HKV).
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
-    tile, bh = scheduled_tile(tl.program_id(0), tl.cdiv(NK, BLOCK_N), num_heads, section, LAST_FIRST=False)
+    tiles = count_tiles(NK, num_sequences, BLOCK_N)
+    tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=False)
     batch = (bh // HKV).to(tl.int64)
     head = (bh % HKV).to(tl.int64)
+    stats_size = tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ
+    stats_pitch = NQ
+    # Rows of dk and dv are written whether or not their keys exist.
+    written = NK
+    first_q = 0
+    first_k = 0
+    if lens_ptr is not None:
+        NK = existing_keys(lens_ptr, batch, NK)
+    if cu_k_ptr is not None:
+        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, num_sequences, NK, BLOCK_N)
+        if tile * BLOCK_N >= NK:
+            return
+        written = NK
+        first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
+    place_k = (batch, head, first_k)
     start_n = tile * BLOCK_N
-    left = NK - start_n
+    keys_left = NK - start_n
     rows = tl.arange(0, BLOCK_N)
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-    k_rows = k_ptr + batch * k_strides[0] + head * k_strides[1] + tl.cast(start_n, tl.int64) * k_strides[2]
-    v_rows = v_ptr + batch * v_strides[0] + head * v_strides[1] + tl.cast(start_n, tl.int64) * v_strides[2]
+    k_rows = head_source(k_ptr, place_k, k_strides, False) + tl.cast(start_n, tl.int64) * k_strides[2]
+    v_rows = head_source(v_ptr, place_k, v_strides, False) + tl.cast(start_n, tl.int64) * v_strides[2]
     if INLINE:
         k = load_rotated(
-            k_rows, rows, left, k_strides, tables, start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, True, LONG,
+            k_rows, rows, keys_left, k_strides, tables, start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, True, LONG,
         )  # fmt: skip
     else:
-        k = load_tile(k_rows, rows, left, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG)
-    v = load_tile(v_rows, rows, left, v_strides[2], v_strides[3], D, BLOCK_D, True, LONG)
+        k = load_tile(k_rows, rows, keys_left, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG)
+    v = load_tile(v_rows, rows, keys_left, v_strides[2], v_strides[3], D, BLOCK_D, True, LONG)
 
-    # Query blocks [first, full) cross the diagonal, [full, whole) see every key, block `whole` (if any) is partial.
     q_offset = NK - NQ
-    whole = NQ // BLOCK_M
-    blocks = tl.cdiv(NQ, BLOCK_M)
-    first = 0
-    full = 0
-    if IS_CAUSAL:
-        first = tl.minimum(blocks, tl.maximum(0, start_n - q_offset) // BLOCK_M)
-        full = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N - 1 - q_offset), BLOCK_M))
-    diagonal = full - first
-    partial = tl.where(full < blocks, blocks - whole, 0)
+    start = None
+    if starts_ptr is not None or left is not None:
+        start = first_key(starts_ptr, batch, q_offset, NK, left)
+    alive = None
+    if BOUNDED:
+        alive = first_query(q_offset, start, right, IS_CAUSAL)
+    first, full_first, full_last, last = query_range(
+        start_n, q_offset, NQ, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    )
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     positions_k = start_n + rows
-    stats_size = tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ
     for member in range(GROUP_SIZE):
         head_q = head * GROUP_SIZE + member
-        q_source = head_source(q_ptr, batch, head_q, q_strides, TMA)
-        do_source = head_source(do_ptr, batch, head_q, do_strides, TMA)
-        lse_base = stats_ptr + (batch * HKV * GROUP_SIZE + head_q) * NQ
+        place = (batch, head_q, first_q)
+        q_source = head_source(q_ptr, place, q_strides, TMA)
+        do_source = head_source(do_ptr, place, do_strides, TMA)
+        lse_base = stats_ptr + (batch * HKV * GROUP_SIZE + head_q) * stats_pitch + first_q
         delta_base = lse_base + stats_size
         dk, dv = dkdv_range(
             dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-            batch, head_q, first, diagonal + partial, diagonal, whole, q_offset, NQ, NK, qk_scale, q_sign, D, R,
-            BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
+            place, first, full_first - first + last - full_last, full_first - first, full_last, alive, q_offset,
+            NQ, NK, start, left, right, qk_scale, cap_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL,
+            BOUNDED, INLINE, True, PRECISION, TMA, LONG,
         )  # fmt: skip
         dk, dv = dkdv_range(
             dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-            batch, head_q, full, whole - full, 0, 0, q_offset, NQ, NK, qk_scale, q_sign, D, R, BLOCK_M, BLOCK_D,
-            INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
+            place, full_first, full_last - full_first, 0, 0, alive, q_offset, NQ, NK, start, left, right,
+            qk_scale, cap_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, False,
+            PRECISION, TMA, LONG,
         )  # fmt: skip
-    dv_rows = dv_ptr + batch * dv_strides[0] + head * dv_strides[1] + tl.cast(start_n, tl.int64) * dv_strides[2]
-    store_tile(dv_rows, dv, rows, left, dv_strides[2], dv_strides[3], D, BLOCK_D, LONG)
-    dk_rows = dk_ptr + batch * dk_strides[0] + head * dk_strides[1] + tl.cast(start_n, tl.int64) * dk_strides[2]
+    if BOUNDED or start is not None:
+        exists = positions_k < NK
+        if start is not None:
+            exists = exists & (positions_k >= start)
+        dk = tl.where(exists[:, None], dk, 0.0)
+        dv = tl.where(exists[:, None], dv, 0.0)
+    k_scale = qk_scale * LN2
+    if cap_scale is not None:
+        k_scale *= cap_scale
+    dv_rows = head_source(dv_ptr, place_k, dv_strides, False) + tl.cast(start_n, tl.int64) * dv_strides[2]
+    store_tile(dv_rows, dv, rows, written - start_n, dv_strides[2], dv_strides[3], D, BLOCK_D, LONG)
+    dk_rows = head_source(dk_ptr, place_k, dk_strides, False) + tl.cast(start_n, tl.int64) * dk_strides[2]
     store_unrotated(
-        dk_rows, dk * (qk_scale * LN2), rows, left, dk_strides, tables, start_n, NK, D, R, BLOCK_D, INTERLEAVED,
+        dk_rows, dk * k_scale, rows, written - start_n, dk_strides, tables, start_n, NK, D, R, BLOCK_D, INTERLEAVED,
         LONG,
     )  # fmt: skip
 
 
 @triton.jit
-def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head, first,
-             last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-             INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr,
-             PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place, first,
+             last, NK, start, left, right, qk_scale, cap_scale, D: tl.constexpr, R: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+             BOUNDED: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+             TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Add keys [first, last) to dq; ``first`` is a multiple of BLOCK_N."""
     rows = tl.arange(0, BLOCK_N)
     for start_n in range(first, last, BLOCK_N):
         if INLINE:
+            first_row = None
+            if start is not None:
+                first_row = start - start_n
             k = load_rotated(
                 k_source + tl.cast(start_n, tl.int64) * k_strides[2], rows, NK - start_n, k_strides, tables,
-                start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
+                start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG, None, None, first_row,
             )  # fmt: skip
         else:
             k = load_head_tile(
-                k_source, batch, head, start_n, rows, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
-                LONG,
+                k_source, place, start_n, rows, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+                LONG, BOUNDED, start,
             )  # fmt: skip
         v = load_head_tile(
-            v_source, batch, head, start_n, rows, NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
-            LONG,
+            v_source, place, start_n, rows, NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+            LONG, BOUNDED, start,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if cap_scale is not None:
+            scores = tanh(scores * cap_scale)
         p = tl.math.exp2(scores * qk_scale - lse[:, None])
         if MASKED:
-            p = tl.where(visible(positions_q[:, None], (start_n + rows)[None, :], NK, IS_CAUSAL), p, 0.0)
+            positions_k = (start_n + rows)[None, :]
+            exists = visible(positions_q[:, None], positions_k, NK, IS_CAUSAL, start, left, right, BOUNDED)
+            p = tl.where(exists, p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
+        if cap_scale is not None:
+            ds *= 1.0 - scores * scores
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section"])
-def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, q_strides, k_strides, v_strides,
-              do_strides, dq_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, num_heads, HQ,
-              GROUP_SIZE, NQ, NK, section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section", "num_sequences", "left",
+                               "right"])  # fmt: skip
+def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, dsinks_ptr, sinks_ptr, starts_ptr,
+              lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, cos_strides,
+              sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK,
+              num_sequences, section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
               INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
               PDL: tl.constexpr):  # fmt: skip
-    """dq of BLOCK_M query rows of one head. Grid: (query blocks * B * HQ).
+    """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
 
-    With PDL it starts while dkdv_kernel drains: it reads only what the pre-process wrote, which dkdv_kernel waited for.
+    Grid: (``count_tiles`` of the queries * B * HQ). With PDL it starts while dkdv_kernel drains: it reads only what the
+    pre-process wrote, which dkdv_kernel waited for.
     """
-    tile, bh = scheduled_tile(tl.program_id(0), tl.cdiv(NQ, BLOCK_M), num_heads, section, LAST_FIRST=IS_CAUSAL)
+    tiles = count_tiles(NQ, num_sequences, BLOCK_M)
+    tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=IS_CAUSAL)
     batch = (bh // HQ).to(tl.int64)
     head = (bh % HQ).to(tl.int64)
+    lse_base = stats_ptr + tl.cast(bh, tl.int64) * NQ
+    stats_size = tl.cast(num_heads, tl.int64) * NQ
+    if sinks_ptr is not None:
+        dsinks_ptr += tile * num_heads + bh
+    first_q = 0
+    first_k = 0
+    if lens_ptr is not None:
+        NK = existing_keys(lens_ptr, batch, NK)
+    if cu_q_ptr is not None:
+        sequence, first_q, NQ, tile = packed_tile(tile, cu_q_ptr, num_sequences, NQ, BLOCK_M)
+        if tile * BLOCK_M >= NQ:
+            return
+        first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        lse_base += first_q
+    place_q = (batch, head, first_q)
+    place_k = (batch, head // GROUP_SIZE, first_k)
+    k_source = head_source(k_ptr, place_k, k_strides, TMA)
+    v_source = head_source(v_ptr, place_k, v_strides, TMA)
+    q_base = head_source(q_ptr, place_q, q_strides, False)
+    do_base = head_source(do_ptr, place_q, do_strides, False)
     start_m = tile * BLOCK_M
-    left = NQ - start_m
+    rows_left = NQ - start_m
     q_offset = NK - NQ
     rows = tl.arange(0, BLOCK_M)
     positions_q = start_m + q_offset + rows
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-    head_kv = head // GROUP_SIZE
-    k_source = head_source(k_ptr, batch, head_kv, k_strides, TMA)
-    v_source = head_source(v_ptr, batch, head_kv, v_strides, TMA)
-    q_rows = q_ptr + batch * q_strides[0] + head * q_strides[1] + tl.cast(start_m, tl.int64) * q_strides[2]
-    do_rows = do_ptr + batch * do_strides[0] + head * do_strides[1] + tl.cast(start_m, tl.int64) * do_strides[2]
+    start = None
+    if starts_ptr is not None or left is not None:
+        start = first_key(starts_ptr, batch, q_offset, NK, left)
+    first_row = None
+    if BOUNDED:
+        first_row = first_query(q_offset, start, right, IS_CAUSAL) - start_m
+    q_rows = q_base + tl.cast(start_m, tl.int64) * q_strides[2]
+    do_rows = do_base + tl.cast(start_m, tl.int64) * do_strides[2]
     if INLINE:
         q = load_rotated(
-            q_rows, rows, left, q_strides, tables, start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED, True,
-            LONG,
+            q_rows, rows, rows_left, q_strides, tables, start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED,
+            True, LONG, None, None, first_row,
         )  # fmt: skip
     else:
-        q = load_tile(q_rows, rows, left, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG)
-    do = load_tile(do_rows, rows, left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG)
-    stats_base = stats_ptr + tl.cast(bh, tl.int64) * NQ + start_m
-    lse = tl.load(stats_base + rows, mask=rows < left, other=float("inf"))
-    delta = tl.load(stats_base + tl.cast(num_heads, tl.int64) * NQ + rows, mask=rows < left, other=0.0)
+        q = load_tile(
+            q_rows, rows, rows_left, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG, None, first_row
+        )  # fmt: skip
+    do = load_tile(do_rows, rows, rows_left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG, None, first_row)
+    stats_base = lse_base + start_m
+    lse = tl.load(stats_base + rows, mask=rows < rows_left, other=float("inf"))
+    delta = tl.load(stats_base + stats_size + rows, mask=rows < rows_left, other=0.0)
 
-    last = NK
-    full = NK
-    if IS_CAUSAL:
-        last = tl.minimum(NK, tl.maximum(0, start_m + BLOCK_M + q_offset))
-        full = tl.minimum(NK, tl.maximum(0, start_m + q_offset + 1))
-    full = full // BLOCK_N * BLOCK_N
-
+    first, full_first, full_last, last = key_range(
+        start_m, q_offset, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    )
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if start is not None:
+        dq = dq_range(
+            dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k, first,
+            tl.minimum(full_first, last), NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D,
+            INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, PRECISION, TMA, LONG,
+        )  # fmt: skip
     dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
-        0, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION, TMA, LONG,
+        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
+        full_first, full_last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
+        IS_CAUSAL, BOUNDED, INLINE, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, batch, head_kv,
-        full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
+        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
+        full_last, last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL,
+        BOUNDED, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
     # Not for data: the launch after this one must find dk and dv finished too.
     wait_for_previous_launch(PDL)
-    dq_rows = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + tl.cast(start_m, tl.int64) * dq_strides[2]
+    if sinks_ptr is not None:
+        # The sink is a key without a value: dS = P * (0 - delta).
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        tl.store(dsinks_ptr, -tl.sum(tl.math.exp2(sink - lse) * delta, 0))
+    dq_rows = head_source(dq_ptr, place_q, dq_strides, False) + tl.cast(start_m, tl.int64) * dq_strides[2]
     store_unrotated(
-        dq_rows, dq * softmax_scale, rows, left, dq_strides, tables, start_m + q_offset, NK, D, R, BLOCK_D,
+        dq_rows, dq * softmax_scale, rows, rows_left, dq_strides, tables, start_m + q_offset, NK, D, R, BLOCK_D,
         INTERLEAVED, LONG,
     )  # fmt: skip
 
@@ -324,16 +444,19 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
 class BackwardCall:
     """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do."""
 
-    def __init__(self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, config):
+    def __init__(
+        self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, masks, config
+    ):
         batch, heads_q, len_q, head_dim = q.shape
         heads_kv, len_k = k.shape[1], k.shape[2]
         self.inline = inline = config.strategy == "inline"
         pad_d = block_d(head_dim)
-        self.preprocess = self.dkdv = self.dq = None
+        self.preprocess = self.dkdv = self.dq = self.dsinks_shape = None
         group_size = heads_q // heads_kv
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
         q_rot, k_rot = self._rotated(q, k)
-        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
+        sequences = masks.num_sequences
         tables = table_strides(cos, sin, rotary_dim, interleaved)
         tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         shared = {
@@ -341,12 +464,13 @@ class BackwardCall:
             "R": rotary_dim,
             "BLOCK_D": pad_d,
             "INTERLEAVED": interleaved,
+            "BOUNDED": masks.bounded,
             "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
         }
         chunk, block = config.rotate_heads, config.rotate_rows
-        programs = triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk) * batch
+        programs = tile_count(len_q, sequences, block) * triton.cdiv(heads_q, chunk) * batch
         if not inline:
-            programs += triton.cdiv(len_k, block) * triton.cdiv(heads_kv, chunk) * batch
+            programs += tile_count(len_k, sequences, block) * triton.cdiv(heads_kv, chunk) * batch
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
         shared["PDL"] = pdl = config.pdl and programs > 0 and batch * len_k > 0
         launch_options = {"launch_pdl": True} if pdl else {}
@@ -356,7 +480,7 @@ class BackwardCall:
                 programs,
                 (
                     o.stride(), do.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
-                    batch, heads_q, heads_kv, len_q, len_q, len_k, cos.shape[-2],
+                    batch, heads_q, heads_kv, len_q, len_q, len_k, sequences, cos.shape[-2],
                 ),
                 ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, CLEAR=False),
                 {"num_warps": 4},
@@ -366,13 +490,14 @@ class BackwardCall:
         if batch * len_k:
             tile, heads = config.dkdv, batch * heads_kv
             self.q_source, self.do_source = (Source(x, tile.block_m, pad_d, tma) for x in (q_rot, do))
-            section = heads_per_section(heads, 1, head_bytes * group_size * len_q, config.section_bytes)
+            section = heads_per_section(heads, 1, head_bytes * group_size * masks.longest(len_q), config.section_bytes)
             self.dkdv = Launch(
                 dkdv_kernel,
-                triton.cdiv(len_k, tile.block_n) * heads,
+                tile_count(len_k, sequences, tile.block_n) * heads,
                 (
                     q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dk_strides, dv_strides, *tables,
-                    qk_scale, q_sign, heads, heads_kv, group_size, len_q, len_k, section,
+                    qk_scale, q_sign, cap_scale, masks.left, masks.right, heads, heads_kv, group_size, len_q, len_k,
+                    sequences, section,
                 ),
                 ordered(dkdv_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
                 {**tile.launch_options, **launch_options},
@@ -380,13 +505,17 @@ class BackwardCall:
         if batch * len_q:
             tile, heads = config.dq, batch * heads_q
             self.k_source, self.v_source = (Source(x, tile.block_n, pad_d, tma) for x in (k_rot, v))
-            section = heads_per_section(heads, group_size, head_bytes * len_k, config.section_bytes)
+            section = heads_per_section(heads, group_size, head_bytes * masks.longest(len_k), config.section_bytes)
+            tiles = tile_count(len_q, sequences, tile.block_m)
+            if masks.tensors[0] is not None:
+                self.dsinks_shape = (tiles * batch, heads_q)
             self.dq = Launch(
                 dq_kernel,
-                triton.cdiv(len_q, tile.block_m) * heads,
+                tiles * heads,
                 (
                     q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dq_strides, *tables, qk_scale, q_sign,
-                    softmax_scale, heads, heads_q, group_size, len_q, len_k, section,
+                    softmax_scale, cap_scale, masks.left, masks.right, heads, heads_q, group_size, len_q, len_k,
+                    sequences, section,
                 ),
                 ordered(dq_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
                 {**tile.launch_options, **launch_options},
@@ -398,7 +527,7 @@ class BackwardCall:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
-    def __call__(self, do, q, k, v, o, lse, cos, sin):
+    def __call__(self, do, q, k, v, o, lse, cos, sin, mask_tensors=NO_TENSORS):
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             for x, strides in zip((q, k, v), self.strides)
@@ -406,13 +535,24 @@ class BackwardCall:
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
+        sinks, starts, *lens_and_cu = mask_tensors
         if self.preprocess is not None:
-            self.preprocess(stream, o, do, lse, stats, stats, q, q_rot, k, k_rot, cos, sin)
+            self.preprocess(stream, o, do, lse, stats, stats, q, q_rot, k, k_rot, cos, sin, *lens_and_cu)
         if self.dkdv is not None:
-            self.dkdv(stream, self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv)
+            self.dkdv(
+                stream, self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv, starts,
+                *lens_and_cu,
+            )  # fmt: skip
+        # Tiles behind the end of a packed sequence write nothing.
+        parts = None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
         if self.dq is not None:
-            self.dq(stream, q_rot, self.k_source(k_rot), self.v_source(v), do, stats, cos, sin, dq)
-        return dq, dk, dv
+            self.dq(
+                stream, q_rot, self.k_source(k_rot), self.v_source(v), do, stats, cos, sin, dq, parts, sinks, starts,
+                *lens_and_cu,
+            )  # fmt: skip
+        if sinks is None:
+            return dq, dk, dv
+        return dq, dk, dv, torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype)
 
 
 def ordered(kernel, shared: dict, **own) -> dict:
@@ -424,11 +564,12 @@ def ordered(kernel, shared: dict, **own) -> dict:
 _prepared = PreparedCalls(BackwardCall)
 
 
-def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
+def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config,
+                       masks=NO_MASKS, mask_tensors=NO_TENSORS):  # fmt: skip
     """Run the backward pass; arguments as in ``attention_forward``, ``config`` a ``configs.BackwardConfig``.
 
-    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Returns dq, dk, dv like q, k, v.
+    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Returns dq, dk, dv like q, k, v, and with sinks theirs.
     Bitwise deterministic: every output element is summed by one program in a fixed order.
     """
-    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype))
-    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin)
+    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype), masks)
+    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin, mask_tensors)

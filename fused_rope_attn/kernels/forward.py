@@ -6,6 +6,8 @@ import triton.language as tl
 
 from fused_rope_attn import device
 from fused_rope_attn.kernels.launch import (
+    NO_MASKS,
+    NO_TENSORS,
     Launch,
     PreparedCalls,
     Source,
@@ -17,16 +19,25 @@ from fused_rope_attn.kernels.launch import (
     output_strides,
     scale_and_sign,
     table_strides,
+    tile_count,
 )
 from fused_rope_attn.kernels.primitives import (
     LN2,
+    LOG2E,
+    count_tiles,
+    existing_keys,
+    first_key,
     head_source,
     head_tables,
+    key_range,
     load_head_tile,
     load_rotated,
     online_softmax,
+    packed_partner,
+    packed_tile,
     scheduled_tile,
     store_tile,
+    tanh,
     visible,
     wait_for_previous_launch,
 )
@@ -34,81 +45,111 @@ from fused_rope_attn.kernels.rotary import RotateKeys
 
 
 @triton.jit
-def score_block(q, positions_q, k_source, k_strides, tables, batch, head, start_n, NK, D: tl.constexpr,
-                R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """Unscaled scores of a query block with keys [start_n, start_n + BLOCK_N); -inf where MASKED says so."""
+def score_block(q, positions_q, k_source, k_strides, tables, place, start_n, NK, start, left, right, cap_scale,
+                D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr,
+                MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """Unscaled scores of a query block with keys [start_n, start_n + BLOCK_N); -inf where MASKED says so.
+
+    Capped scores are tanh(scores * cap_scale); the cap itself is in qk_scale then.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     if INLINE:
+        first_row = None
+        if start is not None:
+            first_row = start - start_n
         k = load_rotated(
             k_source + tl.cast(start_n, tl.int64) * k_strides[2], offs_n, NK - start_n, k_strides, tables, start_n, NK,
-            1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG,
+            1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG, None, None, first_row,
         )  # fmt: skip
     else:
         k = load_head_tile(
-            k_source, batch, head, start_n, offs_n, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
-            LONG,
+            k_source, place, start_n, offs_n, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
+            LONG, BOUNDED, start,
         )  # fmt: skip
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if cap_scale is not None:
+        scores = tanh(scores * cap_scale)
     if MASKED:
-        exists = visible(positions_q[:, None], (start_n + offs_n)[None, :], NK, IS_CAUSAL)
+        positions_k = (start_n + offs_n)[None, :]
+        exists = visible(positions_q[:, None], positions_k, NK, IS_CAUSAL, start, left, right, BOUNDED)
         scores = tl.where(exists, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def add_values(acc, p, correction, v_source, v_strides, batch, head, start_n, NK, D: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-               TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+def add_values(acc, p, correction, v_source, v_strides, place, start_n, NK, start, D: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, CHECK_ROWS: tl.constexpr,
+               PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """acc * correction + p V for the values of keys [start_n, start_n + BLOCK_N)."""
     v = load_head_tile(
-        v_source, batch, head, start_n, tl.arange(0, BLOCK_N), NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA,
-        CHECK_ROWS, LONG,
+        v_source, place, start_n, tl.arange(0, BLOCK_N), NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA,
+        CHECK_ROWS, LONG, BOUNDED, start,
     )  # fmt: skip
     return tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
 
 
 @triton.jit
 def attend_range(acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides,
-                 tables, batch, head, first, last, NK, qk_scale, D: tl.constexpr, R: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                 INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                 tables, place, first, last, NK, start, left, right, qk_scale, cap_scale, D: tl.constexpr,
+                 R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr,
+                 CHECK_VALUES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
                  LONG: tl.constexpr):  # fmt: skip
     """Fold keys [first, last) into the running softmax, one block behind with the values.
 
     ``p`` and ``correction`` belong to the block before ``first``, whose values are still to be added: their product
-    then runs on the tensor cores while the softmax of the next block runs beside it.
+    then runs on the tensor cores while the softmax of the next block runs beside it. CHECK_VALUES: some of the values
+    in the block before may not exist.
     """
     for start_n in range(first, last, BLOCK_N):
         scores = score_block(
-            q, positions_q, k_source, k_strides, tables, batch, head, start_n, NK, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
-            IS_CAUSAL, INLINE, MASKED, PRECISION, TMA, LONG,
+            q, positions_q, k_source, k_strides, tables, place, start_n, NK, start, left, right, cap_scale, D, R,
+            BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, MASKED, PRECISION, TMA, LONG,
         )  # fmt: skip
         acc = add_values(
-            acc, p, correction, v_source, v_strides, batch, head, start_n - BLOCK_N, NK, D, BLOCK_N, BLOCK_D, False,
-            PRECISION, TMA, LONG,
+            acc, p, correction, v_source, v_strides, place, start_n - BLOCK_N, NK, start, D, BLOCK_N, BLOCK_D,
+            BOUNDED, CHECK_VALUES, PRECISION, TMA, LONG,
         )  # fmt: skip
         p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, MASKED)
     return acc, p, correction, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section"])
-def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-                   cos_strides, sin_strides, qk_scale, q_sign, num_heads, HQ, GROUP_SIZE, NQ, NK, section,
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section", "num_sequences", "left",
+                               "right"])  # fmt: skip
+def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr,
+                   cu_k_ptr, q_strides, k_strides, v_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign,
+                   cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, section,
                    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, INLINE: tl.constexpr,
-                   PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One block of BLOCK_M query rows of one head. Grid: (query blocks * B * HQ)."""
-    tile, bh = scheduled_tile(tl.program_id(0), tl.cdiv(NQ, BLOCK_M), num_heads, section, LAST_FIRST=IS_CAUSAL)
+                   BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+                   INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
+
+    What a call does not use is None, and costs nothing: sinks to cu_k, cap_scale to right, num_sequences.
+    """
+    tiles = count_tiles(NQ, num_sequences, BLOCK_M)
+    tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=IS_CAUSAL)
     batch = (bh // HQ).to(tl.int64)
     head = (bh % HQ).to(tl.int64)
-    q_base = q_ptr + batch * q_strides[0] + head * q_strides[1]
-    head_kv = head // GROUP_SIZE
-    k_source = head_source(k_ptr, batch, head_kv, k_strides, TMA)
-    v_source = head_source(v_ptr, batch, head_kv, v_strides, TMA)
-    o_base = o_ptr + batch * o_strides[0] + head * o_strides[1]
+    lse_base = lse_ptr + tl.cast(bh, tl.int64) * NQ
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+    first_q = 0
+    first_k = 0
+    if lens_ptr is not None:
+        NK = existing_keys(lens_ptr, batch, NK)
+    if cu_q_ptr is not None:
+        sequence, first_q, NQ, tile = packed_tile(tile, cu_q_ptr, num_sequences, NQ, BLOCK_M)
+        if tile * BLOCK_M >= NQ:
+            return
+        first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        lse_base += first_q
+    place_q = (batch, head, first_q)
+    place_k = (batch, head // GROUP_SIZE, first_k)
+    q_base = head_source(q_ptr, place_q, q_strides, False)
+    k_source = head_source(k_ptr, place_k, k_strides, TMA)
+    v_source = head_source(v_ptr, place_k, v_strides, TMA)
+    o_base = head_source(o_ptr, place_q, o_strides, False)
 
     start_m = tile * BLOCK_M
     q_offset = NK - NQ
@@ -120,45 +161,66 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
         True, LONG,
     )  # fmt: skip
 
-    # Keys [0, full) are visible to every row of the block, [full, last) to some. The first block is taken apart.
-    last = NK
-    full = NK
-    if IS_CAUSAL:
-        last = tl.minimum(NK, tl.maximum(0, start_m + BLOCK_M + q_offset))
-        full = tl.minimum(NK, tl.maximum(0, start_m + q_offset + 1))
-    full = tl.maximum(full // BLOCK_N * BLOCK_N, BLOCK_N)
+    # The first block is taken apart; blocks in [full_first, full_last) run without masks.
+    start = None
+    if starts_ptr is not None or left is not None:
+        start = first_key(starts_ptr, batch, q_offset, NK, left)
+    first, full_first, full_last, last = key_range(
+        start_m, q_offset, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    )
+    if start is None:
+        first = 0
+        full_first = BLOCK_N
+    else:
+        # The loop without masks adds the values of the block before it: not those of the block that ``start`` is in.
+        full_first = tl.maximum(full_first, first + tl.where(start > first, 2 * BLOCK_N, BLOCK_N))
+    full_last = tl.maximum(full_last, full_first)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     wait_for_previous_launch(PDL)
     scores = score_block(
-        q, positions_q, k_source, k_strides, tables, batch, head_kv, 0, NK, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
-        IS_CAUSAL, INLINE, True, PRECISION, TMA, LONG,
+        q, positions_q, k_source, k_strides, tables, place_k, first, NK, start, left, right, cap_scale, D, R,
+        BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, PRECISION, TMA, LONG,
     )  # fmt: skip
     p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, True)
+    if start is not None:
+        acc, p, correction, row_max, row_sum = attend_range(
+            acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables,
+            place_k, first + BLOCK_N, tl.minimum(full_first, last), NK, start, left, right, qk_scale, cap_scale,
+            D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, True, PRECISION, TMA, LONG,
+        )  # fmt: skip
     acc, p, correction, row_max, row_sum = attend_range(
-        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch,
-        head_kv, BLOCK_N, full, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, False, PRECISION,
-        TMA, LONG,
+        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
+        full_first, full_last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D,
+        INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, False, False, PRECISION, TMA, LONG,
     )  # fmt: skip
     acc, p, correction, row_max, row_sum = attend_range(
-        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, batch,
-        head_kv, full, last, NK, qk_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL, INLINE, True, PRECISION,
-        TMA, LONG,
+        acc, p, correction, row_max, row_sum, q, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
+        full_last, last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
+        IS_CAUSAL, BOUNDED, INLINE, True, False, PRECISION, TMA, LONG,
     )  # fmt: skip
-    last_block = tl.maximum(0, tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N
+    last_block = tl.maximum(first, (tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N)
     acc = add_values(
-        acc, p, correction, v_source, v_strides, batch, head_kv, last_block, NK, D, BLOCK_N, BLOCK_D, True, PRECISION,
-        TMA, LONG,
+        acc, p, correction, v_source, v_strides, place_k, last_block, NK, start, D, BLOCK_N, BLOCK_D, BOUNDED,
+        True, PRECISION, TMA, LONG,
     )  # fmt: skip
 
     # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN. Such a row has met the first block's
     # values with p = 0, which NaN or infinity among them would have turned into NaN.
     seen = row_sum != 0.0
+    if sinks_ptr is not None:
+        # One more key of this score, without a value; a row that saw nothing else stays as it is.
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        new_max = tl.where(seen, tl.maximum(row_max, sink), 0.0)
+        correction = tl.math.exp2(row_max - new_max)
+        acc *= correction[:, None]
+        row_sum = tl.where(seen, row_sum * correction + tl.math.exp2(sink - new_max), 0.0)
+        row_max = new_max
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * LN2, float("-inf"))
-    tl.store(lse_ptr + tl.cast(bh, tl.int64) * NQ + start_m + rows, lse, mask=rows < NQ - start_m)
+    tl.store(lse_base + start_m + rows, lse, mask=rows < NQ - start_m)
     o_rows = o_base + tl.cast(start_m, tl.int64) * o_strides[2]
     store_tile(o_rows, acc, rows, NQ - start_m, o_strides[2], o_strides[3], D, BLOCK_D, LONG)
 
@@ -166,7 +228,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, q_stri
 class ForwardCall:
     """The launches of one forward signature."""
 
-    def __init__(self, q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, config):
+    def __init__(self, q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, masks, config):
         batch, heads_q, len_q, head_dim = q.shape
         heads_kv, len_k = k.shape[1], k.shape[2]
         pad_d = block_d(head_dim)
@@ -174,7 +236,7 @@ class ForwardCall:
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and batch * len_k > 0:
-            self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config)
+            self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config, masks=masks)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
@@ -184,17 +246,18 @@ class ForwardCall:
         tile = config.tile
         self.k_source = Source(k_like, tile.block_n, pad_d, tma)
         self.v_source = Source(v, tile.block_n, pad_d, tma)
-        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
-        kv_bytes = 2 * len_k * head_dim * k.element_size()
+        kv_bytes = 2 * masks.longest(len_k) * head_dim * k.element_size()
         section = heads_per_section(num_heads, group_size, kv_bytes, config.section_bytes)
         self.launch = Launch(
             forward_kernel,
-            triton.cdiv(len_q, tile.block_m) * num_heads,
+            tile_count(len_q, masks.num_sequences, tile.block_m) * num_heads,
             (
                 q.stride(), k_like.stride(), v.stride(), self.o_strides, cos_strides, sin_strides, qk_scale, q_sign,
-                num_heads, heads_q, group_size, len_q, len_k, section,
+                cap_scale, masks.left, masks.right, num_heads, heads_q, group_size, len_q, len_k, masks.num_sequences,
+                section,
             ),
             {
                 "D": head_dim,
@@ -204,6 +267,7 @@ class ForwardCall:
                 "BLOCK_D": pad_d,
                 "INTERLEAVED": interleaved,
                 "IS_CAUSAL": causal,
+                "BOUNDED": masks.bounded,
                 "INLINE": inline,
                 "PRECISION": precision,
                 "TMA": tma,
@@ -213,26 +277,28 @@ class ForwardCall:
             {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,
         )  # fmt: skip
 
-    def __call__(self, q, k, v, cos, sin):
+    def __call__(self, q, k, v, cos, sin, mask_tensors=NO_TENSORS):
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.empty:
             return o, lse
         stream = device.current_stream(q.device)
         if self.rotate_keys is not None:
-            k = self.rotate_keys(stream, k, cos, sin)
-        self.launch(stream, q, self.k_source(k), self.v_source(v), cos, sin, o, lse)
+            k = self.rotate_keys(stream, k, cos, sin, None, mask_tensors)
+        self.launch(stream, q, self.k_source(k), self.v_source(v), cos, sin, o, lse, *mask_tensors)
         return o, lse
 
 
 _prepared = PreparedCalls(ForwardCall)
 
 
-def attention_forward(q, k, v, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
+def attention_forward(q, k, v, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config, masks=NO_MASKS,
+                      mask_tensors=NO_TENSORS):  # fmt: skip
     """Run the forward pass.
 
     q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; ``config`` a
-    ``configs.ForwardConfig``. Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log.
+    ``configs.ForwardConfig``; ``masks`` and their tensors as ``launch.describe_masks`` gives them. Returns o (shape of
+    q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log. Packed sequences lie along NQ and NK, with B = 1.
     """
-    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype))
-    return _prepared((q, k, v, cos, sin), options, config)(q, k, v, cos, sin)
+    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype), masks)
+    return _prepared((q, k, v, cos, sin), options, config)(q, k, v, cos, sin, mask_tensors)

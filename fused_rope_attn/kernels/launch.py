@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from triton import knobs
@@ -106,11 +107,69 @@ def is_long(*strides: tuple[int, ...]) -> bool:
     return any((row + column) * _LARGEST_TILE >= 2**31 for _, _, row, column in strides)
 
 
-def scale_and_sign(softmax_scale: float) -> tuple[float, float]:
-    """(qk_scale > 0 for base-2 softmax, sign to multiply q by): kernels never see a negative or zero scale."""
-    if softmax_scale == 0.0:
-        return LOG2E, 0.0
-    return abs(softmax_scale) * LOG2E, math.copysign(1.0, softmax_scale)
+def scale_and_sign(softmax_scale: float, softcap: float = 0.0) -> tuple[float, float, float | None]:
+    """(qk_scale > 0 for base-2 softmax, sign to multiply q by, cap_scale): kernels never see a scale <= 0.
+
+    With a softcap the scores are ``qk_scale * tanh(cap_scale * q k)``; without one ``qk_scale * q k``, cap_scale None.
+    """
+    scale, sign = (1.0, 0.0) if softmax_scale == 0.0 else (abs(softmax_scale), math.copysign(1.0, softmax_scale))
+    if softcap:
+        return softcap * LOG2E, sign, scale / softcap
+    return scale * LOG2E, sign, None
+
+
+class Masks(NamedTuple):
+    """What a call's masks decide about its launches: presence and values of the host's, signatures of the tensors.
+
+    left, right: keys before and after the query's own, None for unbounded; with causal, right is None. The tensors, in
+    the order in which kernels take them: sinks (HQ,), kv_starts and kv_lens (B,) int32, cu_seqlens_q and cu_seqlens_k
+    (sequences + 1,) int32. max_seqlen: of packed sequences, as a power of two, so that batches share their launches.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    softcap: float = 0.0
+    tensors: tuple = (None,) * 5
+    max_seqlen: int = 0
+
+    @property
+    def packed(self) -> bool:
+        return self.tensors[3] is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the number of keys is read on the device, or may begin after the first."""
+        return any(x is not None for x in self.tensors[1:])
+
+    def longest(self, length: int) -> int:
+        """Rows of one sequence at most, in tensors of ``length`` rows."""
+        return min(self.max_seqlen, length) if self.packed else length
+
+    @property
+    def num_sequences(self) -> int | None:
+        return self.tensors[3][0][0] - 1 if self.packed else None
+
+
+NO_MASKS = Masks()
+NO_TENSORS = (None,) * 5
+# Beyond any sequence, and far enough from 2**31 to be added to a position.
+_WIDEST_WINDOW = 2**30
+
+
+def describe_masks(causal: bool, left: int, right: int, softcap: float, tensors: tuple, max_seqlen: int = 0) -> Masks:
+    """``Masks`` of a call; left and right as in ``window``, -1 for unbounded."""
+    return Masks(
+        min(left, _WIDEST_WINDOW) if left >= 0 else None,
+        min(right, _WIDEST_WINDOW) if right >= 0 and not causal else None,  # the diagonal is the narrower bound
+        softcap,
+        tuple(None if x is None else signature(x) for x in tensors),
+        1 << max(0, max_seqlen - 1).bit_length() if tensors[3] is not None else 0,
+    )
+
+
+def tile_count(length: int, num_sequences: int | None, block: int) -> int:
+    """``primitives.count_tiles`` on the host."""
+    return -(-length // block) if num_sequences is None else length // block + num_sequences + 1
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -62,16 +62,26 @@ def tile_pointers(base, rows, columns, stride_row, stride_column, LONG: tl.const
 
 
 @triton.jit
+def row_mask(rows, first_row, row_limit):
+    """Rows [first_row, row_limit) of a tile, (len(rows), 1); first_row None: from the first on."""
+    mask = rows[:, None] < row_limit
+    if first_row is not None:
+        mask = mask & (rows[:, None] >= first_row)
+    return mask
+
+
+@triton.jit
 def load_tile(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, BLOCK_D: tl.constexpr,
-              CHECK_ROWS: tl.constexpr, LONG: tl.constexpr, LAYOUT: tl.constexpr = None):  # fmt: skip
-    """Tile (len(rows), BLOCK_D); columns past D, and with CHECK_ROWS rows past row_limit, read as zero."""
+              CHECK_ROWS: tl.constexpr, LONG: tl.constexpr, LAYOUT: tl.constexpr = None, first_row=None):  # fmt: skip
+    """Tile (len(rows), BLOCK_D); columns past D, and with CHECK_ROWS rows outside [first_row, row_limit), are zero."""
     columns = tile_range(BLOCK_D, 1, LAYOUT)
     pointers = tile_pointers(base, rows, columns, stride_row, stride_column, LONG)
     if CHECK_ROWS:
+        mask = row_mask(rows, first_row, row_limit)
         if D == BLOCK_D:
-            return tl.load(pointers, mask=rows[:, None] < row_limit, other=0.0)
+            return tl.load(pointers, mask=mask, other=0.0)
         else:
-            return tl.load(pointers, mask=(rows[:, None] < row_limit) & (columns[None, :] < D), other=0.0)
+            return tl.load(pointers, mask=mask & (columns[None, :] < D), other=0.0)
     else:
         if D == BLOCK_D:
             return tl.load(pointers)
@@ -89,25 +99,41 @@ def store_tile(base, tile, rows, row_limit, stride_row, stride_column, D: tl.con
 
 
 @triton.jit
-def load_head_tile(source, batch, head, start, rows, row_limit, stride_row, stride_column, D: tl.constexpr,
+def load_head_tile(source, place, start, rows, row_limit, stride_row, stride_column, D: tl.constexpr,
                    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, CHECK_ROWS: tl.constexpr,
-                   LONG: tl.constexpr):  # fmt: skip
-    """Rows [start, start + BLOCK) of one head: through a (B, H, N, D) tensor descriptor, or from the head's pointer."""
+                   LONG: tl.constexpr, BOUNDED: tl.constexpr = False, first_row=None):  # fmt: skip
+    """Rows [start, start + BLOCK) of ``head_source``'s part of a tensor.
+
+    With CHECK_ROWS, rows outside [first_row, row_limit) read as zero. The TMA does so past the end of the tensor only,
+    which is row_limit unless BOUNDED.
+    """
+    if first_row is not None:
+        first_row -= start
     if TMA:
-        tile = source.load([batch.to(tl.int32), head.to(tl.int32), start, 0])
-        return tl.reshape(tile, (BLOCK, BLOCK_D))
+        batch, head, origin = place
+        tile = tl.reshape(source.load([batch.to(tl.int32), head.to(tl.int32), origin + start, 0]), (BLOCK, BLOCK_D))
+        if CHECK_ROWS:
+            if BOUNDED or first_row is not None:
+                tile = tl.where(row_mask(rows, first_row, row_limit - start), tile, 0.0).to(tile.dtype)
+        return tile
     else:
         base = source + tl.cast(start, tl.int64) * stride_row
-        return load_tile(base, rows, row_limit - start, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
+        return load_tile(
+            base, rows, row_limit - start, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG, None, first_row
+        )
 
 
 @triton.jit
-def head_source(tensor, batch, head, strides, TMA: tl.constexpr):
-    """What ``load_head_tile`` reads: the descriptor itself, or a pointer to the head's first row."""
+def head_source(tensor, place, strides, TMA: tl.constexpr):
+    """What ``load_head_tile`` reads: the (B, H, N, D) descriptor itself, or a pointer to the first row of a place.
+
+    ``place``: (batch, head, origin), the first two int64; origin is the row where a packed sequence begins, else 0.
+    """
     if TMA:
         return tensor
     else:
-        return tensor + batch * strides[0] + head * strides[1]
+        batch, head, origin = place
+        return tensor + batch * strides[0] + head * strides[1] + tl.cast(origin, tl.int64) * strides[2]
 
 
 @triton.jit
@@ -127,14 +153,16 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT
 @triton.jit
 def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr, LONG: tl.constexpr,
-               LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None):  # fmt: skip
+               LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None, first_row=None):  # fmt: skip
     """First and second members of every pair as float32 tiles (len(rows), BLOCK_D / 2).
 
     Gluon kernels name the LAYOUT of these tiles, and of the WHOLE tile of which they are the halves.
     """
     if INTERLEAVED:
         if LAYOUT is None:
-            x = load_tile(base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG)
+            x = load_tile(
+                base, rows, row_limit, stride_row, stride_column, D, BLOCK_D, CHECK_ROWS, LONG, None, first_row
+            )
             first, second = unpack_pairs(x)
         else:
             rows = gl.convert_layout(rows, gl.SliceLayout(1, WHOLE))
@@ -148,7 +176,7 @@ def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr
         if CHECK_ROWS or D != BLOCK_D:
             mask = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2
             if CHECK_ROWS:
-                mask = mask & (rows[:, None] < row_limit)
+                mask = mask & row_mask(rows, first_row, row_limit)
             first = tl.load(pointers1, mask=mask, other=0.0)
             second = tl.load(pointers2, mask=mask, other=0.0)
         else:
@@ -229,11 +257,13 @@ def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
 @triton.jit
 def load_rotated(base, rows, row_limit, strides, tables, position_offset, position_limit, sign, D: tl.constexpr,
                  R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, CHECK_ROWS: tl.constexpr,
-                 LONG: tl.constexpr, LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None):  # fmt: skip
+                 LONG: tl.constexpr, LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None,
+                 first_row=None):  # fmt: skip
     """Rows of q or k, rotated in float32, times ``sign``, rounded once, in pair order."""
     first, second = load_pairs(
-        base, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, CHECK_ROWS, LONG, LAYOUT, WHOLE
-    )
+        base, rows, row_limit, strides[2], strides[3], D, R, BLOCK_D, INTERLEAVED, CHECK_ROWS, LONG, LAYOUT, WHOLE,
+        first_row,
+    )  # fmt: skip
     cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, True, LAYOUT)
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return pack_pairs(first * sign, second * sign).to(base.dtype.element_ty)
@@ -255,12 +285,178 @@ def store_unrotated(base, gradient, rows, row_limit, strides, tables, position_o
 
 
 @triton.jit
-def visible(positions_q, positions_k, NK, IS_CAUSAL: tl.constexpr):
-    """Which (query, key) pairs exist, broadcast over the two position tensors."""
+def visible(positions_q, positions_k, NK, IS_CAUSAL: tl.constexpr, start=None, left=None, right=None,
+            BOUNDED: tl.constexpr = False):  # fmt: skip
+    """Which (query, key) pairs exist, broadcast over the two position tensors.
+
+    Keys lie in [start, NK) and at most ``left`` before and ``right`` after the query; None: no such bound. BOUNDED: NK
+    is read on the device, so that a query may lie before position 0, where it sees nothing.
+    """
     exists = positions_k < NK
     if IS_CAUSAL:
         exists = exists & (positions_k <= positions_q)
+    if right is not None:
+        exists = exists & (positions_k <= positions_q + right)
+    if left is not None:
+        exists = exists & (positions_k >= positions_q - left)
+    if start is not None:
+        exists = exists & (positions_k >= start)
+    if BOUNDED and not IS_CAUSAL:
+        exists = exists & (positions_q >= 0)
     return exists
+
+
+@triton.jit
+def first_key(starts_ptr, batch, q_offset, NK, left):
+    """The first key that any query of a sequence sees: keys before it do not exist. 0 <= first_key <= NK."""
+    start = tl.zeros((), tl.int32)
+    if starts_ptr is not None:
+        start = tl.maximum(start, tl.load(starts_ptr + batch))
+    if left is not None:
+        start = tl.maximum(start, q_offset - left)
+    return tl.minimum(start, NK)
+
+
+@triton.jit
+def first_query(q_offset, start, right, IS_CAUSAL: tl.constexpr):
+    """The first query row that sees a key: the rows before it, and no others, see nothing (start < NK)."""
+    row = tl.maximum(0, -q_offset)
+    if start is not None:
+        if IS_CAUSAL:
+            row = tl.maximum(row, start - q_offset)
+        if right is not None:
+            row = tl.maximum(row, start - right - q_offset)
+    return row
+
+
+@triton.jit
+def key_range(start_m, q_offset, NK, start, left, right, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Keys that the query rows [start_m, start_m + BLOCK_M) visit: (first, full_first, full_last, last).
+
+    [first, last) holds every visible pair, [full_first, full_last) is visible to every row; all but ``last`` are
+    multiples of BLOCK_N, and first <= full_first <= full_last. ``visible`` says the same for single pairs.
+    """
+    first = 0
+    full_first = 0
+    last = NK
+    full_last = NK
+    if IS_CAUSAL:
+        last = tl.minimum(NK, tl.maximum(0, start_m + BLOCK_M + q_offset))
+        full_last = tl.minimum(NK, tl.maximum(0, start_m + q_offset + 1))
+    if right is not None:
+        last = tl.minimum(NK, tl.maximum(0, start_m + BLOCK_M + q_offset + right))
+        full_last = tl.minimum(NK, tl.maximum(0, start_m + q_offset + right + 1))
+    if BOUNDED and not IS_CAUSAL:
+        last = tl.where(start_m + BLOCK_M + q_offset > 0, last, 0)
+        full_last = tl.where(start_m + q_offset >= 0, full_last, 0)
+    if start is not None:
+        first = start
+        full_first = start
+        if left is not None:
+            first = tl.maximum(first, start_m + q_offset - left)
+            full_first = tl.maximum(full_first, start_m + BLOCK_M - 1 + q_offset - left)
+        first = first // BLOCK_N * BLOCK_N
+        full_first = tl.cdiv(full_first, BLOCK_N) * BLOCK_N
+        full_first = tl.maximum(first, tl.minimum(full_first, tl.cdiv(last, BLOCK_N) * BLOCK_N))
+    full_last = full_last // BLOCK_N * BLOCK_N
+    if start is not None:
+        full_last = tl.maximum(full_first, full_last)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def query_range(start_n, q_offset, NQ, NK, start, left, right, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Mirror of ``key_range`` for the keys [start_n, start_n + BLOCK_N), in query *blocks*.
+
+    (first, full_first, full_last, last), ascending: blocks of [full_first, full_last) are whole and see every key.
+    """
+    blocks = tl.cdiv(NQ, BLOCK_M)
+    first = 0
+    full_first = 0
+    full_last = NQ // BLOCK_M
+    last = blocks
+    if IS_CAUSAL:
+        first = tl.minimum(blocks, tl.maximum(0, start_n - q_offset) // BLOCK_M)
+        full_first = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N - 1 - q_offset), BLOCK_M))
+    if right is not None:
+        first = tl.minimum(blocks, tl.maximum(0, start_n - right - q_offset) // BLOCK_M)
+        full_first = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N - 1 - right - q_offset), BLOCK_M))
+    if BOUNDED and not IS_CAUSAL:
+        first = tl.maximum(first, tl.minimum(blocks, tl.maximum(0, -q_offset) // BLOCK_M))
+        full_first = tl.maximum(full_first, tl.minimum(blocks, tl.cdiv(tl.maximum(0, -q_offset), BLOCK_M)))
+    if left is not None:
+        last = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N + left - q_offset), BLOCK_M))
+        full_last = tl.minimum(full_last, tl.maximum(0, start_n + left + 1 - q_offset) // BLOCK_M)
+    if BOUNDED:
+        last = tl.where(start_n < NK, last, 0)
+    if start is not None:
+        last = tl.where(start_n + BLOCK_N > start, last, 0)
+    if BOUNDED or start is not None:
+        first = tl.minimum(first, last)
+        full_first = tl.maximum(first, tl.minimum(full_first, last))
+        full_last = tl.minimum(full_last, last)
+    return first, full_first, tl.maximum(full_first, full_last), last
+
+
+@triton.jit
+def count_tiles(N, num_sequences, BLOCK: tl.constexpr):
+    """Tiles of N rows. Packed sequences end anywhere, so that each may take one tile more: ``packed_tile``."""
+    if num_sequences is None:
+        return tl.cdiv(N, BLOCK)
+    else:
+        return N // BLOCK + num_sequences + 1
+
+
+@triton.jit
+def packed_rows(cu_ptr, sequence, num_sequences, N):
+    """(first row, rows) of a packed sequence; number ``num_sequences`` holds the rows behind the last one.
+
+    Whatever cu_seqlens hold, the rows lie in [0, N).
+    """
+    first = tl.minimum(N, tl.maximum(0, tl.load(cu_ptr + sequence)))
+    last = tl.load(cu_ptr + sequence + 1, mask=sequence < num_sequences, other=N)
+    return first, tl.minimum(N, tl.maximum(first, last)) - first
+
+
+@triton.jit
+def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
+    """(sequence, its first row, its rows, tile in it) of a tile among those of all sequences.
+
+    Sequence s owns the tiles from ``cu[s] // BLOCK + s`` on: at least as many as it has, and known without a sum over
+    the sequences before it. So the last sequence that begins at or before a tile is its own; the tile may lie behind
+    that sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
+    """
+    CHUNK: tl.constexpr = 1024
+    count = 0
+    for first in range(0, num_sequences + 1, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        begin = tl.load(cu_ptr + index, mask=index <= num_sequences, other=0)
+        count += tl.sum(((begin // BLOCK + index <= tile) & (index <= num_sequences)).to(tl.int32), 0)
+    sequence = tl.maximum(0, count - 1)
+    begin = tl.load(cu_ptr + sequence)
+    first_row, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
+    return sequence, first_row, rows, tl.maximum(0, tile - (begin // BLOCK + sequence))
+
+
+@triton.jit
+def packed_partner(cu_ptr, sequence, num_sequences, N):
+    """(first row, rows) of the other tensor's part of a sequence; what lies behind the last one has no partner."""
+    first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
+    return first, tl.where(sequence < num_sequences, rows, 0)
+
+
+@triton.jit
+def existing_keys(lens_ptr, batch, NK):
+    """How many keys of a batch entry exist, at most NK."""
+    return tl.minimum(NK, tl.maximum(0, tl.load(lens_ptr + batch)))
+
+
+@triton.jit
+def tanh(x):
+    """tanh to an absolute error of about 1e-7, with one exponential and one division; exp2 may overflow."""
+    return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
 
 
 @triton.jit

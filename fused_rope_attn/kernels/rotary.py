@@ -4,13 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.launch import Launch, block_d, is_long, table_strides
+from fused_rope_attn.kernels.launch import (
+    NO_MASKS,
+    NO_TENSORS,
+    Launch,
+    block_d,
+    is_long,
+    table_strides,
+    tile_count,
+)
 from fused_rope_attn.kernels.primitives import (
+    count_tiles,
+    existing_keys,
     head_tables,
     let_next_launch_start,
     load_angles,
     load_pairs,
     pack_pairs,
+    packed_tile,
     rotate,
     store_tile,
 )
@@ -37,44 +48,55 @@ def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, positio
         store_tile(out, packed, rows, N - start, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
 
 
-@triton.jit(do_not_specialize=["H", "N", "position_limit"])
-def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, x_strides, out_strides, cos_strides, sin_strides, H,
-                  N, position_limit, COUNTER: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """Grid: (row blocks * head chunks * batch). With COUNTER also zeroes the next launch's counter."""
+@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit"])
+def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_ptr, x_strides, out_strides, cos_strides,
+                  sin_strides, H, N, num_sequences, position_limit, COUNTER: tl.constexpr, HEADS: tl.constexpr,
+                  D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Grid: (row blocks * head chunks * batch). With COUNTER also zeroes the next launch's counter.
+
+    lens (B,) int32: rows past it are left alone; cu (sequences + 1,) int32: positions restart. Either may be None.
+    """
     let_next_launch_start(PDL)
     if COUNTER:
         if tl.program_id(0) == 0:
             tl.store(counter_ptr, 0)
-    num_blocks = tl.cdiv(N, BLOCK_N)
+    num_blocks = count_tiles(N, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(H, HEADS)
     # Last head first: the attention kernel begins with the first ones, whose keys then still lie in the L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = pid % num_blocks
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+    if lens_ptr is not None:
+        N = existing_keys(lens_ptr, batch, N)
+    if cu_ptr is not None:
+        sequence, first_row, N, block = packed_tile(block, cu_ptr, num_sequences, N, BLOCK_N)
+        x_ptr += tl.cast(first_row, tl.int64) * x_strides[2]
+        out_ptr += tl.cast(first_row, tl.int64) * out_strides[2]
     rotate_rows(
         x_ptr, out_ptr, x_strides, out_strides, tables, 1.0, N, 0, position_limit, batch, chunk * HEADS,
-        tl.minimum(chunk * HEADS + HEADS, H), (pid % num_blocks) * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
+        tl.minimum(chunk * HEADS + HEADS, H), block * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
     )  # fmt: skip
 
 
 class RotateKeys:
     """Rotated copy of k ``(B, HKV, NK, D)``, contiguous, columns in pair order; key j uses table row j.
 
-    counter: the call also zeroes an int32 word, in which the next launch counts.
+    counter: the call also zeroes an int32 word, in which the next launch counts. ``masks``: keys that do not exist are
+    not rotated, packed sequences begin at row 0 each.
     """
 
-    def __init__(self, k, cos, sin, rotary_dim, interleaved, config, counter=False):
+    def __init__(self, k, cos, sin, rotary_dim, interleaved, config, counter=False, masks=NO_MASKS):
         batch, heads, length, head_dim = self.shape = k.shape
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         block_n, chunk = config.rotate_rows, config.rotate_heads
         out_strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
         self.launch = Launch(
             rotate_kernel,
-            triton.cdiv(length, block_n) * triton.cdiv(heads, chunk) * batch,
-            (k.stride(), out_strides, cos_strides, sin_strides, heads, length, cos.shape[-2]),
+            tile_count(length, masks.num_sequences, block_n) * triton.cdiv(heads, chunk) * batch,
+            (k.stride(), out_strides, cos_strides, sin_strides, heads, length, masks.num_sequences, cos.shape[-2]),
             {
                 "COUNTER": counter,
                 "HEADS": chunk,
@@ -89,7 +111,8 @@ class RotateKeys:
             {"num_warps": 4},
         )
 
-    def __call__(self, stream, k, cos, sin, counter=None) -> torch.Tensor:
+    def __call__(self, stream, k, cos, sin, counter=None, mask_tensors=NO_TENSORS) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=k.dtype, device=k.device)
-        self.launch(stream, k, out, cos, sin, counter)
+        _, _, lens, _, cu = mask_tensors
+        self.launch(stream, k, out, cos, sin, counter, lens, cu)
         return out

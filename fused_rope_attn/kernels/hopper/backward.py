@@ -461,7 +461,7 @@ class BackwardCall:
         if self.empty:
             return
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        qk_scale, q_sign, _ = scale_and_sign(softmax_scale)
         tables = table_strides(cos, sin, rotary_dim, interleaved)
         # A copy of dO for the rare gradient that the TMA cannot address.
         self.copy_do = not has_descriptor(do)
@@ -488,9 +488,9 @@ class BackwardCall:
             ),
             (
                 o.stride(), do_like.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
-                batch, heads_q, heads_kv, len_q, pitch, len_k, cos.shape[-2],
+                batch, heads_q, heads_kv, len_q, pitch, len_k, None, cos.shape[-2],
             ),
-            ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=True, CLEAR=True),
+            ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=False, ROTATE=True, CLEAR=True),
             {"num_warps": 4},
         )  # fmt: skip
         self._describe(q_rot, k_rot, v, do_like, element)
@@ -549,7 +549,7 @@ class BackwardCall:
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
         q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
         stream = device.current_stream(q.device)
-        self.preprocess(stream, o, do, lse, stats, accumulator, q, q_rot, k, k_rot, cos, sin)
+        self.preprocess(stream, o, do, lse, stats, accumulator, q, q_rot, k, k_rot, cos, sin, None, None, None)
         self.main(
             stream, self.q_source(q_rot), self.k_source(k_rot), self.v_source(v), self.do_source(do),
             self.stats_source(stats), self.dq_source(accumulator), cos, sin, dk, dv,

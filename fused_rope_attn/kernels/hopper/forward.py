@@ -352,7 +352,7 @@ class ForwardCall:
         self.k_source = Source(k_like, block_n, pad_d, True, key_layout)
         self.v_source = Source(v, block_n, pad_d, True, key_layout)
         self.o_source = Source(o_like, ROWS.value, pad_d, True, o_layout)
-        qk_scale, q_sign = scale_and_sign(softmax_scale)
+        qk_scale, q_sign, _ = scale_and_sign(softmax_scale)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
         num_tiles = -(-len_q // BLOCK_M) * num_heads

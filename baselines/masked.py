@@ -1,0 +1,125 @@
+"""Rivals for windows and packed sequences: attentions that serve them, behind two signatures; none of them rotates.
+
+``window(q, k, v, left) -> o``: causal, each query sees ``left`` keys before its own; q ``(B, HQ, N, D)``, k and v ``(B,
+HKV, N, D)``. ``packed(q, k, v, ends, longest) -> o``: causal within each sequence; q ``(T, HQ, D)``, k and v ``(T, HKV,
+D)``, ``ends`` (sequences + 1,) int32 on the device, ``longest`` an int. What one does not serve is None.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from baselines.base import missing_package
+
+_TO_BNHD, _TO_BHND = "b h n d -> b n h d", "b n h d -> b h n d"
+
+
+@dataclass(frozen=True)
+class MaskedAttention:
+    """One rival; ``missing`` as in ``base.Attention``."""
+
+    name: str
+    label: str
+    missing: Callable[[], str | None]
+    window: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
+    packed: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] | None = None
+
+
+def _missing_torch() -> str | None:
+    return missing_package("torch>=2.10", "torch.nn.attention.varlen", "varlen_attn")
+
+
+@functools.cache
+def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]]:
+    """PyTorch's function and its keywords, which changed from 2.10 on: ``is_causal`` became ``window_size``."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _torch_packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, left: int = -1) -> Tensor:
+    function, keywords = _varlen_attn()
+    options = {"enable_gqa": True} if "enable_gqa" in keywords and q.shape[1] != k.shape[1] else {}
+    if "window_size" in keywords:
+        options["window_size"] = (left, 0)
+    elif left < 0:
+        options["is_causal"] = True
+    else:
+        raise NotImplementedError(f"varlen_attn of torch {torch.__version__} takes no window_size")
+    return function(q, k, v, ends, ends, longest, longest, **options)
+
+
+def _torch_window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+    batch, _, length, _ = q.shape
+    ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    o = _torch_packed(*(rearrange(x, "b h n d -> (b n) h d") for x in (q, k, v)), ends, length, left)
+    return rearrange(o, "(b n) h d -> b h n d", b=batch)
+
+
+def _first(o: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return o[0] if isinstance(o, tuple) else o
+
+
+def _flash_functions(module: str) -> tuple[Callable, Callable]:
+    """(window, packed) of flash-attn or of FlashAttention-4, whose functions have the same names and keywords."""
+
+    def load(name: str) -> Callable:
+        return getattr(__import__(module, fromlist=[name]), name)
+
+    def window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+        o = load("flash_attn_func")(*(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=True, window_size=(left, 0))
+        return rearrange(_first(o), _TO_BHND)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+        return _first(
+            load("flash_attn_varlen_func")(
+                q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
+            )
+        )  # fmt: skip
+
+    return window, packed
+
+
+@functools.cache
+def _flex() -> tuple[Callable[..., Tensor], Callable]:
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # The backward is timed on a graph that is kept, which donated buffers forbid.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(flex_attention, dynamic=False), functools.cache(
+        lambda length, left, device: create_block_mask(
+            lambda b, h, i, j: (j <= i) & (i - j <= left), None, None, length, length, device=device
+        )
+    )
+
+
+def _flex_window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+    attend, block_mask = _flex()
+    mask = block_mask(q.shape[2], left, str(q.device))
+    return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+TORCH = MaskedAttention("torch_varlen", "PyTorch varlen_attn", _missing_torch, _torch_window, _torch_packed)
+FLASH = MaskedAttention(
+    "flash_attn",
+    "flash-attn",
+    lambda: missing_package("flash-attn", "flash_attn", "flash_attn_varlen_func"),
+    *_flash_functions("flash_attn"),
+)
+FA4 = MaskedAttention(
+    "fa4",
+    "FA4",
+    lambda: missing_package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func"),
+    *_flash_functions("flash_attn.cute"),
+)
+FLEX = MaskedAttention("flex", "FlexAttention, compiled", lambda: None, _flex_window)
+
+MASKED = (TORCH, FLASH, FA4, FLEX)

@@ -1,0 +1,354 @@
+"""Masks and packing in the portable kernels, in Triton's interpreter, against float64; see test_kernels.py.
+
+Shapes are just large enough that every loop runs: 64 x 32 tiles forward and for dq, 32 x 64 for dk and dv.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_kernels import F16, F32, both, cases, hold
+
+from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
+from fused_rope_attn.device import is_interpreted
+from fused_rope_attn.kernels.launch import describe_masks
+from fused_rope_attn.kernels.primitives import key_range, query_range
+from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference
+
+interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
+quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+BASE = Case(1, 1, 1, 130, 130, 16)
+PAIR = Case(2, 1, 1, 70, 110, 16)
+
+
+def hold_all(case, strategy, inputs=None):
+    """``hold``, and the gradient of the sinks, which is one row."""
+    inputs = make_inputs(case) if inputs is None else inputs
+    out = hold(case, inputs, strategy=strategy, out=run_op(inputs, case, backend="triton", strategy=strategy))
+    if case.sinks:
+        ref64, eager = run_reference(inputs, case, torch.float64).dsinks, run_reference(inputs, case).dsinks
+        result = compare("dsinks", out.dsinks[None], ref64[None], eager[None], grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name} [{strategy}]: {result}"
+    return out
+
+
+@interpreted
+@quiet
+@both
+@cases(
+    *(replace(BASE, window=window) for window in ((40, 0), (3, 0), (5000, -1))),
+    *(replace(BASE, window=window, causal=False) for window in ((33, 7), (-1, 5), (40, -1), (2**40, 2**40))),
+    replace(BASE, window=(33, 100)),  # causal is the narrower bound
+    replace(PAIR, window=(33, 0), dtype=F32),
+    replace(PAIR, window=(20, 10), causal=False, dtype=F32),
+    Case(1, 1, 1, 100, 33, 16, window=(10, 0)),  # rows that see nothing
+    Case(1, 1, 1, 1, 100, 16, window=(40, 0)),
+)
+def test_window(case, strategy):
+    hold_all(case, strategy)
+
+
+@interpreted
+@quiet
+@both
+@cases(
+    replace(PAIR, kv_lens=(100, 3)),
+    replace(PAIR, kv_lens=(0, 200), causal=False, dtype=F32),
+    replace(PAIR, kv_starts=(10, 90)),
+    replace(PAIR, kv_starts=(75, 110), causal=False, dtype=F32),
+    replace(PAIR, kv_starts=(-4, 30), kv_lens=(70, 101), dtype=F32),
+    replace(PAIR, kv_starts=(50, 60), kv_lens=(40, 130), causal=False),  # no key is left in the first
+    replace(PAIR, len_q=110, kv_starts=(64, 33), table_batch=True),  # left-padded prompts
+)
+def test_bounds_of_the_keys(case, strategy):
+    hold_all(case, strategy)
+
+
+@interpreted
+@quiet
+@both
+@cases(
+    replace(BASE, len_q=50, len_k=70, softcap=2.0),
+    replace(BASE, len_q=50, len_k=70, softcap=50.0, dtype=F32, causal=False),
+    replace(BASE, len_q=50, len_k=70, softcap=0.5, dtype=F32, softmax_scale=-2.0),
+    replace(BASE, len_q=50, len_k=70, softcap=1.0, dtype=F32, softmax_scale=0.0),
+)
+def test_softcap(case, strategy):
+    hold_all(case, strategy)
+
+
+@interpreted
+@quiet
+@both
+@cases(
+    replace(BASE, heads_q=2, len_q=70, len_k=50, sinks=True),  # rows that see nothing: not even the sink
+    replace(PAIR, heads_q=2, heads_kv=2, len_k=70, sinks=True, dtype=F32, causal=False),
+)
+def test_sinks(case, strategy):
+    out = hold_all(case, strategy)
+    unseeing = max(0, case.len_q - case.len_k)
+    assert bool((out.lse[:, :, :unseeing] == -math.inf).all()) and bool((out.o[:, :, :unseeing] == 0).all())
+
+
+@interpreted
+@both
+@pytest.mark.parametrize("sink", [-math.inf, -1e4, 1e4])
+def test_extreme_sinks(sink, strategy):
+    case = Case(1, 2, 1, 20, 40, 16, dtype=F32)
+    q, k, v, cos, sin, do = make_inputs(case)
+    results = []
+    for backend in ("triton", "reference"):
+        tensors = [x.detach().requires_grad_() for x in (q, k, v)] + [torch.full((2,), sink, requires_grad=True)]
+        chosen = {"backend": backend, "strategy": strategy if backend == "triton" else "auto"}
+        o, lse = rope_attention(*tensors[:3], cos, sin, True, sinks=tensors[3], return_lse=True, **chosen)
+        results.append((o, lse, *torch.autograd.grad(o, tensors, do)))
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+# The pairs that models combine.
+COMBINED = (
+    Case(1, 4, 1, 100, 100, 16, window=(40, 0), softcap=3.0),  # Gemma 2
+    Case(1, 4, 2, 100, 100, 16, window=(40, 0), sinks=True),  # gpt-oss
+    Case(2, 2, 1, 100, 100, 16, kv_starts=(0, 41), table_batch=True),
+    Case(2, 2, 1, 40, 130, 16, window=(30, 10), causal=False, softcap=3.0, sinks=True, kv_starts=(20, 0),
+         kv_lens=(60, 130), dtype=F32),
+    Case(2, 2, 1, 40, 130, 24, window=(64, 0), sinks=True, kv_starts=(3, 70), kv_lens=(100, 90), rotary_dim=10,
+         interleaved=True, layout="odd"),
+)  # fmt: skip
+
+
+@interpreted
+@quiet
+@both
+@cases(*COMBINED)
+def test_combinations(case, strategy):
+    hold_all(case, strategy)
+
+
+PACKED = Case(1, 2, 1, 0, 0, 16)
+
+
+def packed(seqlens, behind=(0, 0), **changes):
+    """A packed case; ``behind``: rows of q and k behind the last sequence."""
+    pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
+    total_q, total_k = (sum(n[i] for n in pairs) + behind[i] for i in range(2))
+    return replace(PACKED, len_q=total_q, len_k=total_k, seqlens=pairs, **changes)
+
+
+PACKINGS = (
+    packed((70, 1, 33, 64)),
+    packed((70, 0, 33, 0), causal=False, dtype=F32),
+    packed(((10, 70), (40, 7), (0, 20), (20, 0), (1, 33)), dtype=F32),
+    packed(((10, 70), (40, 7), (0, 20), (20, 0), (1, 33)), causal=False),
+    packed((20, 33), behind=(40, 70)),
+    packed((), behind=(5, 9)),
+    packed((), causal=False),
+    packed((2, 3) * 6 + (0,) * 20, dtype=F32),
+    packed((70, 50), window=(20, 0)),
+    packed((70, 50), window=(20, 5), causal=False, softcap=3.0, sinks=True, dtype=F32),
+    packed((30, 40), layout="odd", interleaved=True, rotary_dim=10),
+)
+
+
+@interpreted
+@quiet
+@both
+@cases(*PACKINGS)
+def test_packed_sequences(case, strategy):
+    hold_all(case, strategy)
+
+
+@cases(*PACKINGS)
+def test_the_packed_reference(case):
+    """Its mask of the whole batch against each sequence by itself."""
+    case = replace(case, dtype=F32)
+    inputs = make_inputs(case)
+    out, expected = run_op(inputs, case, backend="reference"), run_reference(inputs, case, torch.float64)
+    for x, y in zip((*out, out.dsinks), (*expected, expected.dsinks)):
+        if x is not None and x.numel():
+            torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_more_sequences_than_are_counted_at_once():
+    """The search for a tile's sequence goes through a second chunk; nearly all sequences are empty."""
+    lengths = [0] * 1100
+    lengths[3], lengths[1050], lengths[1051] = 5, 40, 1
+    case = packed(tuple(lengths), dtype=F32, heads_q=1)
+    inputs = make_inputs(case)
+    cu = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    q, k, v = (x[0].transpose(0, 1) for x in inputs[:3])
+    with torch.no_grad():
+        out = [
+            rope_attention_varlen(q, k, v, inputs.cos, inputs.sin, cu, cu, 40, 40, True, backend=backend)
+            for backend in ("triton", "reference")
+        ]
+    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@quiet
+@both
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@cases(
+    replace(PAIR, kv_starts=(10, 70), kv_lens=(100, 105), dtype=F32),
+    replace(PAIR, kv_starts=(10, 70), kv_lens=(100, 105), dtype=F32, causal=False),
+    Case(1, 1, 1, 10, 140, 16, window=(50, 0), dtype=F32),
+    packed((20, 33), behind=(40, 70), dtype=F32),
+)
+def test_nan_in_keys_that_nobody_reaches(case, backend, strategy):
+    """... and in query rows that see nothing, and their dO: the same numbers, and zero gradients there."""
+    inputs = make_inputs(case)
+    q, k, v, do = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    choice = {"backend": backend, "strategy": strategy if backend == "triton" else "auto"}
+    expected = run_op(inputs, case, **choice)
+    for b in range(case.batch):
+        if case.seqlens is not None:
+            k[:, :, 53:], v[:, :, 53:] = math.nan, math.nan
+            q[:, :, 53:], do[:, :, 53:] = math.nan, math.nan
+        elif case.window is not None:
+            k[b, :, : 130 - 50], v[b, :, : 130 - 50] = math.nan, math.inf
+        else:
+            k[b, :, : case.kv_starts[b]], v[b, :, : case.kv_starts[b]] = math.nan, math.inf
+            k[b, :, case.kv_lens[b] :], v[b, :, case.kv_lens[b] :] = math.inf, math.nan
+            if case.causal:
+                dead = case.kv_starts[b] - case.kv_lens[b] + case.len_q
+                q[b, :, : max(0, dead)], do[b, :, : max(0, dead)] = math.nan, math.nan
+    out = run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **choice)
+    for name, x, y in zip(out._fields, out, expected):
+        assert torch.equal(x, y), name
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_sequences_do_not_see_each_other():
+    """NaN in one sequence stays there."""
+    case = packed((40, 50, 30), dtype=F32)
+    inputs = make_inputs(case)
+    changed = inputs._replace(**{n: getattr(inputs, n).clone() for n in ("q", "k", "v", "do")})
+    for x in (changed.q, changed.k, changed.v, changed.do):
+        x[:, :, 40:90] = math.nan
+    expected, out = (run_op(x, case, backend="triton", strategy="prepass") for x in (inputs, changed))
+    for x, y in zip(out, expected):
+        assert torch.equal(x[:, :, :40], y[:, :, :40]) and torch.equal(x[:, :, 90:], y[:, :, 90:])
+
+
+@interpreted
+@both
+def test_reruns_are_bitwise_equal(strategy):
+    for case in (COMBINED[3], packed((30, 0, 40), sinks=True)):
+        inputs = make_inputs(case)
+        first, again = (run_op(inputs, case, backend="triton", strategy=strategy) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip((*first, first.dsinks), (*again, again.dsinks)))
+
+
+@interpreted
+def test_blocks_outside_are_not_visited():
+    """The ranges that the kernels walk through: as long as the window, however long the sequence."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def ranges(out_ptr, start_m, NK, left, MIRRORED: tl.constexpr):
+        start = tl.maximum(0, -left)
+        if MIRRORED:
+            first, full_first, full_last, last = query_range(start_m, 0, NK, NK, start, left, None, True, False, 64, 64)
+        else:
+            first, full_first, full_last, last = key_range(start_m, 0, NK, start, left, None, True, False, 64, 64)
+        tl.store(out_ptr, first)
+        tl.store(out_ptr + 1, full_first)
+        tl.store(out_ptr + 2, full_last)
+        tl.store(out_ptr + 3, last)
+
+    out = torch.zeros(4, dtype=torch.int32)
+    ranges[(1,)](out, 16384, 32768, 1024, False)
+    # The last row, 16447, sees keys from 15423 on; the first one up to 16384.
+    assert out.tolist() == [15360, 15424, 16384, 16448]
+    ranges[(1,)](out, 16384, 32768, 1024, True)
+    assert out.tolist() == [256, 257, 272, 273]
+
+
+def test_cu_seqlens_from_position_ids():
+    ids = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
+    cu, longest = cu_seqlens_from_position_ids(ids)
+    assert cu.tolist() == [0, 3, 5, 6, 8, 9, 12] and longest == 3 and cu.dtype == torch.int32
+    assert cu_seqlens_from_position_ids(ids[0])[0].tolist() == [0, 3, 5, 6]
+    cu, longest = cu_seqlens_from_position_ids(ids, max_sequences=8)
+    assert cu.tolist() == [0, 3, 5, 6, 8, 9, 12, 12, 12] and longest == 6
+    assert cu_seqlens_from_position_ids(ids, max_sequences=2)[0].tolist() == [0, 3, 5]  # the rest belongs to none
+    assert cu_seqlens_from_position_ids(torch.tensor([5, 6, 7, 3, 4]))[0].tolist() == [0, 3, 5]
+    assert cu_seqlens_from_position_ids(torch.zeros(2, 0, dtype=torch.int64))[0].tolist() == [0]
+    for wrong, error in ((ids.float(), TypeError), (ids[None], ValueError), ([0, 1], TypeError)):
+        with pytest.raises(error, match="^position_ids "):
+            cu_seqlens_from_position_ids(wrong)
+    for wrong, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
+        with pytest.raises(error, match="^max_sequences "):
+            cu_seqlens_from_position_ids(ids, max_sequences=wrong)
+
+
+def test_packed_refusals():
+    q, k, v, cos, sin, _ = make_inputs(Case(1, 2, 1, 6, 6, 16))
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    good = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 4,
+            "max_seqlen_k": 4}  # fmt: skip
+    assert rope_attention_varlen(**good).shape == q.shape
+    for name, value, error, pattern in (
+        ("q", q[None], ValueError, "T_q, HQ, D.*4 dimensions"),
+        ("k", None, TypeError, "Tensor.*NoneType"),
+        ("v", v[:, 0], ValueError, "T_k, HKV, D.*2 dimensions"),
+        ("cu_seqlens_q", [0, 6], TypeError, "Tensor.*list"),
+        ("cu_seqlens_k", cu.long(), TypeError, "int32.*int64"),
+        ("cu_seqlens_k", cu.to("meta"), ValueError, "device cpu.*meta"),
+        ("cu_seqlens_q", cu[None], ValueError, r"\(sequences \+ 1,\).*\(1, 3\)"),
+        ("cu_seqlens_q", cu[:0], ValueError, r"\(sequences \+ 1,\).*\(0,\)"),
+        ("cu_seqlens_q", cu.repeat_interleave(2)[::2], ValueError, "contiguous.*2"),
+        ("cu_seqlens_k", cu[:2], ValueError, r"\(3,\).*\(2,\)"),
+        ("max_seqlen_q", 4.0, TypeError, "int.*4.0"),
+        ("max_seqlen_k", -1, ValueError, "0 or more.*-1"),
+        ("cos", cos[:3], ValueError, "4 positions.*3 rows"),
+    ):
+        with pytest.raises(error, match=f"^{name} .*{pattern}"):
+            rope_attention_varlen(**(good | ({"sin": sin[:3]} if name == "cos" else {}) | {name: value}))
+    with pytest.raises(NotImplementedError, match="^cu_seqlens_q .*hopper"):
+        rope_attention_varlen(**good, backend="hopper")
+
+
+@interpreted
+@pytest.mark.unpoisoned
+def test_packed_sequences_compile():
+    torch._dynamo.reset()
+    case = packed((5, 9, 3), dtype=F32, sinks=True)
+    inputs = make_inputs(case)
+    cu = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
+    sinks = masks_of(case)["sinks"].requires_grad_()
+
+    def run(q, k, v, sinks):
+        return rope_attention_varlen(
+            q, k, v, inputs.cos, inputs.sin, cu, cu, 9, 9, True, window=(4, 0), sinks=sinks, backend="triton"
+        )
+
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        tensors = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3]] + [sinks]
+        o = function(*tensors)
+        results.append((o, *torch.autograd.grad(o, tensors, inputs.do[0].transpose(0, 1))))
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+@interpreted
+def test_plans_of_masked_calls():
+    q, k, v, cos, sin, _ = make_inputs(Case(2, 2, 1, 8, 8, 16, dtype=F16))
+    chosen = plan(q, k, v, cos, sin, True, window=(3, 0), strategy="prepass")
+    assert chosen.backend == "triton" and chosen.strategy == "prepass"
+
+
+def test_heads_share_a_section_by_the_longest_sequence():
+    """Not by all tokens; as a power of two, so that batches of about the same lengths share their launches."""
+    ends = torch.tensor([0, 300, 600], dtype=torch.int32)
+    packed_masks = describe_masks(True, -1, -1, 0.0, (None, None, None, ends, ends), 300)
+    assert packed_masks.longest(10**6) == 512 and packed_masks.longest(400) == 400
+    assert packed_masks == describe_masks(True, -1, -1, 0.0, (None, None, None, ends, ends), 511)
+    assert describe_masks(True, 5, -1, 0.0, (None,) * 5).longest(10**6) == 10**6

@@ -1,0 +1,102 @@
+"""Masks and packing on a GPU: every dtype against float64, FlexAttention as an oracle of its own, no host sync."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_rope_attn import apply_rope_qk, cu_seqlens_from_position_ids, rope_attention, rope_attention_varlen
+from fused_rope_attn.testing import Case, compare, make_inputs, run_op, run_reference
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+BASE = Case(2, 8, 2, 700, 700, 128, dtype=BF16)
+LENGTHS = (16, 333, 0, 1, 700, 64, 129)
+CASES = (
+    replace(BASE, window=(200, 0)),
+    replace(BASE, window=(100, 50), causal=False, len_q=300),
+    replace(BASE, softcap=20.0, head_dim=64),
+    replace(BASE, sinks=True, window=(128, 0), head_dim=64),
+    replace(BASE, window=(200, 0), softcap=50.0, head_dim=256),
+    replace(BASE, kv_lens=(700, 333), len_q=65),
+    replace(BASE, kv_starts=(0, 399), table_batch=True),
+    replace(BASE, kv_starts=(5, 600), kv_lens=(0, 650), causal=False),
+    replace(BASE, batch=1, len_q=sum(LENGTHS), len_k=sum(LENGTHS), seqlens=tuple((n, n) for n in LENGTHS)),
+    replace(BASE, batch=1, len_q=700, len_k=900, seqlens=((600, 300), (100, 600)), causal=False, head_dim=64),
+    replace(BASE, batch=1, seqlens=((300, 300), (400, 400)), window=(90, 0), softcap=30.0, sinks=True),
+)
+
+
+@pytest.mark.parametrize("strategy", ["inline", "prepass"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_masks(case, dtype, strategy):
+    case = replace(case, dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    out = run_op(inputs, case, backend="triton", strategy=strategy)
+    ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+    for name in out._fields:
+        tensors = (getattr(x, name) for x in (out, ref64, eager))
+        result = compare(name, *tensors, grad=name[0] == "d", dtype=dtype)
+        assert result.ok, result
+    if case.sinks:
+        result = compare("dsinks", *(x.dsinks[None] for x in (out, ref64, eager)), grad=True, dtype=dtype)
+        assert result.ok, result
+
+
+@pytest.mark.parametrize("kind", ["window", "softcap", "window + softcap", "documents"])
+def test_flex_attention_says_the_same(kind):
+    """Another author's masks and scores, on queries and keys that were rotated before, in float32."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case = Case(1, 8, 2, 1000, 1000, 64, dtype=torch.float32)
+    q, k, v, cos, sin, do = make_inputs(case, "cuda")
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    cu = torch.tensor([0, 100, 101, 640, 1000], dtype=torch.int32, device="cuda")
+    document = torch.searchsorted(cu, torch.arange(1000, device="cuda"), right=True)
+    window, cap = 150 if "window" in kind else 10**6, 3.0 if "softcap" in kind else 0.0
+
+    def mask(b, h, i, j):
+        seen = (j <= i) & (i - j <= window)
+        return seen & (document[i] == document[j]) if kind == "documents" else seen
+
+    def score(s, b, h, i, j):
+        return cap * torch.tanh(s / cap) if cap else s
+
+    if kind == "documents":
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        o = rope_attention_varlen(*packed, cos, sin, cu, cu, 539, 539, True, backend="triton").transpose(0, 1)[None]
+        position = torch.arange(1000, device="cuda") - cu[document - 1]
+        cos, sin = cos[position], sin[position]
+    else:
+        o = rope_attention(q, k, v, cos, sin, True, window=(window, 0), softcap=cap, backend="triton")
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    block_mask = create_block_mask(mask, None, None, 1000, 1000, device="cuda")
+    q_rot, k_rot = apply_rope_qk(q, k, cos, sin)
+    other = flex_attention(q_rot, k_rot, v, score_mod=score, block_mask=block_mask, enable_gqa=True)
+    expected = torch.autograd.grad(other, (q, k, v), do)
+    for x, y in zip((o, *gradients), (other, *expected)):
+        torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-4)
+
+
+def test_packed_sequences_need_no_sync():
+    case = CASES[8]
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3])
+    cu = torch.nn.functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).int().cuda()
+
+    def run():
+        o = rope_attention_varlen(q, k, v, inputs.cos, inputs.sin, cu, cu, 700, 700, True)
+        return (o, *torch.autograd.grad(o, (q, k, v), inputs.do[0].transpose(0, 1)))
+
+    first = run()
+    position_ids = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+        ends, longest = cu_seqlens_from_position_ids(position_ids, max_sequences=len(LENGTHS))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(first, again))
+    seen = [0, *torch.tensor([n for n in LENGTHS if n]).cumsum(0).tolist()]
+    assert ends.tolist() == [*seen, seen[-1]] and longest == len(position_ids)
