@@ -17,6 +17,7 @@ __all__ = [
     "LAYOUTS",
     "STRATEGIES",
     "check_attention",
+    "check_kvcache",
     "check_packed",
     "check_position_ids",
     "check_rotation",
@@ -105,16 +106,7 @@ def check_attention(
     rows = len_k if max_seqlen_k is None else max_seqlen_k
     rotary_dim = _check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "q", "k")
 
-    if softmax_scale is not None:
-        if not _is_real(softmax_scale):
-            raise TypeError(f"softmax_scale must be a float or None, but is {_kind(softmax_scale)}")
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
-    if softcap != 0.0 or not _is_real(softcap):
-        if not _is_real(softcap):
-            raise TypeError(f"softcap must be a float, but is {_kind(softcap)}")
-        if not (math.isfinite(softcap) and softcap > 0.0):
-            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+    _check_scales(softmax_scale, softcap)
     if window is not None:
         _check_window(window)
     if sinks is not None:
@@ -127,6 +119,105 @@ def check_attention(
         _refuse_choice("backend", backend, BACKENDS)
     if strategy not in STRATEGIES:
         _refuse_choice("strategy", strategy, STRATEGIES)
+    return rotary_dim
+
+
+def check_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    cache_seqlens: Tensor,
+    cache_is_rotated: bool,
+    causal: bool,
+    softmax_scale: float | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> int:
+    """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
+
+    What `cache_seqlens` holds stays on the device. Raises TypeError or ValueError.
+    """
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cos": cos, "sin": sin, "cache_seqlens": cache_seqlens}
+    if k is not None or v is not None:
+        if k is None or v is None:
+            given, lacking = ("v", "k") if k is None else ("k", "v")
+            raise ValueError(f"{lacking} must be given where {given} is: both are appended, or neither")
+        tensors |= {"k": k, "v": v}
+    if not all(isinstance(x, Tensor) for x in tensors.values()):
+        _refuse_non_tensor(**tensors)
+    if not (
+        isinstance(cache_is_rotated, bool)
+        and isinstance(causal, bool)
+        and isinstance(interleaved, bool)
+        and isinstance(return_lse, bool)
+    ):
+        _refuse_non_bool(
+            cache_is_rotated=cache_is_rotated, causal=causal, interleaved=interleaved, return_lse=return_lse
+        )
+    dtype, device = q.dtype, q.device
+    if dtype not in _INPUT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, but is {_name(dtype)}")
+    for name in ("k_cache", "v_cache", "k", "v"):
+        if name in tensors and tensors[name].dtype != dtype:
+            raise TypeError(f"{name} must have q's dtype {_name(dtype)}, but is {_name(tensors[name].dtype)}")
+    if any(x.device != device for x in tensors.values()):
+        _refuse_device(device, **tensors)
+
+    for name in ("q", "k_cache", "v_cache"):
+        if tensors[name].ndim != 4:
+            form = "(B, HQ, NQ, D)" if name == "q" else "(B, HKV, S_max, D)"
+            shape = tensors[name].shape
+            raise ValueError(f"{name} must have shape {form}, but has {len(shape)} dimensions: {_shape(shape)}")
+    batch, heads_q, len_q, head_dim = q.shape
+    batch_k, heads_kv, capacity, head_dim_k = k_cache.shape
+    if batch_k != batch or head_dim_k != head_dim or v_cache.shape != k_cache.shape:
+        _refuse_shapes(q.shape, k_cache.shape, v_cache.shape, "_cache")
+    if heads_kv < 1 or heads_q % heads_kv:
+        _refuse_shapes(q.shape, k_cache.shape, v_cache.shape, "_cache")
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q.shape)}"
+        )
+    if k is not None:
+        for name in ("k", "v"):
+            if tensors[name].shape != (batch, heads_kv, len_q, head_dim):
+                raise ValueError(
+                    f"{name} must have shape (B, HKV, NQ, D) = {(batch, heads_kv, len_q, head_dim)}, but has "
+                    f"{_shape(tensors[name].shape)}"
+                )
+        if len_q > capacity:
+            raise ValueError(f"k must have at most k_cache's S_max = {capacity} positions, but has {len_q}")
+        for name in ("k_cache", "v_cache"):
+            cache = tensors[name]
+            if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
+                raise ValueError(
+                    f"{name} must not be expanded, since it is written: several elements share memory, strides "
+                    f"{cache.stride()}"
+                )
+    _check_bounds("cache_seqlens", cache_seqlens, device, batch)
+    rotary_dim = _check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", "k_cache")
+    _check_scales(softmax_scale, softcap)
+    if window is not None:
+        _check_window(window)
+    if sinks is not None:
+        _check_sinks(sinks, dtype, device, heads_q)
+        tensors["sinks"] = sinks
+    if torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if x.requires_grad:
+                raise ValueError(
+                    f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
+                    f"or pass {name}.detach()"
+                )
     return rotary_dim
 
 
@@ -364,6 +455,19 @@ def _check_tables(
     return rotary_dim
 
 
+def _check_scales(softmax_scale: Any, softcap: Any) -> None:
+    if softmax_scale is not None:
+        if not _is_real(softmax_scale):
+            raise TypeError(f"softmax_scale must be a float or None, but is {_kind(softmax_scale)}")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
+    if softcap != 0.0 or not _is_real(softcap):
+        if not _is_real(softcap):
+            raise TypeError(f"softcap must be a float, but is {_kind(softcap)}")
+        if not (math.isfinite(softcap) and softcap > 0.0):
+            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+
+
 def _check_window(window: Any) -> None:
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window must be a tuple (left, right) or None, but is {_kind(window)}")
@@ -419,14 +523,15 @@ def _refuse_rank(**arguments: Tensor) -> NoReturn:
     raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {_shape(value.shape)}")
 
 
-def _refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> NoReturn:
+def _refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str = "") -> NoReturn:
+    """`kind` goes behind k and v: "_cache" for caches."""
     if k[0] != q[0]:
-        raise ValueError(f"k must have q's batch size {q[0]}, but has {k[0]}")
+        raise ValueError(f"k{kind} must have q's batch size {q[0]}, but has {k[0]}")
     if k[3] != q[3]:
-        raise ValueError(f"k must have q's head dim {q[3]}, but has {k[3]}")
+        raise ValueError(f"k{kind} must have q's head dim {q[3]}, but has {k[3]}")
     if v != k:
-        raise ValueError(f"v must have k's shape {_shape(k)}, but has {_shape(v)}")
-    raise ValueError(f"k has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
+        raise ValueError(f"v{kind} must have k{kind}'s shape {_shape(k)}, but has {_shape(v)}")
+    raise ValueError(f"k{kind} has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
 
 
 def _refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:

@@ -154,10 +154,15 @@ _WIDEST_WINDOW = 2**30
 def describe_masks(causal: bool, left: int, right: int, softcap: float, tensors: tuple) -> Masks:
     """``Masks`` of a call; left and right as in ``window``, -1 for unbounded."""
     return Masks(
+        *window_bounds(causal, left, right), softcap, tuple(None if x is None else signature(x) for x in tensors)
+    )
+
+
+def window_bounds(causal: bool, left: int, right: int) -> tuple[int | None, int | None]:
+    """left and right as in ``window``, -1 for unbounded, as kernels take them: None for no bound."""
+    return (
         min(left, _WIDEST_WINDOW) if left >= 0 else None,
         min(right, _WIDEST_WINDOW) if right >= 0 and not causal else None,  # the diagonal is the narrower bound
-        softcap,
-        tuple(None if x is None else signature(x) for x in tensors),
     )
 
 
