@@ -76,7 +76,7 @@ class DecodeConfig:
 
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
     would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
-    shared head that are added in one step. pdl: as in ``ForwardConfig``.
+    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``.
     """
 
     block_n: int
@@ -85,12 +85,14 @@ class DecodeConfig:
     programs_per_sm: int = 2
     least_tiles: int = 1
     combine_parts: int = 32
+    max_registers: int | None = None
     pdl: bool = False
 
     @functools.cached_property
     def launch_options(self) -> dict[str, int]:
         """Keyword arguments of a Triton launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,18 @@ def share_of(total, programs, LEAST: tl.constexpr):
 
 
 @triton.jit
+def part_of(parts_ptr, program, begins, programs, BLOCK_M: tl.constexpr, D: tl.constexpr):
+    """Where a program's part of a shared head lies: pointers to its sums (BLOCK_M, D), and to its BLOCK_M maxima, which
+    its BLOCK_M sums of weights follow. Float32.
+
+    A program shares at most two heads: one that began before its share, and one that ``begins`` in it and goes on.
+    """
+    part = tl.cast(2 * program + begins.to(tl.int32), tl.int64)
+    stats = parts_ptr + tl.cast(2 * programs, tl.int64) * (BLOCK_M * D) + part * (2 * BLOCK_M)
+    return parts_ptr + part * (BLOCK_M * D), stats
+
+
+@triton.jit
 def attend_keys(acc, row_max, row_sum, q, positions_q, k, v, positions_k, key_limit, start, qk_scale, cap_scale, left,
                 right, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Fold one tile of keys and values into the running softmax. Rows at negative positions see nothing."""
@@ -126,7 +138,7 @@ def attend_keys(acc, row_max, row_sum, q, positions_q, k, v, positions_k, key_li
 
 @triton.jit(do_not_specialize=["left", "right", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S", "position_limit"])
 def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
-                  o_ptr, lse_ptr, acc_ptr, stats_ptr, q_strides, k_cache_strides, v_cache_strides, cos_strides,
+                  o_ptr, lse_ptr, parts_ptr, q_strides, k_cache_strides, v_cache_strides, cos_strides,
                   sin_strides, k_strides, v_strides, o_strides, qk_scale, q_sign, cap_scale, left, right, programs, B,
                   HKV, GROUP_SIZE, NQ, S, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -136,8 +148,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     """One share of all key tiles. Grid: (programs,).
 
     A head here is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to
-    token ``m // GROUP_SIZE``. acc and stats (programs, 2, BLOCK_M, D | 2) float32 take the parts of shared heads: what
-    a program has of a head that began before its share is part 0, of one that begins in it part 1. None where a call
+    token ``m // GROUP_SIZE``. What a program has of shared heads goes to parts (``part_of``). None where a call
     does not use it: k, v, starts, sinks, cap_scale, left, right.
     """
     let_next_launch_start(PDL)
@@ -267,12 +278,10 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                 HKV * GROUP_SIZE, NQ, D, BLOCK_D, LONG,
             )  # fmt: skip
         else:
-            part = 2 * pid + (tile == 0).to(tl.int32)
-            acc_rows = acc_ptr + tl.cast(part, tl.int64) * (BLOCK_M * D)
-            store_tile(acc_rows, acc, rows, row_limit, D, 1, D, BLOCK_D, LONG=False)
-            stats = stats_ptr + part * (2 * BLOCK_M) + rows
-            tl.store(stats, row_max, mask=rows < row_limit)
-            tl.store(stats + BLOCK_M, row_sum, mask=rows < row_limit)
+            sums, stats = part_of(parts_ptr, pid, tile == 0, programs, BLOCK_M, D)
+            store_tile(sums, acc, rows, row_limit, D, 1, D, BLOCK_D, LONG=False)
+            tl.store(stats + rows, row_max, mask=rows < row_limit)
+            tl.store(stats + BLOCK_M + rows, row_sum, mask=rows < row_limit)
         remaining -= last_tile - tile
         tile = 0
         head += 1
@@ -295,7 +304,7 @@ def store_rows(o_ptr, lse_ptr, sinks_ptr, o_strides, acc, row_max, row_sum, batc
 
 
 @triton.jit(do_not_specialize=["left", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S"])
-def combine_kernel(seqlens_ptr, starts_ptr, sinks_ptr, acc_ptr, stats_ptr, o_ptr, lse_ptr, o_strides, left, programs,
+def combine_kernel(seqlens_ptr, starts_ptr, sinks_ptr, parts_ptr, o_ptr, lse_ptr, o_strides, left, programs,
                    B, HKV, GROUP_SIZE, NQ, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST: tl.constexpr,
                    APPEND: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -326,13 +335,12 @@ def combine_kernel(seqlens_ptr, starts_ptr, sinks_ptr, acc_ptr, stats_ptr, o_ptr
     for start in range(first_program, last_program + 1, BLOCK_PARTS):
         program = start + tl.arange(0, BLOCK_PARTS)
         there = program <= last_program
-        part = 2 * program + (program == first_program).to(tl.int32)
-        stats = stats_ptr + part * (2 * BLOCK_M) + row % BLOCK_M
-        part_max = tl.load(stats, mask=there, other=float("-inf"))
-        part_sum = tl.load(stats + BLOCK_M, mask=there, other=0.0)
-        rows = part.to(tl.int64) * BLOCK_M + row % BLOCK_M
-        mask = there[:, None] & (columns[None, :] < D)
-        parts = tl.load(acc_ptr + rows[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        sums, stats = part_of(parts_ptr, program, program == first_program, programs, BLOCK_M, D)
+        row_stats = stats + row % BLOCK_M
+        part_max = tl.load(row_stats, mask=there, other=float("-inf"))
+        part_sum = tl.load(row_stats + BLOCK_M, mask=there, other=0.0)
+        row_sums = sums[:, None] + (row % BLOCK_M) * D + columns[None, :]
+        parts = tl.load(row_sums, mask=there[:, None] & (columns[None, :] < D), other=0.0)
         new_max = tl.maximum(row_max, tl.max(part_max, 0))
         weight = rescale(row_max, new_max)
         part_weight = rescale(part_max, new_max)
@@ -369,7 +377,7 @@ class DecodeCall:
         most = heads * max(1, -(-capacity // block_n))
         programs = min(config.programs_per_sm * device.num_sms(q.device), -(-most // config.least_tiles))
         self.o_strides = output_strides(q)
-        self.workspace = (programs * 2 * block_m, head_dim)
+        self.workspace = programs * 2 * block_m * (head_dim + 2)
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, softcap)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         new_strides = (k.stride(), v.stride()) if append else (None, None)
@@ -420,14 +428,10 @@ class DecodeCall:
     def __call__(self, q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks):
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        rows, head_dim = self.workspace
-        acc = torch.empty((rows, head_dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((rows, 2), dtype=torch.float32, device=q.device)
+        parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         stream = device.current_stream(q.device)
-        self.launch(
-            stream, q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, o, lse, acc, stats
-        )  # fmt: skip
-        self.combine(stream, cache_seqlens, kv_starts, sinks, acc, stats, o, lse)
+        self.launch(stream, q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, o, lse, parts)
+        self.combine(stream, cache_seqlens, kv_starts, sinks, parts, o, lse)
         return o, lse
 
 
