@@ -328,7 +328,7 @@ DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(_AMPERE + _SMALL, 2, 128, DecodeConfig(32, 4, 3), _UNTIMED),
     DecodeRow(_AMPERE + _SMALL, 2, 256, DecodeConfig(16, 4, 3), _UNTIMED),
     DecodeRow(_NVIDIA, 4, 64, DecodeConfig(32, 4, 2), _FMA),
-    DecodeRow(_NVIDIA, 4, 128, DecodeConfig(16, 4, 2), _FMA),
+    DecodeRow(_NVIDIA, 4, 128, DecodeConfig(16, 8, 2), _FMA),
     DecodeRow(_NVIDIA, 4, 256, DecodeConfig(16, 8, 1), _FMA),
     DecodeRow(_AMD, 2, 128, DecodeConfig(64, 4, 2), _UNTIMED),
     DecodeRow(_AMD, 2, 256, DecodeConfig(32, 4, 2), _UNTIMED),

@@ -420,3 +420,10 @@ def test_parameters_are_welcome_without_gradients():
     with torch.no_grad():
         o = call(sinks=sinks)
     assert o.shape == (2, 4, 2, 16) and not o.requires_grad
+
+
+def test_the_example_of_context_shifting():
+    from examples.context_shift import stream
+
+    shifts, worst = stream(120)
+    assert shifts == 3 and worst < 1e-5

@@ -156,3 +156,10 @@ def test_another_stream():
         out = step()
     stream.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(out, expected))
+
+
+def test_the_example_of_context_shifting():
+    from examples.context_shift import stream
+
+    shifts, worst = stream(120, "cuda", BF16)
+    assert shifts == 3 and worst < 2e-2

@@ -35,6 +35,9 @@ def test_every_configuration_fits(compiled, arch):
         assert row["shared"] <= row["limit"]
         assert row["registers"] <= (512 if arch == "gfx942" else 255)
     assert any(row["job"].startswith("rotation ") for row in rows)
+    decode = [row for row in rows if row["job"].startswith("decode ")]
+    assert {" raw " in row["job"] for row in decode} == {True, False}
+    assert {row["kernel"] for row in decode} == {"decode_kernel", "combine_kernel"}
     for direction in ("forward", "backward"):
         for strategy in configs.STRATEGIES:
             assert any(row["job"].startswith(f"{direction} {strategy} ") for row in rows), (direction, strategy)
