@@ -276,8 +276,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 # (block_n, warps, stages, programs per multiprocessor) that a tuning run tries where it is not told others.
 _CANDIDATES = (
-    "64x4x4x2", "64x4x3x2", "64x4x3x3", "64x4x2x3", "32x4x4x4", "32x4x6x3", "32x4x6x2", "128x4x3x1", "128x8x3x1",
-    "128x8x2x2", "64x8x4x2", "64x8x3x2", "32x2x6x4", "32x2x4x5",
+    "64x4x4x2", "64x4x3x2", "64x4x3x3r168", "32x4x4x3r168", "32x4x6x2", "32x4x4x4r128", "128x4x3x1", "128x8x3x1",
+    "128x8x2x2r128", "64x8x4x2r128", "64x8x3x2r128", "64x8x6x1", "32x2x6x4", "16x2x6x5r192",
 )  # fmt: skip
 
 

@@ -407,7 +407,8 @@ class DecodeCall:
                 "LONG": long,
                 "PDL": config.pdl,
             },
-            config.launch_options,
+            # 64 rows of sums take the registers of twice as many threads.
+            {**config.launch_options, "num_warps": max(8, config.num_warps) if block_m == 64 else config.num_warps},
         )  # fmt: skip
         self.combine = Launch(
             combine_kernel,
