@@ -237,6 +237,7 @@ class Run:
             "provider": provider.name,
             "label": provider.label,
             "ours": provider.name in (OURS, RAW),
+            "bare": provider.bare,
             "pass": "decode",
             "mode": mode,
             "status": status,
@@ -246,7 +247,10 @@ class Run:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """A line for each case and mode, then whoever was not timed, with the reason."""
+    """A line for each case and mode, then whoever was not timed, with the reason.
+
+    The strongest rival also rotates and writes; what only attends is beside it.
+    """
     groups: dict[tuple[str, str, str], dict[str, dict]] = {}
     for row in report.timed(rows):
         groups.setdefault((row["case"], row["shape"], row["mode"]), {})[row["provider"]] = row
@@ -257,15 +261,21 @@ def summary(rows: list[dict[str, Any]]) -> str:
             continue
         share = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in (mine, raw)]
         line = [*key, report.milliseconds(mine["ms"]), f"{mine['gb_s']:.0f}", *share]
-        rivals = [row for row in group.values() if not row["ours"] and row["provider"] != COPY]
-        rival = min(rivals, key=lambda row: row["ms"], default=None)
-        if rival is not None:
+        for bare in (False, True):
+            rivals = [row for name, row in group.items() if not row["ours"] and name != COPY and row["bare"] == bare]
+            rival = min(rivals, key=lambda row: row["ms"], default=None)
+            if rival is None:
+                line += [""] * 3
+                continue
             value = ratio(rival["rounds"], mine["rounds"])
-            losses += value < _EVEN
+            losses += value < _EVEN and not bare
             mark = " ~" * (rival["status"] == "loose")
             line += [rival["label"] + mark, report.milliseconds(rival["ms"]), report.speedup(value)]
-        lines.append(line + [""] * (10 - len(line)))
+        lines.append(line)
     header = ["case", "shape", "mode", "ours ms", "GB/s", "of copy", "raw", "strongest rival", "ms", "speedup"]
+    header += ["attention alone", "ms", "speedup"]
+    if not any(line[-1] for line in lines):
+        header, lines = header[:-3], [line[:-3] for line in lines]
     blocks = [report.table(header, lines, left=3)] if lines else ["nothing was timed"]
     blocks.append(f"{len(lines)} lines, slower than the strongest rival in {losses}")
     notes = dict.fromkeys(

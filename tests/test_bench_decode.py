@@ -45,7 +45,7 @@ def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] * 1e-6) and row["of_copy"] > 0
         assert row["ours"] == (row["provider"] in (OURS, RAW)) and row["shape"] == "B2 H4/2 S32 D16 fp32"
     text = decode.summary(rows)
-    assert "separate" in text and "%" in text and "B2-32" in text
+    assert "separate" in text and "bare" in text and "%" in text and "B2-32" in text
     report.write_lines(tmp_path / "rows.jsonl", rows)
     assert len(report.read_lines([tmp_path / "rows.jsonl"])) == len(rows)
 
