@@ -45,6 +45,21 @@ def test_float16(check):
 
 
 @interpreted
+@quiet
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("programs", "least", "parts"), [(1, 1, 2), (3, 1, 1), (4, 3, 2), (100, 1, 4), (100, 1, 32)])
+def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
+    """From one program that does everything to one for each tile, and a head's parts added in one step or in many."""
+    config = replace(
+        configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, least_tiles=least, combine_parts=parts
+    )
+    monkeypatch.setattr(planning, "decode_config", lambda q, rotated: config)
+    check = DecodeCheck("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
+    failures = [result for result in hold(check, F32) if not result.ok]
+    assert not failures, failures
+
+
+@interpreted
 def test_a_wrong_row_is_noticed(monkeypatch):
     """The checks can fail: a key rotated by its neighbour's angle, a key left out, a row written that is not new."""
     import verification.decode as checks

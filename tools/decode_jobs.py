@@ -76,7 +76,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             job = DecodeJob(arch, config, dtype, row.head_dim, rotated)
             jobs.append(job)
             if row.head_dim == 128 and row.element_size == 2 and (rotated or arch == "sm_90"):
-                jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, len_q=16))
+                jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:
                 jobs.append(replace(job, len_q=16))
                 jobs.append(replace(job, append=False))

@@ -44,6 +44,16 @@ from fused_rope_attn.kernels.primitives import (
 
 
 @triton.jit
+def in_elements(strides, UNIT: tl.constexpr, LONG: tl.constexpr):
+    """Strides (batch, head, row, column) whose first three come in units, so that the compiler knows what divides them:
+    by itself it looks for multiples of 16 elements only, and rows of 72 or 120 would be loaded element by element."""
+    row = strides[2]
+    if LONG:
+        row = tl.cast(row, tl.int64)
+    return tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT, row * UNIT, strides[3]
+
+
+@triton.jit
 def cached_keys(seqlens_ptr, starts_ptr, batch, NQ, S, left, APPEND: tl.constexpr):
     """(keys in the cache before this call, position of the first query, first key that a query sees) of a sequence.
 
@@ -143,15 +153,17 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   HKV, GROUP_SIZE, NQ, S, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
                   LEAST: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, ROTATED: tl.constexpr,
-                  APPEND: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """One share of all key tiles. Grid: (programs,).
+                  APPEND: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+                  LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One share of all key tiles. Grid: (programs,). The caches' strides are ``in_elements``.
 
     A head here is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to
     token ``m // GROUP_SIZE``. What a program has of shared heads goes to parts (``part_of``). None where a call
     does not use it: k, v, starts, sinks, cap_scale, left, right.
     """
     let_next_launch_start(PDL)
+    k_cache_strides = in_elements(k_cache_strides, UNIT, LONG)
+    v_cache_strides = in_elements(v_cache_strides, UNIT, LONG)
     m_tiles = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     heads = HKV * m_tiles
     total, _ = tiles_before(0, seqlens_ptr, starts_ptr, B, NQ, S, left, APPEND, BLOCK_N, BLOCK_B)
@@ -361,6 +373,18 @@ def row_block(rows: int) -> int:
     return min(64, max(16, 1 << (rows - 1).bit_length()))
 
 
+def common_unit(x: torch.Tensor) -> int:
+    """Elements of 16 bytes where every row of x begins at a multiple of 16 bytes, else 1."""
+    unit = 16 // x.element_size()
+    return unit if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3]) else 1
+
+
+def in_units(x: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
+    """The strides that ``in_elements`` takes."""
+    batch, head, row, column = x.stride()
+    return batch // unit, head // unit, row // unit, column
+
+
 class DecodeCall:
     """The launches of one signature; ``k`` and ``v`` None: nothing is appended."""
 
@@ -380,6 +404,7 @@ class DecodeCall:
         self.workspace = programs * 2 * block_m * (head_dim + 2)
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, softcap)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
+        unit = min(common_unit(k_cache), common_unit(v_cache))
         new_strides = (k.stride(), v.stride()) if append else (None, None)
         long = is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides[: 2 * append])
         block_b = 32 if batch <= 32 else 256
@@ -389,9 +414,9 @@ class DecodeCall:
             decode_kernel,
             programs,
             (
-                q.stride(), k_cache.stride(), v_cache.stride(), cos_strides, sin_strides, *new_strides, self.o_strides,
-                qk_scale, q_sign, cap_scale, left, right, programs, batch, heads_kv, group_size, len_q, capacity,
-                cos.shape[-2],
+                q.stride(), in_units(k_cache, unit), in_units(v_cache, unit), cos_strides, sin_strides, *new_strides,
+                self.o_strides, qk_scale, q_sign, cap_scale, left, right, programs, batch, heads_kv, group_size, len_q,
+                capacity, cos.shape[-2],
             ),
             {
                 "D": head_dim,
@@ -404,6 +429,7 @@ class DecodeCall:
                 "ROTATED": rotated,
                 "APPEND": append,
                 "PRECISION": precision,
+                "UNIT": unit,
                 "LONG": long,
                 "PDL": config.pdl,
             },
