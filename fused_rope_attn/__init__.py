@@ -1,6 +1,12 @@
 """Attention with rotary position embedding inside: ``rope_attention(q, k, v, cos, sin, causal)``."""
 
-from fused_rope_attn.api import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
+from fused_rope_attn.api import (
+    cu_seqlens_from_position_ids,
+    plan,
+    rope_attention,
+    rope_attention_varlen,
+    rope_attention_with_kvcache,
+)
 from fused_rope_attn.planning import Plan
 from fused_rope_attn.rotation import (
     RotaryEmbedding,
@@ -22,6 +28,7 @@ __all__ = [
     "plan",
     "rope_attention",
     "rope_attention_varlen",
+    "rope_attention_with_kvcache",
     "rope_tables",
     "rope_tables_2d",
 ]

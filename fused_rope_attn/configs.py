@@ -1,14 +1,16 @@
 """Launch configurations: records and the committed tables. Data, with a reason for each row.
 
 Rows of the portable kernels are found by (architecture, element size, head dimension, strategy, causal, length bucket,
-GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA), never by exact length; the first row
-that matches wins. ``python -m bench tune`` proposes rows of the portable kernels.
+GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA), those of the generation step by
+(architecture, element size, head dimension, rotated cache), never by exact length; the first row that matches wins.
+``python -m bench tune`` proposes rows of the portable kernels, ``python -m bench decode --tune`` those of the
+generation step.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
@@ -66,6 +68,31 @@ class BackwardConfig:
     rotate_heads: int = 4
     pdl: bool = False
     tma: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How one generation step runs: tiles of block_n cached keys, ``num_stages`` deep in the load pipeline.
+
+    programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
+    would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
+    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 2
+    least_tiles: int = 1
+    combine_parts: int = 32
+    max_registers: int | None = None
+    pdl: bool = False
+
+    @functools.cached_property
+    def launch_options(self) -> dict[str, int]:
+        """Keyword arguments of a Triton launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)
@@ -155,6 +182,29 @@ class Row:
             rotate_rows=self.rotate_rows,
             pdl=arch in _PDL,
             tma=self.tma and strategy == "prepass",
+        )
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One line of ``DECODE``: the configuration (``pdl`` is added by architecture) for what the other fields select.
+
+    rotated: whether the cached keys are; None matches both. The other fields as in ``Row``.
+    """
+
+    archs: tuple[str, ...]
+    element_size: int
+    head_dim: int
+    config: DecodeConfig
+    note: str
+    rotated: bool | None = None
+
+    def matches(self, arch, element_size, head_dim, rotated) -> bool:
+        return (
+            arch in self.archs
+            and element_size == self.element_size
+            and head_dim <= self.head_dim
+            and self.rotated in (None, rotated)
         )
 
 
@@ -271,6 +321,34 @@ BACKWARD: tuple[Row, ...] = (
 )
 # fmt: on
 
+_IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
+_ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
+
+# A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
+# fmt: off
+DECODE: tuple[DecodeRow, ...] = (
+    DecodeRow(_HOPPER, 2, 64, DecodeConfig(128, 4, 3), _IN_FLIGHT, True),
+    DecodeRow(_HOPPER, 2, 128, DecodeConfig(64, 4, 4), _IN_FLIGHT, True),
+    DecodeRow(_HOPPER, 2, 256, DecodeConfig(32, 4, 4), _IN_FLIGHT, True),
+    DecodeRow(_HOPPER, 2, 64, DecodeConfig(64, 4, 3), _ANGLES, False),
+    DecodeRow(_HOPPER, 2, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
+    DecodeRow(_HOPPER, 2, 256, DecodeConfig(16, 4, 3), _ANGLES, False),
+    DecodeRow(_AMPERE + _SMALL, 2, 64, DecodeConfig(64, 4, 3), _UNTIMED),
+    DecodeRow(_AMPERE + _SMALL, 2, 128, DecodeConfig(32, 4, 3), _UNTIMED),
+    DecodeRow(_AMPERE + _SMALL, 2, 256, DecodeConfig(16, 4, 3), _UNTIMED),
+    DecodeRow(_NVIDIA, 4, 64, DecodeConfig(32, 4, 2), _FMA),
+    DecodeRow(_NVIDIA, 4, 128, DecodeConfig(16, 8, 2), _FMA),
+    DecodeRow(_NVIDIA, 4, 256, DecodeConfig(16, 8, 1), _FMA),
+    DecodeRow(_AMD, 2, 128, DecodeConfig(64, 4, 2), _UNTIMED),
+    DecodeRow(_AMD, 2, 256, DecodeConfig(32, 4, 2), _UNTIMED),
+    DecodeRow(_AMD, 4, 128, DecodeConfig(32, 4, 1), _UNTIMED),
+    DecodeRow(_AMD, 4, 256, DecodeConfig(16, 4, 1), _UNTIMED),
+    # num_sms is 1 there: enough programs that heads are shared, and that some have more than one.
+    DecodeRow(_INTERPRETER, 2, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), _CPU),
+    DecodeRow(_INTERPRETER, 4, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), _CPU),
+)
+# fmt: on
+
 # Largest head dimension of the sm_90 backend.
 HOPPER_HEAD_DIM = 128
 
@@ -354,6 +432,12 @@ def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa,
     """The backward configuration for these properties."""
     shape = (causal, length_bucket, gqa, masked)
     return _find(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
+
+
+@functools.cache
+def decode(arch, element_size, head_dim, rotated) -> DecodeConfig:
+    """The configuration of the generation step for these properties; ``rotated``: whether the cached keys are."""
+    return replace(_find(DECODE, arch, element_size, head_dim, rotated).config, pdl=arch in _PDL)
 
 
 def hopper_forward(head_dim, causal, length_bucket, gqa) -> HopperRow:

@@ -235,3 +235,8 @@ def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:
     if forward == backward:
         return words(*forward)
     return f"forward, {words(*forward)}; backward, {words(*backward)}"
+
+
+def decode_config(q, cache_is_rotated: bool) -> configs.DecodeConfig:
+    """Configuration of the generation step for tensors that ``choose_backend`` has admitted."""
+    return configs.decode(configs.family(device.arch(q.device)), q.dtype.itemsize, q.shape[3], cache_is_rotated)

@@ -17,6 +17,7 @@ __all__ = [
     "LAYOUTS",
     "STRATEGIES",
     "check_attention",
+    "check_kvcache",
     "check_packed",
     "check_position_ids",
     "check_rotation",
@@ -80,14 +81,13 @@ def check_attention(
     if dtype not in _INPUT_DTYPES:
         raise TypeError(f"q must be float16, bfloat16 or float32, but is {_name(dtype)}")
     if k.dtype != dtype or v.dtype != dtype:
-        name, got = ("k", k.dtype) if k.dtype != dtype else ("v", v.dtype)
-        raise TypeError(f"{name} must have q's dtype {_name(dtype)}, but is {_name(got)}")
+        _refuse_dtype(dtype, k=k, v=v)
     if k.device != device or v.device != device or cos.device != device or sin.device != device:
         _refuse_device(device, k=k, v=v, cos=cos, sin=sin)
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
-        _refuse_rank(q=q, k=k, v=v)
+        _refuse_rank("(B, HKV, NK, D)", q=q, k=k, v=v)
     batch, heads_q, len_q, head_dim = q_shape
     batch_k, heads_kv, len_k, head_dim_k = k_shape
     if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
@@ -105,16 +105,7 @@ def check_attention(
     rows = len_k if max_seqlen_k is None else max_seqlen_k
     rotary_dim = _check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "q", "k")
 
-    if softmax_scale is not None:
-        if not _is_real(softmax_scale):
-            raise TypeError(f"softmax_scale must be a float or None, but is {_kind(softmax_scale)}")
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
-    if softcap != 0.0 or not _is_real(softcap):
-        if not _is_real(softcap):
-            raise TypeError(f"softcap must be a float, but is {_kind(softcap)}")
-        if not (math.isfinite(softcap) and softcap > 0.0):
-            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+    _check_scales(softmax_scale, softcap)
     if window is not None:
         _check_window(window)
     if sinks is not None:
@@ -128,6 +119,114 @@ def check_attention(
     if strategy not in STRATEGIES:
         _refuse_choice("strategy", strategy, STRATEGIES)
     return rotary_dim
+
+
+def check_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    cache_seqlens: Tensor,
+    cache_is_rotated: bool,
+    causal: bool,
+    softmax_scale: float | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> int:
+    """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
+
+    What `cache_seqlens` holds stays on the device. Raises TypeError or ValueError.
+    """
+    append = k is not None or v is not None
+    if append and (k is None or v is None):
+        given, lacking = ("v", "k") if k is None else ("k", "v")
+        raise ValueError(f"{lacking} must be given where {given} is: both are appended, or neither")
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k_cache, Tensor)
+        and isinstance(v_cache, Tensor)
+        and isinstance(cos, Tensor)
+        and isinstance(sin, Tensor)
+        and isinstance(cache_seqlens, Tensor)
+        and (not append or (isinstance(k, Tensor) and isinstance(v, Tensor)))
+    ):
+        new = {"k": k, "v": v} if append else {}
+        _refuse_non_tensor(
+            q=q, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, cache_seqlens=cache_seqlens, **new
+        )  # fmt: skip
+    if not (
+        isinstance(cache_is_rotated, bool)
+        and isinstance(causal, bool)
+        and isinstance(interleaved, bool)
+        and isinstance(return_lse, bool)
+    ):
+        _refuse_non_bool(
+            cache_is_rotated=cache_is_rotated, causal=causal, interleaved=interleaved, return_lse=return_lse
+        )
+    dtype, device = q.dtype, q.device
+    if dtype not in _INPUT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, but is {_name(dtype)}")
+    if k_cache.dtype != dtype or v_cache.dtype != dtype:
+        _refuse_dtype(dtype, k_cache=k_cache, v_cache=v_cache)
+    if k_cache.device != device or v_cache.device != device or cos.device != device or sin.device != device:
+        _refuse_device(device, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
+
+    q_shape, cache_shape = q.shape, k_cache.shape
+    if len(q_shape) != 4 or len(cache_shape) != 4 or v_cache.ndim != 4:
+        _refuse_rank("(B, HKV, S_max, D)", q=q, k_cache=k_cache, v_cache=v_cache)
+    batch, heads_q, len_q, head_dim = q_shape
+    batch_k, heads_kv, capacity, head_dim_k = cache_shape
+    if batch_k != batch or head_dim_k != head_dim or v_cache.shape != cache_shape or heads_kv < 1 or heads_q % heads_kv:
+        _refuse_shapes(q_shape, cache_shape, v_cache.shape, "_cache")
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q_shape)}"
+        )
+    if append:
+        _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim))
+    _check_bounds("cache_seqlens", cache_seqlens, device, batch)
+    rotary_dim = _check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", "k_cache")
+    _check_scales(softmax_scale, softcap)
+    if window is not None:
+        _check_window(window)
+    if sinks is not None:
+        _check_sinks(sinks, dtype, device, heads_q)
+    if torch.is_grad_enabled():
+        inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks}
+        for name, x in inputs.items():
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
+                    f"or pass {name}.detach()"
+                )
+    return rotary_dim
+
+
+def _check_new_tokens(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, shape: tuple[int, ...]) -> None:
+    """`shape` (B, HKV, NQ, D) is what k and v must have to be appended."""
+    if k.dtype != k_cache.dtype or v.dtype != k_cache.dtype:
+        _refuse_dtype(k_cache.dtype, k=k, v=v)
+    if k.device != k_cache.device or v.device != k_cache.device:
+        _refuse_device(k_cache.device, k=k, v=v)
+    if k.shape != shape or v.shape != shape:
+        name, got = ("k", k.shape) if k.shape != shape else ("v", v.shape)
+        raise ValueError(f"{name} must have shape (B, HKV, NQ, D) = {_shape(shape)}, but has {_shape(got)}")
+    if shape[2] > k_cache.shape[2]:
+        raise ValueError(f"k must have at most k_cache's S_max = {k_cache.shape[2]} positions, but has {shape[2]}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        strides = cache.stride()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, cache.shape)):
+            raise ValueError(
+                f"{name} must not be expanded, since it is written: several elements share memory, strides {strides}"
+            )
 
 
 def check_packed(
@@ -364,6 +463,19 @@ def _check_tables(
     return rotary_dim
 
 
+def _check_scales(softmax_scale: Any, softcap: Any) -> None:
+    if softmax_scale is not None:
+        if not _is_real(softmax_scale):
+            raise TypeError(f"softmax_scale must be a float or None, but is {_kind(softmax_scale)}")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
+    if softcap != 0.0 or not _is_real(softcap):
+        if not _is_real(softcap):
+            raise TypeError(f"softcap must be a float, but is {_kind(softcap)}")
+        if not (math.isfinite(softcap) and softcap > 0.0):
+            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+
+
 def _check_window(window: Any) -> None:
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window must be a tuple (left, right) or None, but is {_kind(window)}")
@@ -413,20 +525,27 @@ def _refuse_device(device: torch.device, first: str = "q", /, **arguments: Tenso
     raise ValueError(f"{name} must be on {first}'s device {device}, but is on {value.device}")
 
 
-def _refuse_rank(**arguments: Tensor) -> NoReturn:
+def _refuse_dtype(dtype: torch.dtype, **arguments: Tensor) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if value.dtype != dtype)
+    raise TypeError(f"{name} must have q's dtype {_name(dtype)}, but is {_name(value.dtype)}")
+
+
+def _refuse_rank(keys: str, **arguments: Tensor) -> NoReturn:
+    """`keys`: the shape that whatever is not q must have."""
     name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
-    form = "(B, HQ, NQ, D)" if name == "q" else "(B, HKV, NK, D)"
+    form = "(B, HQ, NQ, D)" if name == "q" else keys
     raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {_shape(value.shape)}")
 
 
-def _refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> NoReturn:
+def _refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str = "") -> NoReturn:
+    """`kind` goes behind k and v: "_cache" for caches."""
     if k[0] != q[0]:
-        raise ValueError(f"k must have q's batch size {q[0]}, but has {k[0]}")
+        raise ValueError(f"k{kind} must have q's batch size {q[0]}, but has {k[0]}")
     if k[3] != q[3]:
-        raise ValueError(f"k must have q's head dim {q[3]}, but has {k[3]}")
+        raise ValueError(f"k{kind} must have q's head dim {q[3]}, but has {k[3]}")
     if v != k:
-        raise ValueError(f"v must have k's shape {_shape(k)}, but has {_shape(v)}")
-    raise ValueError(f"k has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
+        raise ValueError(f"v{kind} must have k{kind}'s shape {_shape(k)}, but has {_shape(v)}")
+    raise ValueError(f"k{kind} has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
 
 
 def _refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:

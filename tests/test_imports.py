@@ -15,7 +15,7 @@ PACKAGE = "fused_rope_attn"
 LAYERS = (
     {"integrations"},
     {"__init__", "api", "rotation"},
-    {"validation", "planning", "ops", "rotation_ops"},
+    {"validation", "planning", "ops", "rotation_ops", "decode_ops"},
     {"kernels"},
     {"configs", "rotation_configs", "device"},
 )

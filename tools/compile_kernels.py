@@ -5,6 +5,7 @@
     python -m tools.compile_kernels --full                       also float16, non-causal, interleaved, partial rotary
     python -m tools.compile_kernels --arch sm_90 --filter hopper         the sm_90 backend alone
     python -m tools.compile_kernels --arch sm_90 --filter packed         packed sequences, alone and with other masks
+    python -m tools.compile_kernels --arch sm_90 --filter decode         the generation step alone
     python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
 
 Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, spills
@@ -32,6 +33,7 @@ import triton
 from fused_rope_attn import configs
 from tools import aot
 from tools.corope_jobs import CoRopeJob, corope_jobs
+from tools.decode_jobs import DecodeJob, decode_jobs
 from tools.rotation_jobs import RotationJob, rotation_jobs
 from verification.table import format_table
 
@@ -180,7 +182,7 @@ def with_tile(job: Job, text: str) -> Job:
     return replace(job, config=replace(job.config, **tiles))
 
 
-def compile_job(job: Job | RotationJob | CoRopeJob) -> list[dict]:
+def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob) -> list[dict]:
     """Run the launcher of ``job`` under the compile-only driver; one dict for each kernel that it compiled."""
     launch = functools.partial(launch_attention, job) if isinstance(job, Job) else job.launch
     start = time.perf_counter()
@@ -258,11 +260,11 @@ def _launcher_masks(job: Job, batch: int, heads_q: int) -> dict:
     return {"masks": masks, "mask_tensors": tensors}
 
 
-def _row(job: Job | RotationJob | CoRopeJob, **fields) -> dict:
+def _row(job: Job | RotationJob | CoRopeJob | DecodeJob, **fields) -> dict:
     return {"arch": job.arch, "job": job.label, **fields}
 
 
-def _verdict(job: Job | RotationJob | CoRopeJob, kernel: aot.CompiledKernel) -> str:
+def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob, kernel: aot.CompiledKernel) -> str:
     if kernel.shared > kernel.shared_limit:
         return "FAIL shared memory"
     if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
@@ -272,11 +274,11 @@ def _verdict(job: Job | RotationJob | CoRopeJob, kernel: aot.CompiledKernel) -> 
     return "spills" if kernel.spill else "ok"
 
 
-def run(jobs: list[Job | RotationJob | CoRopeJob], processes: int) -> list[dict]:
+def run(jobs: list[Job | RotationJob | CoRopeJob | DecodeJob], processes: int) -> list[dict]:
     """Compile in ``processes`` processes with an empty cache of their own; rows in the order of ``jobs``."""
     if processes <= 1:
         return [row for job in jobs for row in compile_job(job)]
-    rows: dict[Job | RotationJob | CoRopeJob, list[dict]] = {}
+    rows: dict[Job | RotationJob | CoRopeJob | DecodeJob, list[dict]] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # The slow ones first: the last process to finish should have little left.
@@ -303,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: the interpreter takes the compiler's place; unset it")
 
     archs = options.arch or configs.ARCHS
-    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs)
+    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs)
     jobs = [job for arch in archs for find in tables for job in find(arch, options.full)]
     jobs = [job for job in jobs if options.filter in job.label]
     if options.tile:

@@ -1,4 +1,4 @@
-"""``python -m verification``: every backend and strategy, the rotation alone, and Co-RoPE, against float64.
+"""``python -m verification``: every backend and strategy, rotation alone, generation step and Co-RoPE against float64.
 
 On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the sm_90 backend where the GPU is one, in
 what it serves. Without one the real kernels run in
@@ -69,6 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def make_tasks(options: argparse.Namespace) -> list:
     from verification.corope import CHECKS as COROPE_CHECKS
+    from verification.decode import CHECKS as DECODE_CHECKS
     from verification.matrix import CHECKS
     from verification.rotation import CHECKS as ROPE_CHECKS
     from verification.runner import CheckTask, Task, hopper_serves
@@ -93,10 +94,10 @@ def make_tasks(options: argparse.Namespace) -> list:
                 mine += (("hopper", "auto"),)
             if mine:
                 tasks.append(Task(check, DTYPES[name], mine, options.device))
-    if "triton" in backends and options.strategy is None:  # neither of these has strategies of attention
+    if "triton" in backends and options.strategy is None:  # none of these has strategies of attention
         tasks += [
             CheckTask(check, DTYPES[name], options.device)
-            for check in ROPE_CHECKS + COROPE_CHECKS
+            for check in ROPE_CHECKS + DECODE_CHECKS + COROPE_CHECKS
             if check.scale in scales and options.filter.lower() in check.name.lower()
             for name in options.dtype
         ]

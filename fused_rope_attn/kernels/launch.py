@@ -159,11 +159,18 @@ _WIDEST_WINDOW = 2**30
 def describe_masks(causal: bool, left: int, right: int, softcap: float, tensors: tuple, max_seqlen: int = 0) -> Masks:
     """``Masks`` of a call; left and right as in ``window``, -1 for unbounded."""
     return Masks(
-        min(left, _WIDEST_WINDOW) if left >= 0 else None,
-        min(right, _WIDEST_WINDOW) if right >= 0 and not causal else None,  # the diagonal is the narrower bound
+        *window_bounds(causal, left, right),
         softcap,
         tuple(None if x is None else signature(x) for x in tensors),
         1 << max(0, max_seqlen - 1).bit_length() if tensors[3] is not None else 0,
+    )
+
+
+def window_bounds(causal: bool, left: int, right: int) -> tuple[int | None, int | None]:
+    """left and right as in ``window``, -1 for unbounded, as kernels take them: None for no bound."""
+    return (
+        min(left, _WIDEST_WINDOW) if left >= 0 else None,
+        min(right, _WIDEST_WINDOW) if right >= 0 and not causal else None,  # the diagonal is the narrower bound
     )
 
 

@@ -224,13 +224,15 @@ def head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch):
 
 @triton.jit
 def load_angles(tables, positions, position_limit, R: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
-                LAYOUT: tl.constexpr = None):  # fmt: skip
+                LAYOUT: tl.constexpr = None, pairs=None):  # fmt: skip
     """cos and sin (len(positions), BLOCK_D / 2) float32; pairs past R/2 get angle 0.
 
     With CHECK_ROWS, positions outside ``[0, position_limit)`` get angle 0 too: they belong to rows that see nothing.
+    With ``pairs`` the columns of the result belong to these pairs instead of 0 .. BLOCK_D / 2.
     """
     cos_base, sin_base, cos_strides, sin_strides = tables
-    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+    if pairs is None:
+        pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
     rows = positions.to(tl.int64)[:, None]
     cos_pointers = cos_base + rows * cos_strides[1] + pairs[None, :] * cos_strides[2]
     sin_pointers = sin_base + rows * sin_strides[1] + pairs[None, :] * sin_strides[2]
@@ -267,6 +269,36 @@ def load_rotated(base, rows, row_limit, strides, tables, position_offset, positi
     cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, True, LAYOUT)
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return pack_pairs(first * sign, second * sign).to(base.dtype.element_ty)
+
+
+@triton.jit
+def load_rotated_columns(base, rows, row_limit, strides, tables, position_offset, position_limit, sign,
+                         D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                         LONG: tl.constexpr):  # fmt: skip
+    """``load_rotated`` in the order of memory instead of pair order, rows outside [0, row_limit) zero.
+
+    Reads everything twice, once for each member of a pair: for a few rows that meet keys as they lie in memory.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    if INTERLEAVED:
+        is_second = columns % 2 == 1
+        partners = tl.where(is_second, columns - 1, columns + 1)
+        pairs = columns // 2
+    else:
+        is_second = columns >= R // 2
+        partners = tl.where(is_second, columns - R // 2, columns + R // 2)
+        pairs = tl.where(is_second, columns - R // 2, columns)
+    turning = columns < R
+    partners = tl.where(turning, partners, columns)
+    pairs = tl.where(turning, pairs, R // 2)  # a pair past the last one: angle 0
+    mask = (rows[:, None] < row_limit) & (columns[None, :] < D)
+    x = tl.load(tile_pointers(base, rows, columns, strides[2], strides[3], LONG), mask=mask, other=0.0)
+    partner = tl.load(tile_pointers(base, rows, partners, strides[2], strides[3], LONG), mask=mask, other=0.0)
+    cos, sin = load_angles(tables, rows + position_offset, position_limit, R, BLOCK_D, True, None, pairs)
+    # A second member turned by an angle is a first member turned by the negative one.
+    sin = tl.where(is_second[None, :], -sin, sin)
+    x, _ = rotate(x.to(tl.float32), partner.to(tl.float32), cos, sin, CONJUGATE=False)
+    return (x * sign).to(base.dtype.element_ty)
 
 
 @triton.jit
@@ -473,6 +505,32 @@ def online_softmax(scores, row_max, row_sum, qk_scale, MASKED: tl.constexpr):
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
     correction = tl.math.exp2(row_max - subtrahend)
     return p, correction, new_max, row_sum * correction + tl.sum(p, 1)
+
+
+@triton.jit
+def rescale(row_max, new_max):
+    """What sums under the base-2 maximum ``row_max`` are multiplied by under ``new_max``; 0 where they saw nothing."""
+    return tl.math.exp2(row_max - tl.where(new_max == float("-inf"), 0.0, new_max))
+
+
+@triton.jit
+def finish_softmax(acc, row_max, row_sum, sink):
+    """(o, lse) of the running sums ``acc`` (rows, columns), base-2 ``row_max`` and ``row_sum`` (rows,).
+
+    sink: base-2 logit of one more key without a value, (rows,) or None. Only a row that saw no key sums to zero, and
+    stays without one: o = 0, lse = -inf. NaN counts as seen and stays NaN.
+    """
+    seen = row_sum != 0.0
+    if sink is not None:
+        new_max = tl.maximum(row_max, sink)
+        weight = rescale(row_max, new_max)
+        acc = acc * weight[:, None]
+        row_sum = tl.where(seen, row_sum * weight + rescale(sink, new_max), 0.0)
+        row_max = new_max
+    # A row that saw nothing has met values with p = 0, which NaN or infinity among them would have turned into NaN.
+    o = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    lse = tl.where(seen, (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * LN2, float("-inf"))
+    return o, lse
 
 
 @triton.jit

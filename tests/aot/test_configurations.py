@@ -35,6 +35,14 @@ def test_every_configuration_fits(compiled, arch):
         assert row["shared"] <= row["limit"]
         assert row["registers"] <= (512 if arch == "gfx942" else 255)
     assert any(row["job"].startswith("rotation ") for row in rows)
+    decode = [row for row in rows if row["job"].startswith("decode ")]
+    assert {" raw " in row["job"] for row in decode} == {True, False}
+    assert {row["kernel"] for row in decode} == {"decode_kernel", "combine_kernel"}
+    if (
+        arch == "sm_90"
+    ):  # what is not loaded 16 bytes at a time is not pipelined, and takes no shared memory to speak of
+        main = [row for row in decode if row["kernel"] == "decode_kernel" and " bfloat16 " in row["job"]]
+        assert any(" D120 " in row["job"] for row in main) and all(row["shared"] > 64 << 10 for row in main)
     for direction in ("forward", "backward"):
         for strategy in configs.STRATEGIES:
             assert any(row["job"].startswith(f"{direction} {strategy} ") for row in rows), (direction, strategy)

@@ -1,0 +1,87 @@
+"""What `compile_kernels` compiles of the generation step: each row of its table, features spread over the jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fused_rope_attn import configs
+
+
+@dataclass(frozen=True)
+class DecodeJob:
+    """One call of the launcher. masked: window, softcap, sinks and kv_starts at once; append: with new tokens."""
+
+    arch: str
+    config: configs.DecodeConfig
+    dtype: torch.dtype
+    head_dim: int
+    rotated: bool
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    len_q: int = 1
+    masked: bool = False
+    append: bool = True
+
+    direction = "decode"
+
+    @property
+    def label(self) -> str:
+        words = ["decode", str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
+        words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
+        words += [] if self.rotated else ["raw"]
+        words += ["interleaved"] if self.interleaved else []
+        words += [f"NQ{self.len_q}"] if self.len_q > 1 else []
+        words += ["masked"] if self.masked else []
+        words += [] if self.append else ["read-only"]
+        return " ".join([*words, f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"])
+
+    def launch(self) -> None:
+        """Call the launcher on tensors without memory."""
+        from fused_rope_attn.kernels.decode import attention_with_kvcache
+
+        def tensor(heads: int, length: int) -> torch.Tensor:
+            return torch.empty(2, length, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)
+
+        def int32() -> torch.Tensor:
+            return torch.empty(2, dtype=torch.int32, device="meta")
+
+        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        cos = sin = torch.empty(1000, rotary_dim // 2, device="meta")
+        new = (tensor(2, self.len_q), tensor(2, self.len_q)) if self.append else (None, None)
+        attention_with_kvcache(
+            tensor(8, self.len_q), tensor(2, 1000), tensor(2, 1000), cos, sin, *new, int32(), causal=True,
+            softmax_scale=0.1, rotary_dim=rotary_dim, interleaved=self.interleaved, rotated=self.rotated,
+            left=100 if self.masked else None, right=None, softcap=30.0 if self.masked else 0.0,
+            kv_starts=int32() if self.masked else None, config=self.config,
+            sinks=torch.empty(8, device="meta") if self.masked else None,
+        )  # fmt: skip
+
+
+def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
+    """Jobs for the rows of the table that serve ``arch``; ``full`` adds large tiles of queries, masks and layouts."""
+    jobs = []
+    for row in configs.DECODE:
+        if arch not in row.archs:
+            continue
+        for rotated in (True, False):
+            if row.rotated not in (None, rotated):
+                continue
+            # Where both take the same row, rotating in the loop is compiled at one head dimension.
+            if row.rotated is None and not rotated and row.head_dim != 128 and not full:
+                continue
+            dtype = torch.bfloat16 if row.element_size == 2 else torch.float32
+            config = configs.decode(arch, row.element_size, row.head_dim, rotated)
+            job = DecodeJob(arch, config, dtype, row.head_dim, rotated)
+            jobs.append(job)
+            if row.head_dim == 128 and row.element_size == 2 and (rotated or arch == "sm_90"):
+                jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
+            if full:
+                jobs.append(replace(job, len_q=16))
+                jobs.append(replace(job, append=False))
+                jobs.append(replace(job, masked=True, rotary_dim=row.head_dim // 2, head_dim=row.head_dim - 8))
+                jobs.append(replace(job, interleaved=True))
+                if row.element_size == 2:
+                    jobs.append(replace(job, dtype=torch.float16))
+    return list(dict.fromkeys(jobs))
