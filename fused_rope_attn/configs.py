@@ -158,6 +158,7 @@ class Row:
     masked: bool | None = None
     section_bytes: int = 0
     rotate_rows: int = 32
+    rotate_heads: int = 4
     tma: bool = False
 
     def matches(self, arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> bool:
@@ -180,6 +181,7 @@ class Row:
             *self.tiles,
             section_bytes=self.section_bytes,
             rotate_rows=self.rotate_rows,
+            rotate_heads=self.rotate_heads,
             pdl=arch in _PDL,
             tma=self.tma and strategy == "prepass",
         )
@@ -260,7 +262,7 @@ _CPU = "more than one tile in few rows, so that small tests cross every border"
 
 # fmt: off
 FORWARD: tuple[Row, ...] = (
-    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_TINY, section_bytes=_WIDE),
+    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_SHORT, section_bytes=_WIDE, rotate_heads=2),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_MEDIUM, section_bytes=_NARROW, tma=True),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, section_bytes=_WIDE, tma=True),
     Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 2),), _UNTIMED, strategies=_INLINE, section_bytes=_NARROW),
@@ -373,6 +375,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST), (), _PADDED),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8), BUCKETS, _TIMED,
+              buckets=_SHORT),
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _TIMED),

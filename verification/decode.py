@@ -76,7 +76,7 @@ CHECKS = (
     DecodeCheck("decode, softcap and sinks", (4, 2), 2, 70, 16, (50, 0), softcap=2.0, sinks=True, rotated=False),
     DecodeCheck("decode, window and sinks", (4, 2), 1, 70, 16, (60, 3), window=(32, 0), sinks=True),
     DecodeCheck("decode, 17 new tokens, GQA of 5", (5, 1), 17, 40, 16, (20, 0), layout="bhnd"),
-    DecodeCheck("decode, scale negative", (2, 2), 1, 40, 16, (33,), softmax_scale=-0.7),
+    DecodeCheck("decode, scale negative", (8, 4), 1, 40, 16, (33, 20, 7, 39), softmax_scale=-0.7),
     DecodeCheck("decode, nothing new", (4, 2), 2, 70, 16, (50, 1, 0), append=False, layout="expanded"),
     DecodeCheck("decode, nothing new, window, all queries see all", (2, 1), 3, 70, 16, (50, 2), append=False,
                 causal=False, window=(20, 1), rotated=False),

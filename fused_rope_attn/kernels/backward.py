@@ -177,7 +177,7 @@ def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_b
             lse = tl.load(lse_base + start_m + rows)
         scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if cap_scale is not None:
-            scores_t = tanh(scores_t * cap_scale)
+            scores_t = tanh(scores_t * cap_scale, q.dtype == tl.float32)
         p_t = tl.math.exp2(scores_t * qk_scale - lse[None, :])
         if MASKED:
             if IS_CAUSAL or BOUNDED or left is not None or right is not None:
@@ -328,7 +328,7 @@ def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, 
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if cap_scale is not None:
-            scores = tanh(scores * cap_scale)
+            scores = tanh(scores * cap_scale, q.dtype == tl.float32)
         p = tl.math.exp2(scores * qk_scale - lse[:, None])
         if MASKED:
             positions_k = (start_n + rows)[None, :]

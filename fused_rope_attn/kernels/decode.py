@@ -136,7 +136,7 @@ def attend_keys(acc, row_max, row_sum, q, positions_q, k, v, positions_k, key_li
     """Fold one tile of keys and values into the running softmax. Rows at negative positions see nothing."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if cap_scale is not None:
-        scores = tanh(scores * cap_scale)
+        scores = tanh(scores * cap_scale, q.dtype == tl.float32)
     exists = visible(
         positions_q[:, None], positions_k[None, :], key_limit, IS_CAUSAL, start, left, right, BOUNDED=True
     )  # fmt: skip

@@ -69,7 +69,7 @@ def score_block(q, positions_q, k_source, k_strides, tables, place, start_n, NK,
         )  # fmt: skip
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if cap_scale is not None:
-        scores = tanh(scores * cap_scale)
+        scores = tanh(scores * cap_scale, q.dtype == tl.float32)
     if MASKED:
         positions_k = (start_n + offs_n)[None, :]
         exists = visible(positions_q[:, None], positions_k, NK, IS_CAUSAL, start, left, right, BOUNDED)

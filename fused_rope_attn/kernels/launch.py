@@ -205,7 +205,7 @@ def heads_per_section(num_heads: int, group_size: int, bytes_per_kv_head: int, s
     """
     if section_bytes == 0:
         return 1
-    groups = num_heads // group_size
+    groups = max(1, num_heads // group_size)  # an empty batch has none
     most = min(groups, max(1, section_bytes // max(1, bytes_per_kv_head)))
     return -(-groups // -(-groups // most)) * group_size
 
