@@ -67,7 +67,9 @@ def make_model(name: str, seed: int = 0, **options) -> transformers.PreTrainedMo
     family, special = MODELS[name]
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**SIZES | special | options)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

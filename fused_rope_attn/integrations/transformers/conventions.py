@@ -127,9 +127,12 @@ _PREFIX = "transformers.models."
 
 def convention_of(module: nn.Module) -> Convention | None:
     """The convention of an attention module, None where its class (this very class, no subclass) is not supported."""
-    cls = type(module)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return SUPPORTED.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    return SUPPORTED.get(name_of(type(module)))
+
+
+def name_of(cls: type) -> str:
+    """A class of transformers as SUPPORTED names it."""
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix(_PREFIX)
 
 
 def looks_like_attention(module: nn.Module) -> bool:
