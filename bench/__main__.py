@@ -1,4 +1,4 @@
-"""``python -m bench``: measure, plot, tune, write README's figures; ``bench rope`` for the rotation alone.
+"""``python -m bench``: measure, plot, tune, write README's figures; ``bench rope`` for the rotation, ``bench models``.
 
 Exit status: 0 fine, 1 one of ours is red, 2 cannot run here (no GPU, wrong arguments), 3 the GPU was lost on the way.
 """
@@ -19,6 +19,7 @@ _COMMANDS = """
 further commands:
   python -m bench plot FILE... [--plot-dir DIR]    figures from result files
   python -m bench readme FILE... [--check]         README.md's tables from result files
+  python -m bench models [--help]                  whole models of transformers, patched and not
   python -m bench rope [--help]                    the rotation alone: measure, plot, write README's figures of it
   python -m bench tune [--help]                    sweep tile configurations of the Triton kernels, propose table rows
 """
@@ -34,6 +35,10 @@ def main(argv: list[str] | None = None) -> int:
         return tune.main(argv[1:])
     if argv[:1] == ["readme"]:
         return readme.main(argv[1:])
+    if argv[:1] == ["models"]:
+        from bench import models
+
+        return models.main(argv[1:])
     if argv[:1] == ["rope"]:
         from bench import rope
 
