@@ -2,7 +2,12 @@
 
 import copy
 import functools
+import os
+import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
@@ -346,3 +351,15 @@ def test_in_the_interpreter(name, interpreted):
     options = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False, "cache_implementation": "static"}
     patched = model.generate(ids, **options)
     assert torch.equal(patched, unpatch_model(model).generate(ids, **options))
+
+
+def test_the_example(tmp_path):
+    script, out = Path(__file__).parents[1] / "examples" / "train_llama.py", tmp_path / "curves.png"
+    command = [sys.executable, str(script), "--small", "--steps", "4", "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert out.stat().st_size > 5000
+    assert float(re.search(r"(\S+) at most", done.stdout).group(1)) < 1e-5
+    patched, plain = (line.split(": ", 1)[1] for line in re.findall(r"^(?:un)?patch_model: .*$", done.stdout, re.M))
+    assert patched == plain and patched.startswith("## 2026")
