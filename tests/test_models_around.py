@@ -124,13 +124,15 @@ def test_chunked_prefill_and_crop(calls):  # noqa: F811
     assert calls == {"rope_attention": 16}
 
 
-def test_a_layer_without_its_model():
+def test_a_layer_without_its_model(monkeypatch):
+    monkeypatch.setattr(attention, "_said_of_layers", set())
     model = patch_model(make_model("llama"))
     layer, x = model.model.layers[0], torch.randn(2, 10, SIZES["hidden_size"])
     tables = model.model.rotary_emb(x, torch.arange(10)[None])
     causal = torch.full((10, 10), float("-inf")).triu(1)[None, None]
     fused = layer(x, position_embeddings=tables)
-    masked = layer(x, position_embeddings=tables, attention_mask=causal)  # its own attention
+    with pytest.warns(UserWarning, match="without its model"):
+        masked = layer(x, position_embeddings=tables, attention_mask=causal)
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     assert_close(first(fused), first(masked), 1e-5)
 
@@ -237,7 +239,7 @@ def test_gradient_checkpointing(name, reentrant, calls):  # noqa: F811
 
 
 @pytest.mark.unpoisoned
-def test_compiled(calls):  # noqa: F811
+def test_compiled():
     model, ids = make_model("llama"), make_ids(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -253,6 +255,23 @@ def test_compiled(calls):  # noqa: F811
     torch._dynamo.reset()
     unpatch_model(compiled)
     assert torch.equal(run(model, ids)[0], run(make_model("llama"), ids)[0])
+
+
+@pytest.mark.unpoisoned
+def test_compiled_generation():
+    """A step with a static cache is one graph without a break, made as often as the unpatched model's: twice."""
+    model, ids = make_model("gemma3"), make_ids(2, 12)
+    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    compilation = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compilation._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options |= {"cache_implementation": "static", "compile_config": compilation}
+    assert torch.equal(patch_model(model).generate(ids, **options), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
 
 
 def test_saved_and_loaded(tmp_path, calls):  # noqa: F811

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen
-from fused_rope_attn.integrations.transformers.batch import PAST_NAMES, PLAIN, Batch, tokens_seen
+from fused_rope_attn.integrations.transformers.batch import PAST_NAMES, PLAIN, Batch, say_once, tokens_seen
 from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"
 # Where a module keeps the instance attribute that was its forward before.
 PREVIOUS = "_fused_rope_previous"
+_said_of_layers: set[str] = set()
 
 
 def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
@@ -28,7 +29,9 @@ def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Te
         plain = not args and past is None and kwargs.get("attention_mask") is None
         plain = plain and not kwargs.get("output_attentions") and kwargs.get("is_causal") is not False
         plain = plain and self.is_causal and not (self.training and self.attention_dropout)
-        batch = PLAIN if plain else Batch("called without its model")
+        batch = PLAIN if plain else Batch("a layer called with masks or caches and without its model")
+        if not plain:
+            say_once(_said_of_layers, batch.original)
     if batch.original:
         return _own_forward(self)(hidden_states, *args, **kwargs)
 

@@ -6,6 +6,7 @@ itself is given, a 2-D padding mask, position ids or cu_seqlens, before any mask
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -42,6 +43,18 @@ class Batch(NamedTuple):
 
 
 PLAIN = Batch()
+
+
+def say_once(said: set[str], reason: str) -> None:
+    """Warn that a module's own attention runs, and why, unless `said` holds it already."""
+    if torch.compiler.is_compiling() or reason in said:
+        return
+    said.add(reason)
+    warnings.warn(
+        f"patch_model: {reason} is not served by the fused kernels; the model's own attention runs instead "
+        "(said once for each model and reason)",
+        stacklevel=3,
+    )
 
 
 def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> Batch:

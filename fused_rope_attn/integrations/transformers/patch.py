@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention
 from fused_rope_attn.integrations.transformers.attention import BATCH, PREVIOUS
-from fused_rope_attn.integrations.transformers.batch import Batch, describe
+from fused_rope_attn.integrations.transformers.batch import describe, say_once
 from fused_rope_attn.integrations.transformers.conventions import SUPPORTED, convention_of, looks_like_attention
 
 _STATE = "_fused_rope"
@@ -159,24 +158,13 @@ def _describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
     if batch.original:
-        _say(state, batch.original)
+        say_once(state.said, batch.original)
         return args, kwargs | {BATCH: batch}
     # A mask of four dimensions is handed on as it is: none is built that nobody reads.
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     mask = torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
     return (), given | {BATCH: batch, "attention_mask": mask}
-
-
-def _say(state: _State, reason: str) -> None:
-    if torch.compiler.is_compiling() or reason in state.said:
-        return
-    state.said.add(reason)
-    warnings.warn(
-        f"patch_model: {reason} is not served by the fused kernels; the model's own attention runs instead "
-        "(said once for each model and reason)",
-        stacklevel=2,
-    )
 
 
 # Functions that `_prepare_method` made, by the class whose method they wrap: `unpatch_model` knows them by identity.
@@ -207,6 +195,3 @@ _PREPARERS: set = set()
 
 def _prepare_method(module: nn.Module) -> types.MethodType:
     return types.MethodType(_prepare_function(type(module)), module)
-
-
-__all__ = ["Batch", "patch_model", "unpatch_model"]
