@@ -95,7 +95,8 @@ def test_holes_that_appear_while_decoding(calls):  # noqa: F811
     mask[1, 8:11] = 0
 
     def steps():
-        past = model(ids[:, :11], attention_mask=mask[:, :11], use_cache=True).past_key_values
+        past = transformers.DynamicCache(config=model.config)
+        model(ids[:, :11], attention_mask=mask[:, :11], past_key_values=past)
         return model(ids[:, 11:], attention_mask=mask, past_key_values=past).logits
 
     expected = steps()
