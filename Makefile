@@ -11,6 +11,9 @@ ARGS ?=
 # What an environment made here holds. A Python that already has torch on a GPU lends its own torch and triton instead.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1; sys_platform == 'linux'
+# The oldest transformers that the integration serves, in an environment that has all else from $(VENV).
+TRANSFORMERS_4 ?= transformers>=4.57,<5
+VENV_HF4 ?= .venv-hf4
 TRITON_MATRIX ?= 3.6.0 3.7.1 3.8.0 3.9.0
 
 ifeq ($(strip $(VENV)),)
@@ -22,7 +25,7 @@ RIVALS := $(VENV)/.installed-rivals
 endif
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: verify test coverage test-gpu bench lint format compile-matrix clean
+.PHONY: verify test test-hf-4 coverage test-gpu bench lint format compile-matrix clean
 .DELETE_ON_ERROR:
 
 verify: $(ENVIRONMENT)
@@ -32,6 +35,9 @@ verify: $(ENVIRONMENT)
 test: lint
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(ARGS)
 	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/aot
+
+test-hf-4: $(VENV_HF4)/.installed
+	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/test_models.py tests/test_models_around.py
 
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.
@@ -75,5 +81,13 @@ $(VENV)/.installed-rivals: $(ENVIRONMENT)
 	$(PIP) --editable '.[bench,baselines-prebuilt]'
 	@touch $@
 
+# Its own packages come first on the path, and those of $(PY) behind them.
+$(VENV_HF4)/.installed: $(ENVIRONMENT) pyproject.toml
+	test -x $(VENV_HF4)/bin/python || $(PY) -m venv $(VENV_HF4)
+	$(PY) -c 'import sys; print(*filter(None, sys.path), sep="\n")' \
+		> "$$($(VENV_HF4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	$(VENV_HF4)/bin/python -m pip install --disable-pip-version-check --quiet '$(TRANSFORMERS_4)'
+	@touch $@
+
 clean:
-	rm -rf .venv .triton build dist out .coverage* htmlcov .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-hf4 .triton build dist out .coverage* htmlcov .pytest_cache .ruff_cache .hypothesis *.egg-info

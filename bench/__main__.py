@@ -1,5 +1,5 @@
-"""``python -m bench``: measure, plot, tune, write README's figures; beside it ``bench rope``, ``bench masks`` and
-``bench decode``.
+"""``python -m bench``: measure, plot, tune, write README's figures; beside it ``bench rope``, ``bench masks``,
+``bench decode`` and ``bench models``.
 
 Exit status: 0 fine, 1 one of ours is red, 2 cannot run here (no GPU, wrong arguments), 3 the GPU was lost on the way.
 """
@@ -20,6 +20,7 @@ _COMMANDS = """
 further commands:
   python -m bench plot FILE... [--plot-dir DIR]    figures from result files
   python -m bench readme FILE... [--check]         README.md's tables from result files
+  python -m bench models [--help]                  whole models of transformers, patched and not
   python -m bench rope [--help]                    the rotation alone: measure, plot, write README's figures of it
   python -m bench masks [--help]                   windows, packed sequences and what other masks cost
   python -m bench decode [--help]                  a step of generation with a cache; --tune sweeps its configurations
@@ -37,6 +38,10 @@ def main(argv: list[str] | None = None) -> int:
         return tune.main(argv[1:])
     if argv[:1] == ["readme"]:
         return readme.main(argv[1:])
+    if argv[:1] == ["models"]:
+        from bench import models
+
+        return models.main(argv[1:])
     if argv[:1] == ["rope"]:
         from bench import rope
 

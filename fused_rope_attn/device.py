@@ -62,3 +62,8 @@ def guard(device: torch.device):
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True while the current stream of a GPU records a graph, where nothing may wait for the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

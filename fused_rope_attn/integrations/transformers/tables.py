@@ -1,4 +1,4 @@
-"""Hugging Face transformers (the ``hf`` extra)."""
+"""Rotary tables from a Hugging Face config."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""The forward pass that takes the place of a supported attention module's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, StaticLayer
+
+from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen
+from fused_rope_attn.integrations.transformers.batch import PAST_NAMES, PLAIN, Batch, say_once, tokens_seen
+from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
+
+# The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
+BATCH = "fused_rope_batch"
+# Where a module keeps the instance attribute that was its forward before.
+PREVIOUS = "_fused_rope_previous"
+_said_of_layers: set[str] = set()
+
+
+def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
+    """Attention of hidden states (B, N, width): (output (B, N, width), None), as the module's own forward gives it.
+
+    Called with the keywords that transformers' decoder layers use. Without a Batch (the layer was called, not the
+    model) and with more than plain causal attention to do, the module's own forward runs.
+    """
+    batch = kwargs.pop(BATCH, None)
+    past = next((kwargs[name] for name in PAST_NAMES if kwargs.get(name) is not None), None)
+    if batch is None:
+        plain = not args and past is None and kwargs.get("attention_mask") is None
+        plain = plain and not kwargs.get("output_attentions") and kwargs.get("is_causal") is not False
+        plain = plain and self.is_causal and not (self.training and self.attention_dropout)
+        batch = PLAIN if plain else Batch("a layer called with masks or caches and without its model")
+        if not plain:
+            say_once(_said_of_layers, batch.original)
+    if batch.original:
+        return _own_forward(self)(hidden_states, *args, **kwargs)
+
+    convention = convention_of(self)
+    q, k, v = convention.project(self, hidden_states)
+    tables = _tables(self, convention, kwargs.get("position_embeddings"), q)
+    if past is None:
+        o = _attend(self, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
+    elif tokens_seen(past, self.layer_idx) == 0:
+        # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
+        # write rotated queries and read them back.
+        past.update(apply_rope(k, *tables.arrays, **tables.options), v, self.layer_idx, *_cache_options(kwargs))
+        o = _attend(self, convention, q, k, v, tables, batch, packed=batch.declared)
+    else:
+        o = attend_cache(self, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
+    return getattr(self, convention.output)(o.transpose(1, 2).flatten(2)), None
+
+
+class _Tables:
+    """cos and sin (1|B, N, R/2) of a batch's tokens, and the options that say how they turn a module's heads."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
+        self.arrays = cos, sin
+        self.options = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
+
+
+def _tables(module: nn.Module, convention: Convention, embeddings: tuple[Tensor, Tensor] | None, q: Tensor) -> _Tables:
+    if convention.rotates_perhaps and not module.use_rope:
+        return _identity(q.shape[2], q.device)
+    cos, sin = (convention.half_width(table) for table in embeddings)
+    if cos.dtype not in (torch.float32, q.dtype):  # autocast may have given q another dtype than the model's
+        cos, sin = cos.float(), sin.float()
+    return _Tables(cos, sin, convention.interleaved)
+
+
+def _identity(rows: int, device: torch.device) -> _Tables:
+    """Tables that turn nothing: one pair by the angle 0, exact in every dtype."""
+    cos, sin = torch.ones((1, 1, 1), device=device), torch.zeros((1, 1, 1), device=device)
+    return _Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
+
+
+def _features(module: nn.Module, convention: Convention, q: Tensor) -> dict:
+    """What all attention calls of a module have in common."""
+    window = convention.window(module)
+    sinks = module.sinks if convention.sinks else None
+    if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
+        sinks = sinks.float()
+    return {
+        "causal": True,
+        "softmax_scale": float(module.scaling),
+        "window": None if window is None else (window - 1, 0),  # transformers counts the query's own key
+        "softcap": float(module.attn_logit_softcapping or 0.0) if convention.softcap else 0.0,
+        "sinks": sinks,
+    }
+
+
+def _attend(module, convention, q, k, v, tables: _Tables, batch: Batch, packed: bool) -> Tensor:
+    """Attention of a batch whose keys are its own tokens: o (B, HQ, N, D)."""
+    features = _features(module, convention, q)
+    if not packed:
+        return rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **tables.options, **features)
+    size, _, length, _ = q.shape
+    # Tables by position, which all sequences share: scores depend on distances alone.
+    arrays = [table.expand(size, -1, -1).flatten(0, 1)[batch.longest] for table in _long(tables, length)]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
+    o = rope_attention_varlen(
+        q, k, v, *arrays, cu_seqlens, cu_seqlens, longest, longest, **tables.options, **features
+    )  # fmt: skip
+    return o.unflatten(0, (size, length)).transpose(1, 2)
+
+
+def _long(tables: _Tables, rows: int) -> list[Tensor]:
+    return [table.expand(-1, rows, -1) for table in tables.arrays]
+
+
+def _cache_options(kwargs: dict) -> tuple:
+    """Of transformers 4.57, whose static caches are told where to write."""
+    position = kwargs.get("cache_position")
+    return () if position is None else ({"cache_position": position},)
+
+
+def attend_cache(
+    module: nn.Module,
+    convention: Convention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: _Tables,
+    past: Cache,
+    batch: Batch,
+    cache_options: tuple,
+) -> Tensor:
+    """Attention of new tokens over a cache that holds others: o (B, HQ, N, D). Only the new tokens are rotated.
+
+    q (B, HQ, N, D), k and v (B, HKV, N, D) are the new tokens, unrotated; the cache holds rotated keys. The one place
+    that knows how a step with a cache is computed: three launches now, one where a kernel writes the cache itself.
+    """
+    q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
+    keys, values = past.update(k, v, module.layer_idx, *cache_options)
+    layer, kv_starts, kv_lens = past.layers[module.layer_idx], batch.kv_starts, None
+    if layer.is_sliding:
+        seen = tokens_seen(past, module.layer_idx)
+        if isinstance(layer, StaticLayer) and seen < keys.shape[2]:
+            kv_lens = batch.kv_lens
+        elif kv_starts is not None:
+            kv_starts = kv_starts - (seen - keys.shape[2])
+    elif isinstance(layer, StaticLayer):
+        kv_lens = batch.kv_lens
+    still = _identity(keys.shape[2], q.device)
+    return rope_attention(
+        q, keys, values, *still.arrays, kv_starts=kv_starts, kv_lens=kv_lens, **still.options,
+        **_features(module, convention, q),
+    )  # fmt: skip
+
+
+def _own_forward(module: nn.Module):
+    previous = module.__dict__.get(PREVIOUS)
+    return type(module).forward.__get__(module) if previous is None else previous

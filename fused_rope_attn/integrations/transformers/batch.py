@@ -1,0 +1,202 @@
+"""What a batch's padding and packing mean to all layers of a decoder: found once per forward pass, on the device.
+
+transformers hands each layer a mask whose form depends on the attention implementation. This file reads what the model
+itself is given, a 2-D padding mask, position ids or cu_seqlens, before any mask is built of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from fused_rope_attn import cu_seqlens_from_position_ids
+from fused_rope_attn.device import is_capturing
+
+PAST_NAMES = ("past_key_values", "layer_past", "past_key_value")
+_PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class Batch(NamedTuple):
+    """A tuple, so that gradient checkpointing, torch.compile and accelerate's hooks take it for what it is.
+
+    original: why this batch needs the modules' own forward; "" where it does not.
+    kv_starts: (B,) int32, first key of left-padded rows; None where no row is padded on the left.
+    kv_lens: (B,) int32, tokens that a static cache holds after this pass; None for other caches.
+    cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None where there are none.
+    max_seqlen: bound of their lengths.
+    longest: (max_seqlen,) int64: the tokens of the longest of them, whose table rows serve all.
+    declared: cu_seqlens were given as such, not found in position ids.
+    """
+
+    original: str = ""
+    kv_starts: Tensor | None = None
+    kv_lens: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    longest: Tensor | None = None
+    declared: bool = False
+
+
+PLAIN = Batch()
+
+
+def say_once(said: set[str], reason: str) -> None:
+    """Warn that a module's own attention runs, and why, unless `said` holds it already."""
+    if torch.compiler.is_compiling() or reason in said:
+        return
+    said.add(reason)
+    warnings.warn(
+        f"patch_model: {reason} is not served by the fused kernels; the model's own attention runs instead "
+        "(said once for each model and reason)",
+        stacklevel=3,
+    )
+
+
+def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> Batch:
+    """What `given`, the arguments of a decoder's forward by their names, mean to its attention modules.
+
+    Synchronises with the device at most once, and not at all in a decoding step whose prompt has been described, under
+    torch.compile, or where neither padding nor positions are given. Under torch.compile a padding mask is taken to
+    have no holes.
+    """
+    reason = _obstacle(attentions, config, given)
+    if reason:
+        return Batch(reason)
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    size, length = tokens.shape[:2]
+    past = given.get("past_key_values")
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    seen = 0 if past is None else tokens_seen(past)
+    if all(given.get(name) is not None for name in _PACKED_NAMES):
+        if seen != 0:
+            return Batch("cu_seq_lens with a cache that holds tokens")
+        return _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
+    if mask is not None:
+        if seen is not None and mask.shape[1] != seen + length:
+            return Batch(f"an attention_mask of {mask.shape[1]} columns for {seen + length} keys")
+        batch = _padded(mask.to(tokens.device), past, length)
+    elif position_ids is not None and past is None and position_ids.ndim == 2 and length > 1:
+        batch = _packed_by_position(position_ids.expand(size, -1), tokens)
+    else:
+        batch = PLAIN
+    return batch if past is None else batch._replace(kv_lens=_static_lengths(past, given, size, length, tokens.device))
+
+
+def tokens_seen(past: Cache, layer_idx: int = 0) -> int | None:
+    """How many tokens the cache has seen; None where only the device knows."""
+    if layer_idx >= len(past.layers):
+        return 0
+    layer = past.layers[layer_idx]
+    if isinstance(layer, StaticLayer):
+        if not layer.is_initialized:
+            return 0
+        # transformers 5 counts by a tensor and, in sliding layers, by an int too; 4.57 in sliding layers by an int.
+        count = getattr(layer, "cumulative_length_int", getattr(layer, "cumulative_length", None))
+        return count if isinstance(count, int) else None
+    return layer.get_seq_length()
+
+
+def _obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> str:
+    """Why this call needs the original forward, "" where it does not. Looks at the host only."""
+    wanted = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if wanted is None else wanted:
+        return "output_attentions=True"
+    if any(module.training and module.attention_dropout for module in attentions):
+        return "attention dropout in training"
+    if given.get("is_causal") is False or not all(module.is_causal for module in attentions):
+        return "attention that is not causal"
+    if given.get("head_mask") is not None:
+        return "head_mask"
+    if given.get("cache") is not None or "paged" in str(getattr(config, "_attn_implementation", "")):
+        return "a paged cache"
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "an attention_mask that is not (B, keys)"
+    past = given.get("past_key_values")
+    if past is not None and not _is_known(past):
+        return f"a cache of type {type(past).__name__}"
+    return ""
+
+
+def _is_known(past: Any) -> bool:
+    if not isinstance(past, Cache) or not all(isinstance(layer, (DynamicLayer, StaticLayer)) for layer in past.layers):
+        return False
+    # Of transformers 5: caches whose queries do not stand at the end of the keys.
+    return getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)
+
+
+# Of a cache: the shape of the mask described last, and whether a row of it is padded on the left. Only where the mask
+# had no holes and its last column was full: what generation appends to it is full too.
+_described: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
+    """A padding mask (B, keys), 0 for tokens that do not exist.
+
+    Keys after a row's last token need no mask: causal attention hides them from all tokens there are.
+    """
+    present = mask != 0
+    if torch.compiler.is_compiling() or is_capturing(mask.device):
+        return Batch(kv_starts=_starts(present))
+    shape, left = _described.get(past, (None, None)) if past is not None else (None, None)
+    if shape is None or length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
+        starts = _starts(present)
+        steps = present[:, 1:] & ~present[:, :-1]
+        holes = steps.sum(1) + present[:, 0] > 1
+        left, holes, full = torch.stack(((starts > 0).any(), holes.any(), present[:, -1].all())).tolist()
+        if past is not None and (holes or not full):
+            _described.pop(past, None)
+        elif past is not None:
+            _described[past] = (tuple(mask.shape), left)
+        if holes:
+            return Batch("an attention_mask with holes")
+        return Batch(kv_starts=starts) if left else PLAIN
+    _described[past] = (tuple(mask.shape), left)
+    return Batch(kv_starts=_starts(present)) if left else PLAIN
+
+
+def _starts(present: Tensor) -> Tensor:
+    """(B,) int32: index of the first token of every row; the number of columns where there is none."""
+    first = present.int().argmax(1)
+    return torch.where(present.any(1), first, present.shape[1]).int()
+
+
+def _packed_by_position(position_ids: Tensor, tokens: Tensor) -> Batch:
+    total = tokens.shape[0] * tokens.shape[1]
+    blind = torch.compiler.is_compiling() or is_capturing(tokens.device)
+    cu_seqlens, longest = cu_seqlens_from_position_ids(position_ids, max(total, 1) if blind else None)
+    if cu_seqlens.shape[0] <= tokens.shape[0] + 1:
+        return PLAIN  # one sequence in every row
+    return _packed(cu_seqlens, longest, tokens)._replace(declared=False)
+
+
+def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
+    total = tokens.shape[0] * tokens.shape[1]
+    cu_seqlens = cu_seqlens.to(tokens.device).contiguous()
+    max_seqlen = min(max_seqlen, total)
+    first = cu_seqlens[(cu_seqlens[1:] - cu_seqlens[:-1]).argmax()].long()
+    longest = (first + torch.arange(max_seqlen, device=tokens.device)).clamp(max=total - 1)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest, declared=True)
+
+
+def _static_lengths(past: Cache, given: dict[str, Any], size: int, length: int, device: torch.device) -> Tensor | None:
+    """(B,) int32: tokens in a static cache after this pass; None for other caches, and before the first pass."""
+    layers = [layer for layer in past.layers if isinstance(layer, StaticLayer)]
+    if not layers or not layers[0].is_initialized:
+        return None
+    if given.get("cache_position") is not None:
+        total = given["cache_position"][-1] + 1
+    else:
+        # A sliding layer counts only until it is full.
+        layer = next((layer for layer in layers if not layer.is_sliding), layers[0])
+        count = getattr(layer, "cumulative_length", None)
+        total = (layer.get_seq_length() if count is None else count) + length
+    if not isinstance(total, Tensor):
+        return torch.full((size,), total, dtype=torch.int32, device=device)
+    return total.to(device, torch.int32).reshape(1).repeat(size)

@@ -1,0 +1,106 @@
+"""`python -m bench models` with a clock that needs no GPU, on a tiny model."""
+
+import time
+
+import pytest
+import torch
+
+from bench import models, report
+from bench.__main__ import main
+
+TINY = models.Model(
+    "Tiny",
+    "Llama",
+    {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "rope_theta": 5000.0,
+    },
+    left_out=3,
+)
+
+
+class Clock:
+    device = torch.device("cpu")
+
+    def calls_for(self, fn, round_ms):
+        fn()
+        return 2
+
+    def peak_mib(self, fn):
+        fn()
+        return 1.0
+
+    def sample(self, fn, calls):
+        times = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            fn()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return times
+
+    def release(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def eager_rotation(monkeypatch):
+    monkeypatch.setattr("fused_rope_attn.rotation._has_kernel", lambda x: False)
+
+
+def broken(model):
+    raise RuntimeError("no such thing")
+
+
+def test_rows(tmp_path):
+    providers = [models.PROVIDERS[0], models.PROVIDERS[-1]]
+    providers.append(models.Provider("absent", "Absent", broken, lambda: "not installed"))
+    providers.append(models.Provider("broken", "Broken", broken))
+    run = models.Run(providers, Clock(), {"gpu": "toy"}, rounds=2)
+    works = [models.Work("train", 2, 16), models.Work("prefill", 1, 16), models.Work("decode", 2, 16)]
+    rows = [row for block in run.rows([TINY], works) for row in block]
+    assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not run.not_run
+    for work in works:
+        found = {row["provider"]: row for row in rows if row["pass"] == work.name}
+        assert found["absent"]["status"] == "missing" and "no such thing" in found["broken"]["detail"]
+        ours, sdpa = found["fused"], found["sdpa"]
+        assert ours["status"] == sdpa["status"] == "ok" and ours["ours_faster"] == 1.0
+        assert ours["off_first"] < 1e-5 and sdpa["off_first"] == 0.0  # equal inputs, equal results
+        assert ours["tokens_s"] == pytest.approx(work.tokens / ours["ms"] * 1e3)
+        assert ("loss" in ours) == (work.kind == "train")
+    file = tmp_path / "rows.jsonl"
+    report.write_lines(file, rows)
+    text = models.summary(report.read_lines([file]))
+    assert "patch_model" in text and "missing" in text and "Tiny" in text
+
+
+def test_what_a_deadline_leaves():
+    run = models.Run([models.PROVIDERS[0]], Clock(), {}, deadline=0.0)
+    assert list(run.rows([TINY], [models.Work("train", 1, 2048)])) == [] and run.not_run == ["Tiny train-2K"]
+
+
+def test_losses_are_printed():
+    row = {"case": "M", "pass": "w", "label": "sdpa", "provider": "sdpa", "status": "ok", "ms": 1.0, "tokens_s": 1.0}
+    assert "slower than sdpa: M w 0.80" in models.summary([row | {"peak_mib": 1.0, "ours_faster": 0.8, "loss": 2.0}])
+
+
+def test_switching_leaves_the_model_as_it_was():
+    model = models.make(TINY, torch.device("cpu"))
+    before = {path: set(module.__dict__) for path, module in model.named_modules()}
+    for provider in (models.PROVIDERS[0], models.PROVIDERS[-1]):
+        with provider.on(model):
+            model(torch.zeros(1, 4, dtype=torch.int64))
+    assert before == {path: set(module.__dict__) for path, module in model.named_modules()}
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_command_line(capsys):
+    assert main(["models", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("Llama-3.2-1B", "24 layers left out", "Qwen3-0.6B", "prefill-16K", "liger"))
+    assert main(["models", "--dry-run", "--models", "no"]) == 2
+    if not torch.cuda.is_available():
+        assert main(["models"]) == 2 and "no GPU" in capsys.readouterr().err
