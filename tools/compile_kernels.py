@@ -127,6 +127,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
 
 # The pairs that models combine, and the most that one kernel can hold.
 _PADDED, _PACKED, _MOST = ("kv_starts", "kv_lens"), ("packed",), ("window", "softcap", "sinks", "packed")
+_HOPPER_MASKED = (("window",), _PADDED, ("window", "softcap", "sinks", *_PADDED))
 _MASKED = (("window",), ("window", "softcap"), ("window", "sinks"), _PADDED, _PACKED, _MOST)
 
 
@@ -153,8 +154,9 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
-    """A job for each configuration that the sm_90 backend's tables give, bfloat16, with and without a mask, at the
-    largest head dimension of each row and at both widths of a tile; ``full`` as in ``table_jobs``."""
+    """A job for each configuration that the sm_90 backend's tables give, bfloat16, causal and not, at the largest head
+    dimension of each row and at both widths of a tile; with other masks, those of long sequences. ``full`` as in
+    ``table_jobs``."""
     jobs = []
     for direction, table, find in (
         ("forward", configs.HOPPER_FORWARD, configs.hopper_forward),
@@ -169,6 +171,13 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, dtype=torch.float16))
                 jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
+        for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
+            if head_dim in (64, configs.HOPPER_HEAD_DIM) and (causal or full) and direction == "forward":
+                config = replace(find(head_dim, causal, "long", False).config, section_bytes=0)
+                job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)
+                jobs.append(job)
+                if full:
+                    jobs.append(replace(job, dtype=torch.float16))
     return list(dict.fromkeys(jobs))
 
 

@@ -341,7 +341,7 @@ def visible(positions_q, positions_k, NK, IS_CAUSAL: tl.constexpr, start=None, l
 @triton.jit
 def first_key(starts_ptr, batch, q_offset, NK, left):
     """The first key that any query of a sequence sees: keys before it do not exist. 0 <= first_key <= NK."""
-    start = tl.zeros((), tl.int32)
+    start = 0
     if starts_ptr is not None:
         start = tl.maximum(start, tl.load(starts_ptr + batch))
     if left is not None:
@@ -523,6 +523,17 @@ def rescale(row_max, new_max):
 
 
 @triton.jit
+def add_sink(row_max, row_sum, sink, seen):
+    """One more key of base-2 logit ``sink`` without a value: (row_max, row_sum, weight of what was summed before).
+
+    A row that saw no key (not ``seen``) stays without one: its sum stays 0.
+    """
+    new_max = tl.maximum(row_max, sink)
+    weight = rescale(row_max, new_max)
+    return new_max, tl.where(seen, row_sum * weight + rescale(sink, new_max), 0.0), weight
+
+
+@triton.jit
 def finish_softmax(acc, row_max, row_sum, sink):
     """(o, lse) of the running sums ``acc`` (rows, columns), base-2 ``row_max`` and ``row_sum`` (rows,).
 
@@ -531,11 +542,8 @@ def finish_softmax(acc, row_max, row_sum, sink):
     """
     seen = row_sum != 0.0
     if sink is not None:
-        new_max = tl.maximum(row_max, sink)
-        weight = rescale(row_max, new_max)
+        row_max, row_sum, weight = add_sink(row_max, row_sum, sink, seen)
         acc = acc * weight[:, None]
-        row_sum = tl.where(seen, row_sum * weight + rescale(sink, new_max), 0.0)
-        row_max = new_max
     # A row that saw nothing has met values with p = 0, which NaN or infinity among them would have turned into NaN.
     o = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * LN2, float("-inf"))

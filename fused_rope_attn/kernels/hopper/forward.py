@@ -24,7 +24,9 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fused_rope_attn.kernels.hopper.rows import load_existing
 from fused_rope_attn.kernels.hopper.softmax import (
+    cap_scores,
     fold_scores,
     no_sums,
     pack_weights,
@@ -35,6 +37,7 @@ from fused_rope_attn.kernels.hopper.softmax import (
 )
 from fused_rope_attn.kernels.hopper.tiles import (
     BLOCK_M,
+    BOUNDS,
     CONSUMERS,
     NUMBERS,
     RING,
@@ -44,6 +47,8 @@ from fused_rope_attn.kernels.hopper.tiles import (
     work,
 )
 from fused_rope_attn.kernels.launch import (
+    NO_MASKS,
+    NO_TENSORS,
     Launch,
     PreparedCalls,
     Source,
@@ -56,6 +61,8 @@ from fused_rope_attn.kernels.launch import (
 )
 from fused_rope_attn.kernels.primitives import (
     LN2,
+    LOG2E,
+    add_sink,
     head_tables,
     load_rotated,
     visible,
@@ -66,35 +73,53 @@ from fused_rope_attn.kernels.rotary import RotateKeys
 
 @jit
 def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
-         tile_empty, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N: gl.constexpr,
-         STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+         tile_empty, raw, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK,
+         BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
+         RANGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Announce tiles and load their key and value blocks, the last (masked) block first."""
-    start_m, bh, batch, head, head_kv, blocks, masked = work(
-        gl.program_id(0), num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
-    )
-    announce(tile_smem, tile_full, tile_empty, 0, start_m, bh, batch, head, blocks, masked)
+    start_m, bh, batch, head, head_kv, blocks, masked, bounds = work(
+        gl.program_id(0), num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N,
+        IS_CAUSAL, BOUNDED,
+    )  # fmt: skip
+    announce(tile_smem, tile_full, tile_empty, 0, start_m, bh, batch, head, blocks, masked, bounds, RANGED)
     # The counter and the keys are the pre-pass's; the rotating warps need neither.
     wait_for_previous_launch(PDL)
     turn = 0
     step = 0
+    zeroed = 0
     while blocks > 0:
+        top, _, first_row, last_row = bounds
         turn += 1
         tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        start_m, bh, next_batch, head, next_head_kv, next_blocks, masked = work(
-            tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
+        another = tile < num_tiles
+        if lens_ptr is not None or starts_ptr is not None:
+            # There is nothing to read for a tile past the last one.
+            tile = gl.minimum(tile, num_tiles - 1)
+        start_m, bh, next_batch, head, next_head_kv, next_blocks, masked, bounds = work(
+            tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N, IS_CAUSAL,
+            BOUNDED,
+        )  # fmt: skip
+        next_blocks = gl.where(another, next_blocks, 0)
+        announce(
+            tile_smem, tile_full, tile_empty, turn, start_m, bh, next_batch, head, next_blocks, masked, bounds, RANGED
         )
-        next_blocks = gl.where(tile < num_tiles, next_blocks, 0)
-        announce(tile_smem, tile_full, tile_empty, turn, start_m, bh, next_batch, head, next_blocks, masked)
         for i in range(blocks):
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
-            row = (blocks - 1 - i) * BLOCK_N
+            row = (top - i) * BLOCK_N
             mbarrier.wait(k_empty.index(slot), free)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, head_kv, row, 0], k_full.index(slot), k_smem.index(slot))
             mbarrier.wait(v_empty.index(slot), free)
-            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-            tma_load(v_desc, [batch, head_kv, row, 0], v_full.index(slot), v_smem.index(slot))
+            if RANGED:
+                # Scores of keys that do not exist are masked; values would meet weights of zero.
+                slot_v = v_smem.index(slot)
+                zeroed = load_existing(
+                    v_desc, batch, head_kv, row, slot_v, v_full.index(slot), raw, zeroed, first_row, last_row
+                )
+            else:
+                mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+                tma_load(v_desc, [batch, head_kv, row, 0], v_full.index(slot), v_smem.index(slot))
             step += 1
         batch, head_kv, blocks = next_batch, next_head_kv, next_blocks
 
@@ -102,7 +127,7 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
 @jit
 def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides,
                    cos_strides, sin_strides, q_sign, NQ, NK, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
-                   INTERLEAVED: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
+                   INTERLEAVED: gl.constexpr, RANGED: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
     """Rotate the query rows of each tile into one of two buffers."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
@@ -110,8 +135,9 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
     turn = 0
-    start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
+    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED)
     while blocks > 0:
+        _, _, _, len_k = bounds
         tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
         base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         buffer = turn % 2
@@ -120,20 +146,28 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
             for chunk in gl.static_range(ROWS // CHUNK):
                 start = start_m + member * ROWS + chunk * CHUNK
                 q = load_rotated(
-                    base + start.to(gl.int64) * q_strides[2], rows, NQ - start, q_strides, tables, start + NK - NQ, NK,
-                    q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG, PAIRS, WHOLE,
+                    base + start.to(gl.int64) * q_strides[2], rows, NQ - start, q_strides, tables, start + len_k - NQ,
+                    len_k, q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG, PAIRS, WHOLE,
                 )  # fmt: skip
                 q_smem.index(buffer * CONSUMERS + member).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
         mbarrier.arrive(q_full.index(buffer))
         turn += 1
-        start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
+        start_m, bh, batch, head, blocks, masked, bounds = next_tile(
+            tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED
+        )
 
 
 @jit
-def mask_scores(scores, position, columns, start_n, NK, IS_CAUSAL: gl.constexpr):
-    """-inf where a query at ``position`` (rows,) must not see key start_n + column."""
-    exists = visible(position[:, None], (start_n + columns)[None, :], NK, IS_CAUSAL)
+def mask_scores(scores, position, columns, start_n, NK, start, left, right, IS_CAUSAL: gl.constexpr,
+                BOUNDED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
+    """-inf where a query at ``position`` (rows,) must not see key start_n + column; arguments as of ``visible``.
+
+    Without STARTS ``start`` is what ``left`` gives the first query, and says nothing more.
+    """
+    if not STARTS:
+        start = None
+    exists = visible(position[:, None], (start_n + columns)[None, :], NK, IS_CAUSAL, start, left, right, BOUNDED)
     return gl.where(exists, scores, float("-inf"))
 
 
@@ -158,11 +192,12 @@ def pass_turn(MEMBER: gl.constexpr):
 
 
 @jit
-def multiply(q, acc, p, correction, k_step, k_smem, v_smem, k_full, k_empty, v_full, more, MEMBER: gl.constexpr,
-             BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def multiply(q, acc, p, correction, k_step, k_smem, v_smem, k_full, k_empty, v_full, more, cap_scale,
+             MEMBER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Issue the scores of key block ``k_step`` and, behind them, the values of the block before, whose weights are p.
 
-    Returns the scores, and acc in flight. Without ``more`` there is no such block: the scores mean nothing.
+    Returns the scores (capped where there is a ``cap_scale``), and acc in flight. Without ``more`` there is no such
+    block: the scores mean nothing.
     """
     BLOCK_D: gl.constexpr = q.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -180,13 +215,14 @@ def multiply(q, acc, p, correction, k_step, k_smem, v_smem, k_full, k_empty, v_f
     pass_turn(MEMBER)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(slot), pred=more)
-    return scores, acc
+    return cap_scores(scores, cap_scale, q.dtype), acc
 
 
 @jit
-def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-           v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, NQ, NK, BLOCK_N: gl.constexpr,
-           BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
+def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full,
+           k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ, NK,
+           BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+           BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
     """Rows [64 * MEMBER, 64 * MEMBER + 64) of every tile.
 
     ``step`` counts the key blocks of all tiles. One loop serves the blocks that need a mask and those that do not: of
@@ -203,15 +239,19 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem
 
     turn = 0
     step = 0
-    start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
-    position = start_m + MEMBER * ROWS + NK - NQ + rows
+    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED)
+    top, low, start, len_k = bounds
+    position = start_m + MEMBER * ROWS + len_k - NQ + rows
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     k = k_smem.index(0).reshape((BLOCK_N, BLOCK_D))
     scores = warpgroup_mma(q_smem.index(MEMBER), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
-    scores = mask_scores(scores, position, columns, (blocks - 1) * BLOCK_N, NK, IS_CAUSAL)
+    scores = cap_scores(scores, cap_scale, DTYPE)
+    scores = mask_scores(
+        scores, position, columns, top * BLOCK_N, len_k, start, left, right, IS_CAUSAL, BOUNDED, STARTS
+    )
     p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
     p = pack_weights(p, DTYPE)
     if MEMBER == 1:
@@ -224,10 +264,17 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem
         for i in range(1, blocks):
             step += 1
             scores, acc = multiply(
-                q, acc, p, correction, step, k_smem, v_smem, k_full, k_empty, v_full, True, MEMBER, BLOCK_N, STAGES
-            )
-            if i < masked:
-                scores = mask_scores(scores, position, columns, (blocks - 1 - i) * BLOCK_N, NK, IS_CAUSAL)
+                q, acc, p, correction, step, k_smem, v_smem, k_full, k_empty, v_full, True, cap_scale, MEMBER, BLOCK_N,
+                STAGES,
+            )  # fmt: skip
+            needs_mask = i < masked
+            if RANGED:
+                needs_mask = needs_mask | (i >= low)
+            if needs_mask:
+                scores = mask_scores(
+                    scores, position, columns, (top - i) * BLOCK_N, len_k, start, left, right, IS_CAUSAL, BOUNDED,
+                    STARTS,
+                )  # fmt: skip
             p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, qk_scale)
             if PIN:
                 pin(row_sum)
@@ -241,26 +288,35 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem
         turn += 1
         step += 1
         old_m, old_bh, old_batch, old_head = start_m, bh, batch, head
-        start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
+        start_m, bh, batch, head, blocks, masked, bounds = next_tile(
+            tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED
+        )
+        top, low, start, len_k = bounds
         more = blocks > 0
-        position = start_m + MEMBER * ROWS + NK - NQ + rows
+        position = start_m + MEMBER * ROWS + len_k - NQ + rows
         buffer = turn % 2
         mbarrier.wait(q_full.index(buffer), (turn // 2) & 1, pred=more)
         scores, acc = multiply(
             q_smem.index(buffer * CONSUMERS + MEMBER), acc, p, correction, step, k_smem, v_smem, k_full, k_empty,
-            v_full, more, MEMBER, BLOCK_N, STAGES,
+            v_full, more, cap_scale, MEMBER, BLOCK_N, STAGES,
         )  # fmt: skip
-        scores = mask_scores(scores, position, columns, (blocks - 1) * BLOCK_N, NK, IS_CAUSAL)
+        scores = mask_scores(
+            scores, position, columns, top * BLOCK_N, len_k, start, left, right, IS_CAUSAL, BOUNDED, STARTS
+        )
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
 
         # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
         row_sum = whole_sums(row_sum, gl.SliceLayout(1, S))
         seen = row_sum != 0.0
+        weight = 1.0
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + old_head).to(gl.float32) * LOG2E
+            row_max, row_sum, weight = add_sink(row_max, row_sum, sink, seen)
         divisor = gl.where(seen, row_sum, 1.0)
         lse = gl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
         lse_rows = old_m + MEMBER * ROWS + rows
         gl.store(lse_ptr + old_bh.to(gl.int64) * NQ + lse_rows, lse, mask=lse_rows < NQ)
-        factor = gl.convert_layout(gl.where(seen, 1.0 / divisor, 0.0), gl.SliceLayout(1, OUT))
+        factor = gl.convert_layout(gl.where(seen, weight / divisor, 0.0), gl.SliceLayout(1, OUT))
         seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT))
         tma_store_wait(0)
         if PIN:
@@ -278,20 +334,30 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem
     tma_store_wait(0)
 
 
-@jit(do_not_specialize=["num_tiles", "num_heads", "section", "HQ", "GROUP_SIZE", "NQ", "NK"])
-def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, counter_ptr, q_strides, cos_strides,
-                   sin_strides, qk_scale, q_sign, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK,
-                   D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-                   INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr,
-                   ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr,
-                   LOAD_REGISTERS: gl.constexpr, PIN: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
-    """Grid: one block per multiprocessor. counter_ptr: int32, zero when the pre-pass has finished."""
+@jit(do_not_specialize=["num_tiles", "num_heads", "section", "HQ", "GROUP_SIZE", "NQ", "NK", "left", "right"])
+def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, counter_ptr, sinks_ptr, starts_ptr,
+                   lens_ptr, q_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, left, right, num_tiles,
+                   num_heads, section, HQ, GROUP_SIZE, NQ, NK, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
+                   BLOCK_D: gl.constexpr, STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                   BOUNDED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
+                   ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PIN: gl.constexpr,
+                   Q_LAYOUT: gl.constexpr):  # fmt: skip
+    """Grid: one block per multiprocessor. counter_ptr: int32, zero when the pre-pass has finished.
+
+    What a call does not use is None, and costs nothing: sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to
+    right as in the portable kernel.
+    """
+    # Instead of what a partition does not use: Triton 3.6 fails on arguments without a use.
+    NONE: gl.constexpr = None
+    STARTS: gl.constexpr = starts_ptr is not None
+    # Whether a tile's keys may begin after key 0, or end before NK: then a tile is announced with them.
+    RANGED: gl.constexpr = STARTS or lens_ptr is not None or left is not None
     DTYPE: gl.constexpr = k_desc.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
     o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [RING * NUMBERS, 1], mbarrier.MBarrierLayout())
+    tile_smem = gl.allocate_shared_memory(gl.int32, [RING * (NUMBERS + RANGED * BOUNDS), 1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -300,6 +366,9 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, cou
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if RANGED:
+        raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(raw, count=1)
     for i in gl.static_range(RING):
         mbarrier.init(tile_full.index(i), count=1)
         mbarrier.init(tile_empty.index(i), count=CONSUMERS + 1)
@@ -313,20 +382,23 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, cou
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     gl.warp_specialize([
         (attend, (
-            0, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            tile_smem, tile_full, tile_empty, qk_scale, NQ, NK, BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, PIN,
+            0, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full,
+            v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ, NONE if RANGED else NK,
+            BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
         )),
         (attend, (
-            1, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            tile_smem, tile_full, tile_empty, qk_scale, NQ, NK, BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, PIN,
+            1, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full,
+            v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ, NONE if RANGED else NK,
+            BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
         )),
         (rotate_queries, (
             q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides, cos_strides,
-            sin_strides, q_sign, NQ, NK, D, R, BLOCK_D, INTERLEAVED, LONG,
+            sin_strides, q_sign, NQ, NONE if RANGED else NK, D, R, BLOCK_D, INTERLEAVED, RANGED, LONG,
         )),
         (load, (
             k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
-            tile_empty, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, STAGES, IS_CAUSAL, PDL,
+            tile_empty, raw if RANGED else NONE, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section, HQ,
+            GROUP_SIZE, NQ, NK, BLOCK_N, STAGES, IS_CAUSAL, BOUNDED, RANGED, PDL,
         )),
     ], [4, 4, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
@@ -334,7 +406,7 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, cou
 class ForwardCall:
     """The launches of one forward signature."""
 
-    def __init__(self, q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, config):
+    def __init__(self, q, k, v, cos, sin, causal, softmax_scale, rotary_dim, interleaved, masks, config):
         batch, heads_q, len_q, head_dim = q.shape
         heads_kv, len_k = k.shape[1], k.shape[2]
         pad_d = max(64, block_d(head_dim))
@@ -344,7 +416,7 @@ class ForwardCall:
             return
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         block_n = config.block_n
-        self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config, counter=True)
+        self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config, counter=True, masks=masks)
         k_like = k.new_empty(k.shape)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         key_layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_n, pad_d], element)
@@ -352,7 +424,7 @@ class ForwardCall:
         self.k_source = Source(k_like, block_n, pad_d, True, key_layout)
         self.v_source = Source(v, block_n, pad_d, True, key_layout)
         self.o_source = Source(o_like, ROWS.value, pad_d, True, o_layout)
-        qk_scale, q_sign, _ = scale_and_sign(softmax_scale)
+        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
         num_tiles = -(-len_q // BLOCK_M) * num_heads
@@ -362,8 +434,8 @@ class ForwardCall:
             forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
             (
-                q.stride(), cos_strides, sin_strides, qk_scale, q_sign, num_tiles, num_heads, section, heads_q,
-                group_size, len_q, len_k,
+                q.stride(), cos_strides, sin_strides, qk_scale, q_sign, cap_scale, masks.left, masks.right, num_tiles,
+                num_heads, section, heads_q, group_size, len_q, len_k,
             ),
             {
                 "D": head_dim,
@@ -373,6 +445,7 @@ class ForwardCall:
                 "STAGES": config.stages,
                 "INTERLEAVED": interleaved,
                 "IS_CAUSAL": causal,
+                "BOUNDED": masks.bounded,
                 "LONG": is_long(q.stride()),
                 "PDL": config.pdl,
                 "ATTEND_REGISTERS": config.attend_registers,
@@ -384,21 +457,25 @@ class ForwardCall:
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
         )  # fmt: skip
 
-    def __call__(self, q, k, v, cos, sin):
+    def __call__(self, q, k, v, cos, sin, mask_tensors=NO_TENSORS):
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.empty:
             return o, lse
         stream = device.current_stream(q.device)
         counter = torch.empty(1, dtype=torch.int32, device=q.device)
-        k = self.rotate_keys(stream, k, cos, sin, counter)
-        self.launch(stream, q, self.k_source(k), self.v_source(v), self.o_source(o), cos, sin, lse, counter)
+        k = self.rotate_keys(stream, k, cos, sin, counter, mask_tensors)
+        self.launch(
+            stream, q, self.k_source(k), self.v_source(v), self.o_source(o), cos, sin, lse, counter, *mask_tensors[:3]
+        )
         return o, lse
 
 
 _prepared = PreparedCalls(ForwardCall)
 
 
-def attention_forward(q, k, v, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
-    """As the portable ``attention_forward``; ``config`` a ``configs.HopperForwardConfig``."""
-    return _prepared((q, k, v, cos, sin), (causal, softmax_scale, rotary_dim, interleaved), config)(q, k, v, cos, sin)
+def attention_forward(q, k, v, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config, masks=NO_MASKS,
+                      mask_tensors=NO_TENSORS):  # fmt: skip
+    """As the portable ``attention_forward``, without packed sequences; ``config`` a ``configs.HopperForwardConfig``."""
+    options = (causal, softmax_scale, rotary_dim, interleaved, masks)
+    return _prepared((q, k, v, cos, sin), options, config)(q, k, v, cos, sin, mask_tensors)

@@ -12,6 +12,7 @@ What ``primitives.online_softmax`` computes, with four differences, whose figure
 import triton.language as tl
 
 from fused_rope_attn.kernels.hopper.gluon_compat import gl, jit
+from fused_rope_attn.kernels.primitives import tanh
 
 # Powers of two by which a row's largest weight may pass 1. 16-bit floats keep their relative precision there, sums are
 # float32.
@@ -53,6 +54,23 @@ def rescale(acc, correction):
         return gl.inline_asm_elementwise(
             RESCALE_64, RESCALE_64_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=64
         )
+
+
+@jit
+def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
+    """tanh(scores * cap_scale), for inputs of DTYPE; cap_scale None: the scores as they are.
+
+    For bfloat16 the hardware's tanh, to 2**-11 of its value: a quarter of what rounding a score to bfloat16 costs. It
+    is one instruction of the unit that the exponentials wait for; ``primitives.tanh`` is two of them and a division.
+    """
+    if cap_scale is None:
+        return scores
+    elif DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [scores * cap_scale], dtype=gl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tanh(scores * cap_scale, False)
 
 
 @jit

@@ -1,46 +1,66 @@
 """Which tile a block of the sm_90 forward works on, and how its warps hear of it."""
 
 from fused_rope_attn.kernels.hopper.gluon_compat import gl, jit, mbarrier
-from fused_rope_attn.kernels.primitives import scheduled_tile
+from fused_rope_attn.kernels.primitives import existing_keys, first_key, key_range, scheduled_tile
 
 # Query rows of one consumer warpgroup (the M of a wgmma), and the warpgroups that share a tile.
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 BLOCK_M = 128
-# Tiles announced ahead of the slowest reader, and the numbers that announce one.
+# Tiles announced ahead of the slowest reader, and the numbers that announce one: those of every call, and those of
+# calls whose keys do not begin at 0 or end at NK.
 RING = gl.constexpr(4)
 NUMBERS = gl.constexpr(6)
+BOUNDS = gl.constexpr(4)
 
 
 @jit
-def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(first row, batch * HQ + head, batch, head, key head, key blocks, those of them that need a mask)."""
+def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N: gl.constexpr,
+         IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
+    """(first row, batch * HQ + head, batch, head, key head, key blocks, those of them that need a mask, bounds).
+
+    Key blocks are visited from the last one down; the first ``masked`` need a mask. ``bounds``: (the last key block,
+    how many blocks come before those at the other end that need a mask too, first key, number of keys).
+    """
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, LAST_FIRST=IS_CAUSAL)
     start_m = block * BLOCK_M
-    last = NK
-    full = NK
-    if IS_CAUSAL:
-        last = gl.minimum(NK, gl.maximum(0, start_m + BLOCK_M + NK - NQ))
-        full = gl.minimum(NK, gl.maximum(0, start_m + NK - NQ + 1))
-    blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N)
+    batch = bh // HQ
     head = bh % HQ
-    return start_m, bh, bh // HQ, head, head // GROUP_SIZE, blocks, blocks - full // BLOCK_N
+    if lens_ptr is not None:
+        NK = existing_keys(lens_ptr, batch, NK)
+    start = None
+    if starts_ptr is not None or left is not None:
+        start = first_key(starts_ptr, batch, NK - NQ, NK, left)
+    first, full_first, full_last, last = key_range(
+        start_m, NK - NQ, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    )
+    if start is None:
+        start = 0
+    first_block = first // BLOCK_N
+    blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
+    top = first_block + blocks - 1
+    bounds = (top, top + 1 - full_first // BLOCK_N, start, NK)
+    return start_m, bh, batch, head, head // GROUP_SIZE, blocks, top + 1 - full_last // BLOCK_N, bounds
 
 
 @jit
-def announce(tile_smem, tile_full, tile_empty, turn, start_m, bh, batch, head, blocks, masked):
+def announce(tile_smem, tile_full, tile_empty, turn, start_m, bh, batch, head, blocks, masked, bounds,
+             RANGED: gl.constexpr):  # fmt: skip
     """Tell the other warps which tile this turn has, so that its divisions are made once; no blocks: there is none."""
     LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = turn % RING
     mbarrier.wait(tile_empty.index(slot), ((turn // RING) & 1) ^ 1)
-    first = slot * NUMBERS
+    first = slot * (NUMBERS + RANGED * BOUNDS)
     tile_smem.index(first).store(gl.full([1], start_m, gl.int32, LANE))
     tile_smem.index(first + 1).store(gl.full([1], bh, gl.int32, LANE))
     tile_smem.index(first + 2).store(gl.full([1], batch, gl.int32, LANE))
     tile_smem.index(first + 3).store(gl.full([1], head, gl.int32, LANE))
     tile_smem.index(first + 4).store(gl.full([1], blocks, gl.int32, LANE))
     tile_smem.index(first + 5).store(gl.full([1], masked, gl.int32, LANE))
+    if RANGED:
+        for i in gl.static_range(BOUNDS):
+            tile_smem.index(first + NUMBERS + i).store(gl.full([1], bounds[i], gl.int32, LANE))
     mbarrier.arrive(tile_full.index(slot))
 
 
@@ -50,16 +70,26 @@ def number(tile_smem, index, NUM_WARPS: gl.constexpr):
 
 
 @jit
-def next_tile(tile_smem, tile_full, tile_empty, turn, NUM_WARPS: gl.constexpr):
-    """What ``announce`` said in this turn: (start_m, bh, batch, head, blocks, masked)."""
+def next_tile(tile_smem, tile_full, tile_empty, turn, NK, NUM_WARPS: gl.constexpr, RANGED: gl.constexpr):
+    """What ``announce`` said in this turn: (start_m, bh, batch, head, blocks, masked, bounds).
+
+    Without RANGED, bounds are those of NK keys that are seen from the first on.
+    """
     slot = turn % RING
     mbarrier.wait(tile_full.index(slot), (turn // RING) & 1)
-    first = slot * NUMBERS
+    first = slot * (NUMBERS + RANGED * BOUNDS)
     start_m = number(tile_smem, first, NUM_WARPS)
     bh = number(tile_smem, first + 1, NUM_WARPS)
     batch = number(tile_smem, first + 2, NUM_WARPS)
     head = number(tile_smem, first + 3, NUM_WARPS)
     blocks = number(tile_smem, first + 4, NUM_WARPS)
     masked = number(tile_smem, first + 5, NUM_WARPS)
+    if RANGED:
+        top = number(tile_smem, first + NUMBERS, NUM_WARPS)
+        low = number(tile_smem, first + NUMBERS + 1, NUM_WARPS)
+        start = number(tile_smem, first + NUMBERS + 2, NUM_WARPS)
+        bounds = (top, low, start, number(tile_smem, first + NUMBERS + 3, NUM_WARPS))
+    else:
+        bounds = (blocks - 1, blocks, blocks * 0, NK)
     mbarrier.arrive(tile_empty.index(slot))
-    return start_m, bh, batch, head, blocks, masked
+    return start_m, bh, batch, head, blocks, masked, bounds

@@ -1,0 +1,46 @@
+"""Loading a tile of which some rows do not exist: they become zero, whatever memory holds there.
+
+A weight of zero does not hide a NaN: what products read has to be zero itself. The TMA gives zeros past the end of a
+tensor, but where a sequence ends or begins inside it, the loading warp waits for the tile and zeroes those rows. The
+warps that multiply know nothing of it. One tile or two of a sequence are affected, and cost a round trip to memory.
+"""
+
+from fused_rope_attn.kernels.hopper.gluon_compat import fence_async_shared, gl, jit, mbarrier, reinterpret, tma_load
+
+
+@jit
+def zero_rows(tile, first, last):
+    """Rows [first, last) of a tile of shared memory (1, 1, rows, columns), 16-bit, 64 or 128 columns; one warp.
+
+    Such a tile lies in panels of 64 columns, 128 bytes a row, within which the swizzle permutes 16 bytes: whole rows of
+    a panel stay together, and their order does not matter to zeros.
+    """
+    ROWS: gl.constexpr = tile.shape[2]
+    PANELS: gl.constexpr = tile.shape[3] // 64
+    panels = reinterpret(tile, gl.int32, [PANELS * ROWS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    nothing = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    for row in range(first, last):
+        for panel in gl.static_range(PANELS):
+            panels.index(panel * ROWS + row).store(nothing)
+
+
+@jit
+def load_existing(desc, batch, head, row, tile, full, raw, zeroed, first, last):
+    """Load rows [row, row + BLOCK) into ``tile`` and say so at ``full``; rows outside [first, last) are zero.
+
+    ``raw``: a barrier of the loading warp's own, ``zeroed``: how often it has been used, which is returned.
+    """
+    BLOCK: gl.constexpr = tile.shape[2]
+    if (first > row) | (last < row + BLOCK):
+        mbarrier.expect(raw, desc.block_type.nbytes)
+        tma_load(desc, [batch, head, row, 0], raw, tile)
+        mbarrier.wait(raw, zeroed & 1)
+        zero_rows(tile, 0, gl.minimum(first - row, BLOCK))
+        zero_rows(tile, gl.maximum(last - row, 0), BLOCK)
+        fence_async_shared()
+        mbarrier.arrive(full)
+        zeroed += 1
+    else:
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma_load(desc, [batch, head, row, 0], full, tile)
+    return zeroed
