@@ -45,6 +45,7 @@ from fused_rope_attn.kernels.primitives import (
     packed_tile,
     query_range,
     scheduled_tile,
+    sink_gradient,
     store_tile,
     store_unrotated,
     tanh,
@@ -431,9 +432,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     # Not for data: the launch after this one must find dk and dv finished too.
     wait_for_previous_launch(PDL)
     if sinks_ptr is not None:
-        # The sink is a key without a value: dS = P * (0 - delta).
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        tl.store(dsinks_ptr, -tl.sum(tl.math.exp2(sink - lse) * delta, 0))
+        tl.store(dsinks_ptr, sink_gradient(tl.load(sinks_ptr + head), lse, delta))
     dq_rows = head_source(dq_ptr, place_q, dq_strides, False) + tl.cast(start_m, tl.int64) * dq_strides[2]
     store_unrotated(
         dq_rows, dq * softmax_scale, rows, rows_left, dq_strides, tables, start_m + q_offset, NK, D, R, BLOCK_D,

@@ -534,6 +534,15 @@ def add_sink(row_max, row_sum, sink, seen):
 
 
 @triton.jit
+def sink_gradient(sink, lse, delta):
+    """Part of a sink's gradient from some rows: base-2 lse (+inf where a row saw nothing) and delta, float32.
+
+    The sink is a key without a value: dS = P * (0 - delta).
+    """
+    return -tl.sum(tl.math.exp2(sink.to(tl.float32) * LOG2E - lse) * delta, 0)
+
+
+@triton.jit
 def finish_softmax(acc, row_max, row_sum, sink):
     """(o, lse) of the running sums ``acc`` (rows, columns), base-2 ``row_max`` and ``row_sum`` (rows,).
 

@@ -30,13 +30,16 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     jit,
     mbarrier,
     reinterpret,
-    tma_load,
     tma_reduce_add,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fused_rope_attn.kernels.hopper.rows import load_existing, load_rows
+from fused_rope_attn.kernels.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.launch import (
+    NO_MASKS,
+    NO_TENSORS,
     Launch,
     PreparedCalls,
     Source,
@@ -50,11 +53,16 @@ from fused_rope_attn.kernels.launch import (
 )
 from fused_rope_attn.kernels.primitives import (
     LN2,
+    existing_keys,
+    first_key,
+    first_query,
     head_tables,
     let_next_launch_start,
     load_angles,
+    query_range,
     rotate,
     scheduled_tile,
+    sink_gradient,
     store_pairs,
     store_tile,
     unpack_pairs,
@@ -66,65 +74,92 @@ BLOCK_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(128)
 KEYS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
+# A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
+HIDDEN = gl.constexpr(-1e18)
 
 
 @jit
-def query_blocks(start_n, NQ, NK, IS_CAUSAL: gl.constexpr):
-    """(first, masked, count): the query blocks that see the key block, and how many of them, the first, need a mask.
+def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):
+    """(first, masked, low, count, alive): the query blocks that see the key block, of pitch rows in all.
 
-    All of them when the key block is partial: a key that does not exist has score 0, and p = exp2(0 - lse) may be
-    infinite.
+    Of ``count`` blocks from ``first`` on, those before number ``masked`` and from number ``low`` on need a mask: all of
+    them when the key block is partial, because a key that does not exist has score 0, and p = exp2(0 - lse) may be
+    infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing; without BOUNDED nobody
+    asks.
     """
-    blocks = (NQ + BLOCK_M - 1) // BLOCK_M
-    first = 0
-    full = 0
-    if IS_CAUSAL:
-        diagonal = start_n + NQ - NK
-        first = gl.minimum(blocks, gl.maximum(0, diagonal) // BLOCK_M)
-        full = gl.minimum(blocks, (gl.maximum(0, diagonal + BLOCK_N - 1) + BLOCK_M - 1) // BLOCK_M)
-    full = gl.where(start_n + BLOCK_N > NK, blocks, full)
-    return first, full - first, blocks - first
+    first, masked, low, last = query_range(
+        start_n, NK - NQ, pitch, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    )
+    partial = start_n + BLOCK_N > NK
+    alive = first
+    if start is not None:
+        partial = partial | (start_n < start)
+    if BOUNDED:
+        # The key block may begin before ``start``, and see rows that see nothing.
+        alive = first_query(NK - NQ, start, right, IS_CAUSAL)
+        first = gl.minimum(last, gl.maximum(first, alive // BLOCK_M))
+    return first, gl.where(partial, last, masked) - first, low - first, last - first, alive
 
 
 @jit
-def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, STATS: gl.constexpr):
-    """Query block ``step`` of a ring: Q with lse, dO with delta. Without STATS the tile alone."""
+def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, raw, zeroed, alive):
+    """Query block ``step`` of a ring: Q with lse, dO with delta, rows before ``alive`` zero. Returns ``zeroed``.
+
+    stats_desc None: the tile alone; alive None: all rows as they are.
+    """
     smem, stats_smem, full, empty = ring
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes + (stats_desc.block_type.nbytes if STATS else 0))
-    tma_load(desc, [batch, head, start_m, 0], full.index(slot), smem.index(slot))
-    if STATS:
-        tma_load(stats_desc, [row], full.index(slot), stats_smem.index(slot))
+    stats = stats_smem.index(slot)
+    if alive is None:
+        load_rows(desc, batch, head, start_m, smem.index(slot), full.index(slot), stats_desc, row, stats)
+    else:
+        zeroed = load_existing(
+            desc, batch, head, start_m, smem.index(slot), full.index(slot), raw, zeroed, alive, start_m + BLOCK_M,
+            stats_desc, row, stats,
+        )  # fmt: skip
+    return zeroed
 
 
 @jit
-def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, batch, head, start_n, first,
-         count, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
-         PDL: gl.constexpr):  # fmt: skip
-    """Load K and V once, and every query block with its statistics."""
+def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw, batch, head, start_n,
+         first, count, alive, start, NK, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr,
+         DO_STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Load K and V once, and every query block with its statistics. What does not exist is zero.
+
+    start and NK: of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``.
+    """
     k_smem, k_full = k_buffer
     v_smem, v_full = v_buffer
-    mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    tma_load(v_desc, [batch, head, start_n, 0], v_full, v_smem)
+    zeroed = 0
+    if raw is None:
+        load_rows(v_desc, batch, head, start_n, v_smem, v_full)
+    else:
+        zeroed = load_existing(v_desc, batch, head, start_n, v_smem, v_full, raw, zeroed, start, NK)
     # The pre-process writes all that follows, and every other warp waits for some of it.
     wait_for_previous_launch(PDL)
-    mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    tma_load(k_desc, [batch, head, start_n, 0], k_full, k_smem)
+    if raw is None:
+        load_rows(k_desc, batch, head, start_n, k_smem, k_full)
+    else:
+        zeroed = load_existing(k_desc, batch, head, start_n, k_smem, k_full, raw, zeroed, start, NK)
     head_q = head * GROUP_SIZE
     step = 0
     for member in range(GROUP_SIZE):
         for i in range(count):
             start_m = (first + i) * BLOCK_M
             row = (batch * HQ + head_q + member) * pitch + start_m
-            load_block(q_desc, batch, head_q + member, start_m, stats_desc, row, q_ring, step, Q_STAGES, True)
+            zeroed = load_block(
+                q_desc, batch, head_q + member, start_m, stats_desc, row, q_ring, step, Q_STAGES, raw, zeroed, alive
+            )
             row += stats_size
-            load_block(do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, True)
+            zeroed = load_block(
+                do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, raw, zeroed, alive
+            )
             step += 1
     # Scores and dP of a block after the last are computed and dropped: rows past the end, which read as zeros.
     if step > 0:
-        load_block(q_desc, batch, head_q, pitch, stats_desc, 0, q_ring, step, Q_STAGES, False)
-        load_block(do_desc, batch, head_q, pitch, stats_desc, 0, do_ring, step, DO_STAGES, False)
+        load_block(q_desc, batch, head_q, pitch, None, 0, q_ring, step, Q_STAGES, raw, zeroed, None)
+        load_block(do_desc, batch, head_q, pitch, None, 0, do_ring, step, DO_STAGES, raw, zeroed, None)
 
 
 @jit
@@ -157,6 +192,26 @@ def stage_rows(x):
 
 
 @jit
+def hide_pairs(x, value, keys, columns, diagonal, left, right, IS_CAUSAL: gl.constexpr):
+    """x (keys, queries) with ``value`` where a query must not see a key; left and right as in ``visible``.
+
+    diagonal: how far the position of the first query is past that of the first key.
+    """
+    if IS_CAUSAL or left is not None or right is not None:
+        # Relative to the thread's first key and column, so that the others are constants and not registers: a query is
+        # past a key by diagonal + (others - thread).
+        thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
+        others = (columns & ~6)[None, :] - (keys & 8)[:, None]
+        if IS_CAUSAL:
+            x = gl.where(others >= thread - diagonal, x, value)
+        if right is not None:
+            x = gl.where(others >= thread - (diagonal + right), x, value)
+        if left is not None:
+            x = gl.where(others <= thread - (diagonal - left), x, value)
+    return x
+
+
+@jit
 def issue_product(a, b, b_full, phase, nothing):
     """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived."""
     mbarrier.wait(b_full, phase)
@@ -166,9 +221,11 @@ def issue_product(a, b, b_full, phase, nothing):
 
 @jit
 def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first,
-                 masked, count, start_n, NQ, NK, qk_scale, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
-                 DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+                 masked, low, count, start_n, NQ, NK, left, right, qk_scale, cap_scale, BLOCK_D: gl.constexpr,
+                 Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
     """Fold ``total`` > 0 query blocks, ``count`` of each head of the group from ``first`` on, into dk and dv.
+
+    Those before number ``masked``, and from ``low`` on (None: none), need a mask.
 
     dk, dv (KEYS, BLOCK_D) float32. The products in the order of their issue: dV, dQ, dK of this block, scores and dP of
     the next, which ``load`` provides after the last block too; early scores come before dQ.
@@ -208,16 +265,26 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
         q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D))
         do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D))
         lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
-        p = gl.exp2(s * qk_scale - lse[None, :])
-        if block < masked:
-            if IS_CAUSAL:
-                # Relative to the thread's first key and column, so that the others are constants and not registers.
-                thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
-                diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
-                p = gl.where((columns & ~6)[None, :] - (keys & 8)[:, None] >= thread - diagonal, p, 0.0)
-            # Keys past NK have score 0 and need not stay below lse; finite is enough where K is zero.
-            p = gl.where(p > 1.0, 1.0, p)
+        needs_mask = block < masked
+        if low is not None:
+            needs_mask = needs_mask | (block >= low)
+        diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
+        if cap_scale is None:
+            p = gl.exp2(s * qk_scale - lse[None, :])
+            if needs_mask:
+                p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
+                # Keys that do not exist have score 0 and need not stay below lse; finite is enough where K is zero.
+                p = gl.where(p > 1.0, 1.0, p)
+        else:
+            # A branch after the exponential would keep the scores beside p, for which there are no registers.
+            s = cap_scores(s, cap_scale, DTYPE)
+            if needs_mask:
+                s = hide_pairs(s, HIDDEN, keys, columns, diagonal, left, right, IS_CAUSAL)
+            p = gl.minimum(gl.exp2(s * qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
         p16 = gl.convert_layout(p.to(DTYPE), P)
+        if cap_scale is not None:
+            # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
+            p *= 1.0 - s * s
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         dv_token = warpgroup_mma(p16, do, dv, is_async=True)
         delta = delta_smem.index(do_slot).load(gl.SliceLayout(0, S))
@@ -268,11 +335,16 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
 
 @jit
 def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr,
-               sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count,
-               GROUP_SIZE, NQ, NK, qk_scale, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
-               Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-               LONG: gl.constexpr):  # fmt: skip
-    """dk and dv of keys [64 * MEMBER, 64 * MEMBER + 64) of the block, and half the columns of its dQ."""
+               sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, low,
+               count, GROUP_SIZE, NQ, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
+               R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+               INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
+    """dk and dv of keys [64 * MEMBER, 64 * MEMBER + 64) of the block, and half the columns of its dQ.
+
+    Keys outside [start_k, len_k) do not exist; len_k None: NK, start_k None: from the first on.
+    """
+    if len_k is None:
+        len_k = NK
     k_smem, k_full = k_buffer
     v_smem, v_full = v_buffer
     dq_smem, dq_full, dq_empty = dq_ring
@@ -287,8 +359,8 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
     total = GROUP_SIZE * count
     if total > 0:
         dk, dv = fold_queries(
-            MEMBER, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first, masked, count, start_n,
-            NQ, NK, qk_scale, BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
+            MEMBER, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first, masked, low, count,
+            start_n, NQ, len_k, left, right, qk_scale, cap_scale, BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
         )  # fmt: skip
 
     # dv and dk go through shared memory to layouts that write whole sectors: dv through V, of which each warpgroup read
@@ -297,7 +369,12 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     start = start_n + MEMBER * KEYS
-    left = NK - start
+    rows_left = NK - start
+    if start_k is not None:
+        keys = gl.arange(0, KEYS, gl.SliceLayout(1, DKV)) + start
+        exists = (keys >= start_k) & (keys < len_k)
+        dv = gl.where(exists[:, None], dv, 0.0)
+        dk = gl.where(exists[:, None], dk, 0.0)
     start64 = start.to(gl.int64)
     dv_rows = dv_ptr + batch.to(gl.int64) * dv_strides[0] + head.to(gl.int64) * dv_strides[1] + start64 * dv_strides[2]
     dk_rows = dk_ptr + batch.to(gl.int64) * dk_strides[0] + head.to(gl.int64) * dk_strides[1] + start64 * dk_strides[2]
@@ -305,12 +382,15 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
     stage.store(dv.to(DTYPE))
     dv16 = stage.load(WHOLE)
     store_tile(
-        dv_rows, dv16, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), left, dv_strides[2], dv_strides[3], D, BLOCK_D,
-        LONG, WHOLE,
+        dv_rows, dv16, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), rows_left, dv_strides[2], dv_strides[3], D,
+        BLOCK_D, LONG, WHOLE,
     )  # fmt: skip
+    k_scale = qk_scale * LN2
+    if cap_scale is not None:
+        k_scale *= cap_scale
     mbarrier.wait(dq_empty.index(MEMBER), (total & 1) ^ 1)
     stage32 = reinterpret(dq_smem.index(MEMBER), gl.float32, [KEYS, BLOCK_D // 2], STAGE)
-    first_member, second_member = unpack_pairs(dk * (qk_scale * LN2))
+    first_member, second_member = unpack_pairs(dk * k_scale)
     stage32.store(first_member)
     first_member = stage32.load(PAIRS)
     stage32.store(second_member)
@@ -320,31 +400,46 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
     cos, sin = load_angles(tables, rows + start, NK, R, BLOCK_D, True, PAIRS)
     first_member, second_member = rotate(first_member, second_member, cos, sin, CONJUGATE=True)
     store_pairs(
-        dk_rows, first_member, second_member, rows, left, dk_strides[2], dk_strides[3], D, R, BLOCK_D, INTERLEAVED,
+        dk_rows, first_member, second_member, rows, rows_left, dk_strides[2], dk_strides[3], D, R, BLOCK_D, INTERLEAVED,
         LONG, PAIRS, WHOLE,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size"])
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_ptr, sin_ptr, dk_ptr, dv_ptr, dk_strides,
-                    dv_strides, cos_strides, sin_strides, qk_scale, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
-                    stats_size, section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
-                    Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                    IS_CAUSAL: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr):  # fmt: skip
+@jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "left",
+                        "right"])  # fmt: skip
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_ptr, sin_ptr, dk_ptr, dv_ptr, starts_ptr,
+                    lens_ptr, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, cap_scale, left, right,
+                    num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, stats_size, section, D: gl.constexpr,
+                    R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+                    INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, LONG: gl.constexpr,
+                    PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, DS_LAYOUT: gl.constexpr):  # fmt: skip
     """dk, dv of BLOCK_N keys of one key head, and their share of dQ. Grid: (key blocks * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
-    (2 * B * HQ * pitch,) lse and delta; dq_desc (B, HQ, pitch, BLOCK_D) float32, zero before the first block.
+    (2 * B * HQ * pitch,) lse and delta; dq_desc (B, HQ, pitch, BLOCK_D) float32, zero before the first block. What a
+    call does not use is None: kv_starts and kv_lens (B,) int32, cap_scale to right as in the portable kernels.
     """
     let_next_launch_start(PDL)
     DTYPE: gl.constexpr = k_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    # Instead of what a partition does not use: Triton 3.6 fails on arguments without a use.
+    NONE: gl.constexpr = None
+    # Whether keys may not exist before the first or the last one of the tensor.
+    RANGED: gl.constexpr = starts_ptr is not None or lens_ptr is not None or left is not None
+    HAS_LOW: gl.constexpr = left is not None
     tile, bh = scheduled_tile(gl.program_id(0), (NK + BLOCK_N - 1) // BLOCK_N, num_heads, section, LAST_FIRST=False)
     batch = bh // HKV
     head = bh % HKV
     start_n = tile * BLOCK_N
-    first, masked, count = query_blocks(start_n, NQ, NK, IS_CAUSAL)
+    len_k = NK
+    if lens_ptr is not None:
+        len_k = existing_keys(lens_ptr, batch, NK)
+    start_k = None
+    if starts_ptr is not None or left is not None:
+        start_k = first_key(starts_ptr, batch, len_k - NQ, len_k, left)
+    first, masked, low, count, alive = query_blocks(start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+    if start_k is None:
+        start_k = first * 0
 
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
@@ -376,6 +471,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_pt
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
 
+    if RANGED:
+        raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(raw, count=1)
+
     # Buffers with the barriers that guard them, in the order in which every partition takes them apart.
     k_buffer = (k_smem, k_full)
     v_buffer = (v_smem, v_full)
@@ -386,30 +485,35 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_pt
     gl.warp_specialize([
         (accumulate, (
             0, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
-            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count, GROUP_SIZE, NQ, NK,
-            qk_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, low if HAS_LOW else NONE, count,
+            GROUP_SIZE, NQ, NK, len_k if RANGED else NONE, start_k if RANGED else NONE, left, right, qk_scale,
+            cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (accumulate, (
             1, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
-            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count, GROUP_SIZE, NQ, NK,
-            qk_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, low if HAS_LOW else NONE, count,
+            GROUP_SIZE, NQ, NK, len_k if RANGED else NONE, start_k if RANGED else NONE, left, right, qk_scale,
+            cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (load, (
-            q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, batch, head, start_n,
-            first, count, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, PDL,
+            q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw if RANGED else NONE,
+            batch, head, start_n, first, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
+            len_k if RANGED else NONE, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, PDL,
         )),
         (reduce, (dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
     ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["HQ", "NQ", "pitch", "NK"])
-def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, dq_strides, cos_strides, sin_strides, softmax_scale,
-                       HQ, NQ, pitch, NK, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
+@triton.jit(do_not_specialize=["HQ", "NQ", "pitch", "NK", "stats_size"])
+def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr, lens_ptr,
+                       dq_strides, cos_strides, sin_strides, softmax_scale, HQ, NQ, pitch, NK, stats_size,
+                       HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, turned back, rounded once.
 
-    Grid: (row blocks * head chunks * B).
+    With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
+    stats. Grid: (row blocks * head chunks * B).
     """
     num_blocks = tl.cdiv(NQ, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
@@ -422,19 +526,26 @@ def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, dq_strides, co
     # Where ``stage_rows`` put them.
     staged = (rows // 8) * 8 + (rows % 4) * 2 + (rows // 4) % 2
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+    if lens_ptr is not None:
+        NK = existing_keys(lens_ptr, batch, NK)
     cos, sin = load_angles(tables, rows + (start + NK - NQ), NK, R, BLOCK_D, True)
     columns = tl.arange(0, BLOCK_D)
     wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         h = tl.cast(head, tl.int64)
-        base = accumulator_ptr + ((batch * HQ + h) * pitch + start) * BLOCK_D
-        dq = tl.load(base + staged[:, None] * BLOCK_D + columns[None, :]) * softmax_scale
+        row = (batch * HQ + h) * pitch + start
+        dq = tl.load(accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]) * softmax_scale
         first, second = unpack_pairs(dq)
         first, second = rotate(first, second, cos, sin, CONJUGATE=True)
         dq_rows = dq_ptr + batch * dq_strides[0] + h * dq_strides[1] + start64 * dq_strides[2]
         store_pairs(
             dq_rows, first, second, rows, NQ - start, dq_strides[2], dq_strides[3], D, R, BLOCK_D, INTERLEAVED, LONG
         )
+        if sinks_ptr is not None:
+            lse = tl.load(stats_ptr + row + rows, mask=rows < NQ - start, other=float("inf"))
+            delta = tl.load(stats_ptr + stats_size + row + rows, mask=rows < NQ - start, other=0.0)
+            part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
+            tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
 
 
 class BlockSource(Source):
@@ -450,18 +561,19 @@ class BlockSource(Source):
 class BackwardCall:
     """The launches of one backward signature: pre-process, main kernel, post-process."""
 
-    def __init__(self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, config):
+    def __init__(self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, masks, config):
         batch, heads_q, len_q, head_dim = q.shape
         heads_kv, len_k = k.shape[1], k.shape[2]
         group_size = heads_q // heads_kv
         pad_d = max(64, block_d(head_dim))
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
         pitch = triton.cdiv(len_q, BLOCK_M.value) * BLOCK_M.value
+        self.dsinks_shape = None
         self.empty = batch * heads_q * len_q * len_k == 0
         if self.empty:
             return
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        qk_scale, q_sign, _ = scale_and_sign(softmax_scale)
+        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         tables = table_strides(cos, sin, rotary_dim, interleaved)
         # A copy of dO for the rare gradient that the TMA cannot address.
         self.copy_do = not has_descriptor(do)
@@ -490,7 +602,9 @@ class BackwardCall:
                 o.stride(), do_like.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
                 batch, heads_q, heads_kv, len_q, pitch, len_k, None, cos.shape[-2],
             ),
-            ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=False, ROTATE=True, CLEAR=True),
+            ordered(
+                preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=masks.bounded, ROTATE=True, CLEAR=True
+            ),
             {"num_warps": 4},
         )  # fmt: skip
         self._describe(q_rot, k_rot, v, do_like, element)
@@ -500,8 +614,9 @@ class BackwardCall:
             backward_kernel,
             triton.cdiv(len_k, BLOCK_N.value) * heads,
             (
-                dk_strides, dv_strides, *tables, qk_scale, heads, heads_q, heads_kv, group_size, len_q, pitch,
-                len_k, self.stats_size // 2, heads_per_section(heads, 1, query_bytes, config.section_bytes),
+                dk_strides, dv_strides, *tables, qk_scale, cap_scale, masks.left, masks.right, heads, heads_q,
+                heads_kv, group_size, len_q, pitch, len_k, self.stats_size // 2,
+                heads_per_section(heads, 1, query_bytes, config.section_bytes),
             ),
             ordered(
                 backward_kernel,
@@ -509,16 +624,19 @@ class BackwardCall:
                 Q_STAGES=config.q_stages,
                 DO_STAGES=config.do_stages,
                 IS_CAUSAL=causal,
+                BOUNDED=masks.bounded,
                 CONSUMER_REGISTERS=config.consumer_registers,
                 DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([BLOCK_N.value, BLOCK_M.value], element),
             ),
             {"num_warps": 4, **pdl},
         )  # fmt: skip
         chunk, block = config.post_heads, config.post_rows
+        if masks.tensors[0] is not None:
+            self.dsinks_shape = (batch * triton.cdiv(len_q, block), heads_q)
         self.postprocess = Launch(
             postprocess_kernel,
             batch * triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk),
-            (dq_strides, *tables, softmax_scale, heads_q, len_q, pitch, len_k),
+            (dq_strides, *tables, softmax_scale, heads_q, len_q, pitch, len_k, self.stats_size // 2),
             ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block),
             {"num_warps": 4, **pdl},
         )
@@ -536,32 +654,42 @@ class BackwardCall:
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
         self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
-    def __call__(self, do, q, k, v, o, lse, cos, sin):
+    def __call__(self, do, q, k, v, o, lse, cos, sin, mask_tensors=NO_TENSORS):
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             for x, strides in zip((q, k, v), self.strides)
         )
+        sinks, starts, lens, _, _ = mask_tensors
         if self.empty:
-            return dq.zero_(), dk.zero_(), dv.zero_()
+            gradients = dq.zero_(), dk.zero_(), dv.zero_()
+            return gradients if sinks is None else (*gradients, torch.zeros_like(sinks))
         if self.copy_do:
             do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=q.device)
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
         q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
         stream = device.current_stream(q.device)
-        self.preprocess(stream, o, do, lse, stats, accumulator, q, q_rot, k, k_rot, cos, sin, None, None, None)
+        self.preprocess(stream, o, do, lse, stats, accumulator, q, q_rot, k, k_rot, cos, sin, lens, None, None)
         self.main(
             stream, self.q_source(q_rot), self.k_source(k_rot), self.v_source(v), self.do_source(do),
-            self.stats_source(stats), self.dq_source(accumulator), cos, sin, dk, dv,
+            self.stats_source(stats), self.dq_source(accumulator), cos, sin, dk, dv, starts, lens,
         )  # fmt: skip
-        self.postprocess(stream, accumulator, cos, sin, dq)
-        return dq, dk, dv
+        if sinks is None:
+            self.postprocess(stream, accumulator, cos, sin, dq, None, None, None, lens)
+            return dq, dk, dv
+        parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
+        self.postprocess(stream, accumulator, cos, sin, dq, stats, sinks, parts, lens)
+        return dq, dk, dv, parts.sum(0).to(sinks.dtype)
 
 
 _prepared = PreparedCalls(BackwardCall)
 
 
-def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config):
-    """As the portable ``attention_backward``; ``config`` a ``configs.HopperBackwardConfig``. Not deterministic."""
-    options = (causal, softmax_scale, rotary_dim, interleaved)
-    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin)
+def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config,
+                       masks=NO_MASKS, mask_tensors=NO_TENSORS):  # fmt: skip
+    """As the portable ``attention_backward``, without packed sequences; ``config`` a ``configs.HopperBackwardConfig``.
+
+    Not deterministic.
+    """
+    options = (causal, softmax_scale, rotary_dim, interleaved, masks)
+    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin, mask_tensors)

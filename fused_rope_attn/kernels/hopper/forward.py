@@ -18,13 +18,12 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     gl,
     jit,
     mbarrier,
-    tma_load,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fused_rope_attn.kernels.hopper.rows import load_existing
+from fused_rope_attn.kernels.hopper.rows import load_existing, load_rows
 from fused_rope_attn.kernels.hopper.softmax import (
     cap_scores,
     fold_scores,
@@ -108,8 +107,7 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
             free = ((step // STAGES) & 1) ^ 1
             row = (top - i) * BLOCK_N
             mbarrier.wait(k_empty.index(slot), free)
-            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-            tma_load(k_desc, [batch, head_kv, row, 0], k_full.index(slot), k_smem.index(slot))
+            load_rows(k_desc, batch, head_kv, row, k_smem.index(slot), k_full.index(slot))
             mbarrier.wait(v_empty.index(slot), free)
             if RANGED:
                 # Scores of keys that do not exist are masked; values would meet weights of zero.
@@ -118,8 +116,7 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
                     v_desc, batch, head_kv, row, slot_v, v_full.index(slot), raw, zeroed, first_row, last_row
                 )
             else:
-                mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                tma_load(v_desc, [batch, head_kv, row, 0], v_full.index(slot), v_smem.index(slot))
+                load_rows(v_desc, batch, head_kv, row, v_smem.index(slot), v_full.index(slot))
             step += 1
         batch, head_kv, blocks = next_batch, next_head_kv, next_blocks
 

@@ -25,15 +25,26 @@ def zero_rows(tile, first, last):
 
 
 @jit
-def load_existing(desc, batch, head, row, tile, full, raw, zeroed, first, last):
-    """Load rows [row, row + BLOCK) into ``tile`` and say so at ``full``; rows outside [first, last) are zero.
+def load_rows(desc, batch, head, row, tile, full, stats_desc=None, stats_row=None, stats_tile=None):
+    """Load rows [row, row + BLOCK) of a head into ``tile``, perhaps with numbers of theirs, and say so at ``full``."""
+    if stats_desc is None:
+        mbarrier.expect(full, desc.block_type.nbytes)
+    else:
+        mbarrier.expect(full, desc.block_type.nbytes + stats_desc.block_type.nbytes)
+        tma_load(stats_desc, [stats_row], full, stats_tile)
+    tma_load(desc, [batch, head, row, 0], full, tile)
+
+
+@jit
+def load_existing(desc, batch, head, row, tile, full, raw, zeroed, first, last, stats_desc=None, stats_row=None,
+                  stats_tile=None):  # fmt: skip
+    """``load_rows`` with zeros for rows outside [first, last).
 
     ``raw``: a barrier of the loading warp's own, ``zeroed``: how often it has been used, which is returned.
     """
     BLOCK: gl.constexpr = tile.shape[2]
     if (first > row) | (last < row + BLOCK):
-        mbarrier.expect(raw, desc.block_type.nbytes)
-        tma_load(desc, [batch, head, row, 0], raw, tile)
+        load_rows(desc, batch, head, row, tile, raw, stats_desc, stats_row, stats_tile)
         mbarrier.wait(raw, zeroed & 1)
         zero_rows(tile, 0, gl.minimum(first - row, BLOCK))
         zero_rows(tile, gl.maximum(last - row, 0), BLOCK)
@@ -41,6 +52,5 @@ def load_existing(desc, batch, head, row, tile, full, raw, zeroed, first, last):
         mbarrier.arrive(full)
         zeroed += 1
     else:
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, [batch, head, row, 0], full, tile)
+        load_rows(desc, batch, head, row, tile, full, stats_desc, stats_row, stats_tile)
     return zeroed
