@@ -58,7 +58,7 @@ def rope_attention(
         deterministic: bitwise equal gradients from run to run. The portable kernels' always are; those of sm_90 add dq
             in any order, so that the portable backward takes their place.
         backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
-            kernels: float16 and bfloat16, D up to 128, K rotated once).
+            kernels: float16 and bfloat16, D up to 128, K rotated once; no packed sequences).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
 
     Returns:
@@ -79,7 +79,7 @@ def rope_attention(
     )  # fmt: skip
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
-    feature = planning.portable_feature(window, softcap, sinks, kv_starts, kv_lens)
+    feature = planning.mask_feature(window, softcap, sinks, kv_starts, kv_lens)
     chosen, _ = planning.choose_backend(q, k, backend, strategy, feature)
     if chosen == "reference":
         o, lse = reference.attention(
@@ -337,13 +337,13 @@ def plan(
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
         deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
-    feature = planning.portable_feature(window, softcap, sinks, kv_starts, kv_lens)
+    feature = planning.mask_feature(window, softcap, sinks, kv_starts, kv_lens)
     chosen, reason = planning.choose_backend(q, k, backend, strategy, feature)
     if chosen == "reference":
         return planning.Plan("reference", None, reason)
     # The stand-in has not the strides that the cast v will have, and the choice of kernels looks at them.
     v = v if v is given else torch.empty_like(given, dtype=v.dtype, device="meta")
-    kernels = planning.plan_for(q, k, v, causal, strategy, chosen, deterministic, feature)
+    kernels = planning.plan_for(q, k, v, causal, strategy, chosen, deterministic, feature, window=window)
     return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
 
 

@@ -60,13 +60,14 @@ def _launcher(q, k, v, options):
     tensors, (left, right, softcap, max_seqlen) = masks[:5], masks[5:]
     sinks, starts, lens, cu_seqlens, _ = tensors
     window = None if left < 0 and right < 0 else (left, right)
-    feature = planning.portable_feature(window, softcap, sinks, starts, lens, cu_seqlens)
+    feature = planning.mask_feature(window, softcap, sinks, starts, lens, cu_seqlens)
     if feature:
         keywords |= {
             "masks": describe_masks(causal, left, right, softcap, tensors, max_seqlen),
             "mask_tensors": tensors,
         }
-    return planning.plan_for(q, k, v, causal, strategy, backend, deterministic, feature, max_seqlen), keywords
+    plan = planning.plan_for(q, k, v, causal, strategy, backend, deterministic, feature, max_seqlen, window)
+    return plan, keywords
 
 
 def _forward(q, k, v, cos, sin, *options):

@@ -31,8 +31,12 @@ class Plan:
     backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
 
 
-def portable_feature(window, softcap, sinks, kv_starts, kv_lens, cu_seqlens=None) -> str:
-    """The argument that only the portable kernels (and the reference) serve; "" where there is none.
+# What ``mask_feature`` finds, and the generation step's lengths: served by the portable kernels and the reference only.
+PORTABLE_FEATURES = ("cu_seqlens_q", "cache_seqlens")
+
+
+def mask_feature(window, softcap, sinks, kv_starts, kv_lens, cu_seqlens=None) -> str:
+    """The argument, of perhaps several, that makes a call a masked one; "" where there is none.
 
     Packed sequences come first: they say how ``plan_for`` reads lengths.
     """
@@ -47,6 +51,13 @@ def portable_feature(window, softcap, sinks, kv_starts, kv_lens, cu_seqlens=None
         if given:
             return name
     return ""
+
+
+def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> int:
+    """How many of ``length`` keys a query sees at most, by one."""
+    left, right = (-1, -1) if window is None else window
+    right = 0 if causal else right
+    return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
 def kernel_obstacle(q) -> Obstacle | None:
@@ -78,9 +89,9 @@ def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layou
     """Why the sm_90 kernels cannot serve a call, as ``kernel_obstacle`` says it.
 
     The one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot address it. feature: what
-    ``portable_feature`` found.
+    ``mask_feature`` found.
     """
-    if feature:
+    if feature in PORTABLE_FEATURES:
         return NotImplementedError, f"{feature} is not served by backend='hopper' yet, but by the portable kernels"
     if dtype not in HOPPER_DTYPES:
         return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
@@ -114,7 +125,7 @@ _arch._dynamo_marked_constant = True
 
 def choose_backend(q, k, backend, strategy, feature: str = "") -> tuple[str, str]:
     """Resolve ``backend`` to "reference", with the reason, or to what ``plan_for`` takes; raises where an explicit
-    choice cannot run. ``feature`` as ``portable_feature`` gives it.
+    choice cannot run. ``feature`` as ``mask_feature`` gives it.
 
     Looks at nothing that a traced graph could not know, such as addresses: that is left to ``plan_for``.
     """
@@ -138,17 +149,20 @@ def choose_backend(q, k, backend, strategy, feature: str = "") -> tuple[str, str
 
 
 def plan_for(
-    q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool, feature: str = "", max_seqlen: int = 0
-) -> Plan:
+    q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool, feature: str = "", max_seqlen: int = 0,
+    window: tuple[int, int] | None = None,
+) -> Plan:  # fmt: skip
     """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length.
 
-    max_seqlen: the longest of packed sequences. Raises where an explicit ``backend="hopper"`` cannot address v.
+    max_seqlen: the longest of packed sequences. window: as in the call, for how much work there is. Raises where an
+    explicit ``backend="hopper"`` cannot address v.
     """
     length = k.shape[2]
     longest = max(q.shape[2], length)
-    visited = length  # at most, by one query
+    visited = length
     if feature == "cu_seqlens_q":
         longest, visited = min(max_seqlen, longest), min(max_seqlen, length)
+    visited = visited_keys(visited, causal, window)
     key = (
         device.arch(q.device),
         q.dtype,

@@ -28,7 +28,16 @@ from test_gpu import (
 )
 
 from fused_rope_attn import configs, plan, planning, rope_attention
-from fused_rope_attn.testing import Case, Inputs, Results, make_inputs, run_op
+from fused_rope_attn.testing import (
+    Case,
+    Inputs,
+    Results,
+    compare,
+    make_inputs,
+    masks_of,
+    run_op,
+    run_reference,
+)
 
 ROOT = Path(__file__).parents[1]
 SM_90 = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
@@ -96,6 +105,127 @@ def test_against_float64(case):
     out = run_op(inputs, case, **HOPPER)
     equal(before, inputs)
     hold(case, inputs, out)
+
+
+# Key blocks of 128 and query blocks of 64 and 128 that begin, end and are cut in every way.
+PADDED = replace(HORSE, len_q=300, len_k=700)
+MASKED = (
+    replace(HORSE, window=(200, 0)),
+    replace(HORSE, window=(128, 0), head_dim=64),
+    replace(HORSE, window=(0, 0)),
+    replace(HORSE, window=(2**40, -1), causal=False),
+    replace(PADDED, window=(100, 50), causal=False),
+    replace(PADDED, window=(-1, 5), causal=False, head_dim=64),
+    replace(PADDED, window=(33, 0)),
+    replace(HORSE, len_q=700, len_k=333, window=(90, 0)),  # rows that see nothing
+    replace(HORSE, softcap=20.0),
+    replace(HORSE, softcap=2.0, head_dim=64, causal=False),
+    replace(HORSE, softcap=0.5, softmax_scale=-2.0),
+    replace(HORSE, softcap=5.0, softmax_scale=0.0),
+    replace(HORSE, sinks=True),
+    replace(HORSE, sinks=True, len_q=700, len_k=333, head_dim=64),
+    replace(HORSE, kv_lens=(700, 333), len_q=65, len_k=700),
+    replace(PADDED, kv_lens=(0, 900), causal=False),
+    replace(PADDED, kv_lens=(129, 640), causal=False, head_dim=64),
+    replace(HORSE, kv_starts=(0, 399), len_q=700, len_k=700, table_batch=True),
+    replace(PADDED, kv_starts=(5, 600), kv_lens=(0, 650), causal=False),
+    replace(PADDED, kv_starts=(-4, 256), kv_lens=(128, 701), rotary_dim=64, interleaved=True),
+    replace(HORSE, window=(150, 0), softcap=30.0),
+    replace(HORSE, window=(128, 0), sinks=True, head_dim=96),
+    replace(PADDED, window=(64, 10), causal=False, softcap=3.0, sinks=True, kv_starts=(20, 0), kv_lens=(470, 650)),
+    replace(MANY, window=(300, 0), softcap=50.0, kv_starts=(0, 1, 500, 1111), kv_lens=(1111, 900, 1024, 5)),
+    replace(MANY, len_q=900, window=(511, 0), kv_lens=(1000, 1, 600, 128), head_dim=64),
+)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
+def test_masks_against_float64(case, dtype):
+    case = replace(case, dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    out = run_op(inputs, case, **HOPPER)
+    hold(case, inputs, out)
+    if case.sinks:
+        dsinks = (
+            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
+        )
+        result = compare("dsinks", *dsinks, grad=True, dtype=dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(PADDED, kv_starts=(10, 470), kv_lens=(500, 505)),
+        replace(PADDED, kv_starts=(10, 470), kv_lens=(500, 505), causal=False, head_dim=64),
+        replace(HORSE, len_q=10, len_k=340, window=(150, 0)),
+        replace(HORSE, len_q=10, len_k=340, window=(150, 0), softcap=9.0, kv_starts=(0, 200)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_nan_in_keys_that_nobody_reaches(case):
+    """... and in query rows that see nothing, and their dO: the same numbers, and zero gradients there."""
+    inputs = make_inputs(case, "cuda")
+    expected = run_op(inputs, case, **HOPPER)
+    q, k, v, do = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    for b in range(case.batch):
+        last = case.len_k if case.kv_lens is None else case.kv_lens[b]
+        first = max(
+            0 if case.kv_starts is None else case.kv_starts[b], last - case.len_q - (case.window or (10**6,))[0]
+        )
+        k[b, :, :first], v[b, :, :first] = math.nan, math.inf
+        k[b, :, last:], v[b, :, last:] = math.inf, math.nan
+        dead = max(0, (first if case.causal and case.window is None else 0) - last + case.len_q)
+        q[b, :, :dead], do[b, :, :dead] = math.nan, math.nan
+    agree(run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER), expected)
+
+
+def test_masked_passes_of_different_backends_fit_together():
+    case = replace(PADDED, window=(150, 0), softcap=30.0, kv_starts=(0, 300), kv_lens=(700, 600), sinks=True)
+    inputs = make_inputs(case, "cuda")
+    q, k, v, cos, sin, do = inputs
+    masks = masks_of(case, "cuda")
+    options = (True, case.scale, case.rotary, False, "auto")
+    masks = (masks["sinks"], masks["kv_starts"], masks["kv_lens"], None, None, *case.window, case.softcap)
+    operators = torch.ops.fused_rope_attn
+    for first, second in (("hopper", "triton"), ("triton", "hopper")):
+        o, lse = operators.attention_forward(q, k, v, cos, sin, *options, first, False, *masks)
+        dq, dk, dv, _ = operators.attention_backward(do, q, k, v, o, lse, cos, sin, *options, second, False, *masks)
+        hold(case, inputs, Results(o, lse, dq, dk, dv))
+
+
+def test_lengths_change_under_a_graph():
+    """They are read on the device: no synchronisation, and a replay sees the new ones."""
+    case = replace(PADDED, kv_starts=(0, 0), kv_lens=(700, 700))
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (case.kv_starts, case.kv_lens))
+
+    def step():
+        o, lse = rope_attention(
+            q, k, v, inputs.cos, inputs.sin, True, kv_starts=starts, kv_lens=lens, return_lse=True, **HOPPER
+        )
+        return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for new_starts, new_lens in (((0, 0), (700, 333)), ((640, 3), (700, 260)), ((0, 100), (0, 700))):
+        starts.copy_(torch.tensor(new_starts))
+        lens.copy_(torch.tensor(new_lens))
+        graph.replay()
+        hold(replace(case, kv_starts=new_starts, kv_lens=new_lens), inputs, Results(*captured))
 
 
 @pytest.mark.timeout(1200)

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_rope_attn
-from fused_rope_attn import plan, rope_attention, rope_tables
+from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
 both = pytest.mark.parametrize("strategy", ["inline", "prepass"])
-# What the sm_90 kernels do not serve yet; B = 2, HQ = 2.
+# B = 2, HQ = 2.
 MASKS = {
     "window": (3, 0),
     "softcap": 20.0,
@@ -240,12 +240,12 @@ def test_tables_have_no_gradient(name, backend):
         rope_attention(q, k, v, cos, sin, True, backend=backend)
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_what_the_sm_90_kernels_do_not_serve(name):
+def test_what_the_sm_90_kernels_do_not_serve():
     q, k, v, cos, sin, _ = make_inputs(SMALL)
-    for function in (rope_attention, plan):
-        with pytest.raises(NotImplementedError, match=f"^{name} .*hopper.*portable"):
-            function(q, k, v, cos, sin, True, **{name: MASKS[name]}, backend="hopper")
+    cu_q, cu_k = (torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k))
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))
+    with pytest.raises(NotImplementedError, match="^cu_seqlens_q .*hopper.*portable"):
+        rope_attention_varlen(*packed, cos, sin, cu_q, cu_k, 7, 9, True, backend="hopper")
 
 
 @interpreted

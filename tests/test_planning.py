@@ -167,22 +167,11 @@ def expanded(x):
 
 def refusals():
     """(what is changed, error, pattern): what the sm_90 kernels do not serve, and the portable ones do."""
-    i32 = torch.int32
     return [
         ({"dtype": F32}, NotImplementedError, "^q must be float16 or bfloat16 for backend='hopper', but is .*float32"),
         ({"head_dim": 136}, NotImplementedError, "^q must have a head dim .* from 16 to 128 .*hopper.* but has 136"),
         ({"strategy": "inline"}, NotImplementedError, "^strategy must be .*'prepass' .*hopper.* but is 'inline'"),
         ({"len_k": 0}, NotImplementedError, "^k must have at least one position .*hopper.* but has 0"),
-        *(
-            ({name: value}, NotImplementedError, f"^{name} is not served by backend='hopper'")
-            for name, value in {
-                "window": (4, 0),
-                "softcap": 5.0,
-                "sinks": torch.empty(8, device="meta"),
-                "kv_starts": torch.empty(2, dtype=i32, device="meta"),
-                "kv_lens": torch.empty(2, dtype=i32, device="meta"),
-            }.items()
-        ),
     ]
 
 
@@ -346,7 +335,7 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
     """Not by the tokens of the whole batch; whatever other masks there are."""
     many = call(1 << 16, batch=1, head_dim=64)
     for masks in ({"window": None, "softcap": 0.0}, {"window": (100, 0), "softcap": 5.0}):
-        feature = planning.portable_feature(*masks.values(), None, None, None, cu_seqlens=many["q"])
+        feature = planning.mask_feature(*masks.values(), None, None, None, cu_seqlens=many["q"])
         assert feature == "cu_seqlens_q"
         qkv = (many["q"], many["k"], many["v"], True, "auto", "auto", False, feature)
         long, short = planning.plan_for(*qkv, 1 << 16), planning.plan_for(*qkv, 300)
@@ -360,5 +349,44 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
 
 def test_masked_calls_have_tiles_of_their_own(arch):
     plain, masked = (configs.backward("sm_90", 2, 64, "prepass", True, "long", False, m) for m in (False, True))
-    assert plan(**call(8192, head_dim=64), window=(9, 0)).backward == masked != plain
-    assert plan(**call(8192, head_dim=64), backend="triton").backward == plain
+    given = call(8192, head_dim=64, backend="triton")
+    assert plan(**given, window=(9, 0)).backward == masked != plain
+    assert plan(**given).backward == plain
+
+
+MASKS = {
+    "window": (4, 0),
+    "softcap": 5.0,
+    "sinks": torch.empty(8, device="meta"),
+    "kv_starts": torch.empty(2, dtype=torch.int32, device="meta"),
+    "kv_lens": torch.empty(2, dtype=torch.int32, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_sm_90_kernels_serve_masks(arch, tables, name):
+    """Where the tables prefer them, and whenever they are asked for."""
+    tables(("long",), ("long",))
+    given = call(8192, batch=2, **{name: MASKS[name]})
+    assert kinds(plan(**given, backend="hopper")) == HOPPER
+    assert kinds(plan(**given)) == HOPPER
+
+
+def test_a_window_is_less_work(arch, tables, monkeypatch):
+    """Multiply-adds are counted for the keys that a query sees, at most."""
+    tables(("long",), ("long",))
+    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
+    given = call(8192, heads=(1, 1), batch=1)
+    keys = configs.MUCH_WORK // (8192 * 128)  # as many as make it much
+    for window, causal, expected in (
+        (None, True, HOPPER[0]),
+        ((keys, 0), True, HOPPER[0]),
+        ((keys - 2, 0), True, PORTABLE[0]),
+        ((keys - 2, -1), True, PORTABLE[0]),
+        ((keys - 2, -1), False, HOPPER[0]),
+        ((keys // 2 - 1, keys // 2 - 1), False, PORTABLE[0]),
+        ((keys // 2, keys // 2), False, HOPPER[0]),
+    ):
+        chosen = plan(**given | {"causal": causal}, window=window)
+        assert type(chosen.forward) is expected, (window, causal)
+    assert planning.visited_keys(3, True, (100, 0)) == 3
