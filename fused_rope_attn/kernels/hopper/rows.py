@@ -17,11 +17,21 @@ def zero_rows(tile, first, last):
     """
     ROWS: gl.constexpr = tile.shape[2]
     PANELS: gl.constexpr = tile.shape[3] // 64
-    panels = reinterpret(tile, gl.int32, [PANELS * ROWS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    nothing = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    for row in range(first, last):
-        for panel in gl.static_range(PANELS):
-            panels.index(panel * ROWS + row).store(nothing)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # A row of a panel, and eight of them at a time, in words.
+    rows = reinterpret(tile, gl.int32, [PANELS * ROWS, 32], FLAT)
+    eights = reinterpret(tile, gl.int32, [PANELS * ROWS // 8, 256], FLAT)
+    row = gl.to_tensor(first)
+    while row < last:
+        if (row % 8 == 0) & (row + 8 <= last):
+            for panel in gl.static_range(PANELS):
+                eights.index(panel * (ROWS // 8) + row // 8).store(gl.zeros([256], gl.int32, LANES))
+            row += 8
+        else:
+            for panel in gl.static_range(PANELS):
+                rows.index(panel * ROWS + row).store(gl.zeros([32], gl.int32, LANES))
+            row += 1
 
 
 @jit
