@@ -43,6 +43,7 @@ from fused_rope_attn.kernels.hopper.tiles import (
     ROWS,
     announce,
     next_tile,
+    tile_bounds,
     work,
 )
 from fused_rope_attn.kernels.launch import (
@@ -132,9 +133,9 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
     turn = 0
-    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED)
+    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
     while blocks > 0:
-        _, _, _, len_k = bounds
+        _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
         tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
         base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         buffer = turn % 2
@@ -150,22 +151,29 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
         fence_async_shared()
         mbarrier.arrive(q_full.index(buffer))
         turn += 1
-        start_m, bh, batch, head, blocks, masked, bounds = next_tile(
-            tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED
-        )
+        start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
 
 
 @jit
-def mask_scores(scores, position, columns, start_n, NK, start, left, right, IS_CAUSAL: gl.constexpr,
-                BOUNDED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
-    """-inf where a query at ``position`` (rows,) must not see key start_n + column; arguments as of ``visible``.
+def mask_scores(scores, position, columns, i, blocks, bounds, NK, left, right, IS_CAUSAL: gl.constexpr,
+                BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
+    """-inf where a query at ``position`` (rows,) must not see a key of block ``i`` of the tile, as ``visible`` says.
 
-    Without STARTS ``start`` is what ``left`` gives the first query, and says nothing more.
+    Without STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
     """
+    top, _, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
     if not STARTS:
         start = None
-    exists = visible(position[:, None], (start_n + columns)[None, :], NK, IS_CAUSAL, start, left, right, BOUNDED)
+    keys = (top - i) * scores.shape[1] + columns
+    exists = visible(position[:, None], keys[None, :], len_k, IS_CAUSAL, start, left, right, BOUNDED)
     return gl.where(exists, scores, float("-inf"))
+
+
+@jit
+def first_position(start_m, blocks, bounds, NQ, NK, RANGED: gl.constexpr):
+    """The position of the tile's first query."""
+    _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
+    return start_m + len_k - NQ
 
 
 @jit
@@ -236,9 +244,8 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
 
     turn = 0
     step = 0
-    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED)
-    top, low, start, len_k = bounds
-    position = start_m + MEMBER * ROWS + len_k - NQ + rows
+    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
+    position = first_position(start_m + MEMBER * ROWS, blocks, bounds, NQ, NK, RANGED) + rows
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     k = k_smem.index(0).reshape((BLOCK_N, BLOCK_D))
@@ -247,7 +254,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
     mbarrier.arrive(k_empty.index(0))
     scores = cap_scores(scores, cap_scale, DTYPE)
     scores = mask_scores(
-        scores, position, columns, top * BLOCK_N, len_k, start, left, right, IS_CAUSAL, BOUNDED, STARTS
+        scores, position, columns, 0, blocks, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
     )
     p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
     p = pack_weights(p, DTYPE)
@@ -266,11 +273,10 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
             )  # fmt: skip
             needs_mask = i < masked
             if RANGED:
-                needs_mask = needs_mask | (i >= low)
+                needs_mask = needs_mask | (i >= bounds[1])
             if needs_mask:
                 scores = mask_scores(
-                    scores, position, columns, (top - i) * BLOCK_N, len_k, start, left, right, IS_CAUSAL, BOUNDED,
-                    STARTS,
+                    scores, position, columns, i, blocks, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
                 )  # fmt: skip
             p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, qk_scale)
             if PIN:
@@ -285,12 +291,9 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
         turn += 1
         step += 1
         old_m, old_bh, old_batch, old_head = start_m, bh, batch, head
-        start_m, bh, batch, head, blocks, masked, bounds = next_tile(
-            tile_smem, tile_full, tile_empty, turn, NK, 4, RANGED
-        )
-        top, low, start, len_k = bounds
+        start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
         more = blocks > 0
-        position = start_m + MEMBER * ROWS + len_k - NQ + rows
+        position = first_position(start_m + MEMBER * ROWS, blocks, bounds, NQ, NK, RANGED) + rows
         buffer = turn % 2
         mbarrier.wait(q_full.index(buffer), (turn // 2) & 1, pred=more)
         scores, acc = multiply(
@@ -298,7 +301,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
             v_full, more, cap_scale, MEMBER, BLOCK_N, STAGES,
         )  # fmt: skip
         scores = mask_scores(
-            scores, position, columns, top * BLOCK_N, len_k, start, left, right, IS_CAUSAL, BOUNDED, STARTS
+            scores, position, columns, 0, blocks, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
         )
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
 

@@ -70,11 +70,8 @@ def number(tile_smem, index, NUM_WARPS: gl.constexpr):
 
 
 @jit
-def next_tile(tile_smem, tile_full, tile_empty, turn, NK, NUM_WARPS: gl.constexpr, RANGED: gl.constexpr):
-    """What ``announce`` said in this turn: (start_m, bh, batch, head, blocks, masked, bounds).
-
-    Without RANGED, bounds are those of NK keys that are seen from the first on.
-    """
+def next_tile(tile_smem, tile_full, tile_empty, turn, NUM_WARPS: gl.constexpr, RANGED: gl.constexpr):
+    """What ``announce`` said in this turn: (start_m, bh, batch, head, blocks, masked, bounds); see ``tile_bounds``."""
     slot = turn % RING
     mbarrier.wait(tile_full.index(slot), (turn // RING) & 1)
     first = slot * (NUMBERS + RANGED * BOUNDS)
@@ -84,12 +81,23 @@ def next_tile(tile_smem, tile_full, tile_empty, turn, NK, NUM_WARPS: gl.constexp
     head = number(tile_smem, first + 3, NUM_WARPS)
     blocks = number(tile_smem, first + 4, NUM_WARPS)
     masked = number(tile_smem, first + 5, NUM_WARPS)
+    bounds = ()
     if RANGED:
         top = number(tile_smem, first + NUMBERS, NUM_WARPS)
         low = number(tile_smem, first + NUMBERS + 1, NUM_WARPS)
         start = number(tile_smem, first + NUMBERS + 2, NUM_WARPS)
         bounds = (top, low, start, number(tile_smem, first + NUMBERS + 3, NUM_WARPS))
-    else:
-        bounds = (blocks - 1, blocks, blocks * 0, NK)
     mbarrier.arrive(tile_empty.index(slot))
     return start_m, bh, batch, head, blocks, masked, bounds
+
+
+@jit
+def tile_bounds(bounds, blocks, NK, RANGED: gl.constexpr):
+    """(last key block, blocks before those at the other end that need a mask, first key, number of keys) of a tile.
+
+    Without RANGED nothing is announced, and nothing carried around loops: NK keys, seen from the first on.
+    """
+    if RANGED:
+        return bounds
+    else:
+        return blocks - 1, blocks, 0, NK
