@@ -22,7 +22,7 @@ from bench.cases import DTYPES
 from bench.environment import ROOT, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.rope_providers import COPY, OURS, RopeProvider, select
-from bench.timing import interleave, ratio
+from bench.timing import Options, interleave, ratio
 from fused_rope_attn import rope_tables, testing
 from fused_rope_attn.reference import rotate
 
@@ -86,20 +86,6 @@ class Problem:
         """Read and written: twice the tensors. The tables, which stay in the cache, count nothing."""
         c = self.case
         return 2 * c.batch * sum(c.heads) * c.length * c.head_dim * self.dtype.itemsize
-
-
-@dataclass
-class Options:
-    """``round_ms`` is device time for each provider in each round, ``deadline`` a time.monotonic()."""
-
-    passes: tuple[str, ...] = ("fwd", "bwd")
-    mode: str = "graph"
-    rounds: int = 5
-    round_ms: float = 10.0
-    deadline: float = float("inf")
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
 
 
 class Subject:

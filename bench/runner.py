@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from bench import timing
 from bench.cases import HOST_CASE, BenchCase, with_dtype
 from bench.gate import Gate, Verdict
 from bench.providers import Provider, is_ours
@@ -38,20 +38,14 @@ class DeviceLost(RuntimeError):
 
 
 @dataclass
-class Options:
-    """What to measure. ``round_ms`` is device time for each provider in each round, ``deadline`` a time.monotonic()."""
+class Options(timing.Options):
+    """What to time of attention. ``strict`` as in ``gate.Gate``, ``baseline`` a provider, ``host``: host times too."""
 
-    passes: tuple[str, ...] = ("fwd", "bwd")
     mode: str = "both"
-    rounds: int = 5
     round_ms: float = 20.0
     baseline: str = "hf_sdpa"
     strict: bool = False
     host: bool = True
-    deadline: float = float("inf")
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
 
 
 @dataclass

@@ -28,6 +28,21 @@ def quantile(values: list[float], q: float) -> float:
 
 
 @dataclass
+class Options:
+    """What to time. ``mode`` is "graph", "eager" or "both", ``round_ms`` device time for each provider in each round,
+    ``deadline`` a time.monotonic()."""
+
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    mode: str = "graph"
+    rounds: int = 5
+    round_ms: float = 10.0
+    deadline: float = float("inf")
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+@dataclass
 class Measurement:
     """Times of one callable in ms: one list a round, rounds of all callables in the same order."""
 

@@ -28,7 +28,6 @@ def problem(case, interleaved=False, dtype=torch.float32):
 
 @pytest.fixture(scope="module")
 def rows():
-    pytest.importorskip("transformers")
     people = select([OURS, "hf"])
     return run(people, problem(TINY), problem(TINY, True), problem(SINGLE))[0]
 
@@ -142,7 +141,6 @@ def test_readme_block(rows, tmp_path, capsys):
 
 
 def test_plots(rows, tmp_path):
-    pytest.importorskip("matplotlib")
     file = tmp_path / "rows.jsonl"
     report.write_lines(file, rows)
     assert main(["rope", "plot", str(file), "--plot-dir", str(tmp_path)]) == 0

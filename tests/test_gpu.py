@@ -189,11 +189,8 @@ def test_no_synchronisation_and_no_hidden_copies():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@both
-def test_other_streams(strategy):
-    """The inputs appear late on a side stream; a launch on the default stream would see them before."""
-    inputs = make_inputs(HORSE, "cuda")
-    expected = run_op(inputs, HORSE, backend="triton", strategy=strategy)
+def run_with_late_inputs(inputs, case, **options):
+    """`run_op` on a side stream on which q, k and v appear late: a launch on the default stream sees NaN before."""
     late = Inputs(*(torch.full_like(x, math.nan) for x in inputs[:3]), inputs.cos, inputs.sin, inputs.do)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -201,17 +198,15 @@ def test_other_streams(strategy):
         torch.cuda._sleep(100_000_000)
         for x, y in zip(late[:3], inputs[:3]):
             x.copy_(y)
-        out = run_op(late, HORSE, backend="triton", strategy=strategy)
+        out = run_op(late, case, **options)
     side.synchronize()
-    equal(out, expected)
+    return out
 
 
-@both
-def test_backward_from_another_thread(strategy):
-    inputs = make_inputs(HORSE, "cuda")
-    expected = run_op(inputs, HORSE, backend="triton", strategy=strategy)
+def gradients_from_another_thread(inputs, **options):
+    """dq, dk and dv of a causal call whose backward pass runs in a thread of its own."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, backend="triton", strategy=strategy)
+    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **options)
     failures = []
 
     def backward():
@@ -224,7 +219,21 @@ def test_backward_from_another_thread(strategy):
     thread.start()
     thread.join()
     assert not failures, failures
-    equal((q.grad, k.grad, v.grad), expected[2:])
+    return q.grad, k.grad, v.grad
+
+
+@both
+def test_other_streams(strategy):
+    inputs = make_inputs(HORSE, "cuda")
+    expected = run_op(inputs, HORSE, backend="triton", strategy=strategy)
+    equal(run_with_late_inputs(inputs, HORSE, backend="triton", strategy=strategy), expected)
+
+
+@both
+def test_backward_from_another_thread(strategy):
+    inputs = make_inputs(HORSE, "cuda")
+    expected = run_op(inputs, HORSE, backend="triton", strategy=strategy)
+    equal(gradients_from_another_thread(inputs, backend="triton", strategy=strategy), expected[2:])
 
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")

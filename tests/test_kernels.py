@@ -5,10 +5,7 @@ of one head costs about 0.2 s, and odd, since what is not a multiple of a tile i
 """
 
 import math
-import os
-import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -19,6 +16,7 @@ from hypothesis import strategies as st
 from fused_rope_attn import rope_attention
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.testing import Case, Inputs, Results, compare, make_inputs, run_op, run_reference
+from tests.guard_pages import hold_within_bounds
 
 pytestmark = [
     pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py"),
@@ -382,28 +380,9 @@ def test_any_shape(batch, heads_kv, group, len_q, len_k, head_dim, rotary, causa
 
 
 GUARD = """
-import ctypes, mmap
 import torch
 from fused_rope_attn.testing import Case, make_inputs, run_op
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-keep = []
-
-
-def abut(x, at_end):
-    '''A contiguous copy of x that ends (or begins) exactly where a page without any permission begins (ends).'''
-    size = x.numel() * x.element_size()
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    area = mmap.mmap(-1, pages + 2 * mmap.PAGESIZE)
-    keep.append(area)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    for guard in (start, start + mmap.PAGESIZE + pages):
-        assert libc.mprotect(guard, mmap.PAGESIZE, 0) == 0
-    offset = mmap.PAGESIZE + (pages - size if at_end else 0)
-    y = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape)
-    return y.copy_(x)
-
+from tests.guard_pages import abut
 
 for strategy in ("inline", "prepass"):
     for case in (
@@ -417,21 +396,13 @@ for strategy in ("inline", "prepass"):
             guarded = type(inputs)(*(abut(x, at_end) for x in inputs))
             out = run_op(guarded, case, backend="triton", strategy=strategy)
             assert all(torch.equal(x, y) for x, y in zip(out, expected)), case.name
-print("no access out of bounds")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_outside_the_tensors_is_read():
     """In a process of its own: an access to a guard page ends it."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(GUARD)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0 and "no access out of bounds" in result.stdout, result.stderr[-2000:]
+    hold_within_bounds(GUARD)
 
 
 @both

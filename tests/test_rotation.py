@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from fused_rope_attn import (
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.reference import rotation
 from fused_rope_attn.rotation_configs import TABLE
+from tests.guard_pages import hold_within_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
@@ -519,26 +519,9 @@ def test_any_shape(batch, heads, length, head_dim, share, full, interleaved, inv
 
 
 GUARD = """
-import ctypes, mmap
 import torch
 from fused_rope_attn import apply_rope
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-keep = []
-
-
-def abut(x, at_end):
-    size = x.numel() * x.element_size()
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    area = mmap.mmap(-1, pages + 2 * mmap.PAGESIZE)
-    keep.append(area)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    for guard in (start, start + mmap.PAGESIZE + pages):
-        assert libc.mprotect(guard, mmap.PAGESIZE, 0) == 0
-    offset = mmap.PAGESIZE + (pages - size if at_end else 0)
-    return torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape).copy_(x)
-
+from tests.guard_pages import abut
 
 for shape, layout, width, options in (
     ((1, 3, 37, 24), "bhsd", 5, {"rotary_dim": 10}),
@@ -554,20 +537,12 @@ for shape, layout, width, options in (
         tensors = [abut(t, at_end) for t in (x, cos, sin)]
         out = apply_rope(*tensors, layout=layout, out=abut(torch.zeros_like(x), at_end), **guarded)
         assert torch.equal(out, expected), (shape, layout)
-print("no access out of bounds")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_outside_the_tensors_is_read():
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(GUARD)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0 and "no access out of bounds" in result.stdout, result.stderr[-2000:]
+    hold_within_bounds(GUARD)
 
 
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
@@ -953,7 +928,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ids=lambda scaling: scaling["rope_type"] if scaling else "default",
 )
 def test_tables_of_a_hugging_face_config(scaling, seq_len):
-    pytest.importorskip("transformers")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -969,7 +943,8 @@ def test_tables_of_a_hugging_face_config(scaling, seq_len):
 
 def test_tables_of_other_models():
     """Partial rotation, parameters for each type of layer, and what nobody knows."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     from fused_rope_attn.integrations.transformers import rope_tables_from_config
 
     glm = transformers.GlmConfig(hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.5)

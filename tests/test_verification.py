@@ -218,7 +218,7 @@ def test_the_command_runs_in_a_process_of_its_own(tmp_path):
 
 def test_the_rotation_alone_is_checked(monkeypatch, tmp_path, capsys):
     from verification.rotation import CHECKS as ROPE_CHECKS
-    from verification.rotation import RopeTask
+    from verification.runner import CheckTask
 
     arguments = ["--device", "cpu", "--filter", "rotation with two ids", "--dtype", "float32", "--jobs", "0"]
     assert command.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
@@ -230,7 +230,7 @@ def test_the_rotation_alone_is_checked(monkeypatch, tmp_path, capsys):
     def wrong(q, k, cos, sin, **options):
         return right(q, k, torch.cat((cos[:-8], cos[-9:-1])), sin, **options)
 
-    task = RopeTask(ROPE_CHECKS[0], torch.float32, "cpu")
+    task = CheckTask(ROPE_CHECKS[0], torch.float32, "cpu")
     monkeypatch.setattr(fused_rope_attn, "apply_rope_qk", wrong)
     assert {row.verdict for row in task.run()} == {"FAIL"}
     monkeypatch.setattr(fused_rope_attn, "apply_rope_qk", lambda *args, **options: 1 / 0)

@@ -69,11 +69,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def make_tasks(options: argparse.Namespace) -> list:
     from verification.corope import CHECKS as COROPE_CHECKS
-    from verification.corope import CoRopeTask
     from verification.matrix import CHECKS
     from verification.rotation import CHECKS as ROPE_CHECKS
-    from verification.rotation import RopeTask
-    from verification.runner import Task, hopper_serves
+    from verification.runner import CheckTask, Task, hopper_serves
 
     scales = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
     scales = ("large", "huge") if options.large else scales
@@ -97,9 +95,8 @@ def make_tasks(options: argparse.Namespace) -> list:
                 tasks.append(Task(check, DTYPES[name], mine, options.device))
     if "triton" in backends and options.strategy is None:  # neither of these has strategies of attention
         tasks += [
-            make(check, DTYPES[name], options.device)
-            for make, checks in ((RopeTask, ROPE_CHECKS), (CoRopeTask, COROPE_CHECKS))
-            for check in checks
+            CheckTask(check, DTYPES[name], options.device)
+            for check in ROPE_CHECKS + COROPE_CHECKS
             if check.scale in scales and options.filter.lower() in check.name.lower()
             for name in options.dtype
         ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fused_rope_attn import reference, testing
-from verification.runner import Row, dtype_name, failure
 
 _FROM_BHND = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 
@@ -29,6 +30,66 @@ class RopeCheck:
     random_tables: bool = False
     in_place: bool = False
     scale: str = "small"
+    backend: ClassVar[str] = "rotation"
+
+    def compared(self, dtype: torch.dtype, device: str) -> Iterator[testing.Comparison]:
+        """q, k, dq and dk, as ``runner.OwnCheck``."""
+        import fused_rope_attn
+
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        ids = ends = None
+        rows = max(self.length, 1)
+        if self.positions != "index":
+            shape = (self.batch, 2, self.length) if self.positions == "two ids" else (self.batch, self.length)
+            ids = torch.randint(0, rows, shape, generator=generator, device=device)
+        sections = 2 if self.positions == "two ids" else 1
+        cos, sin = fused_rope_attn.rope_tables(rows, self.rotary_dim // sections, device=device)
+        if self.full_width:
+            cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+        if self.random_tables:
+            cos, sin = (normal(*t.shape, dtype=torch.float32) for t in (cos, sin))
+        if self.layout == "thd":
+            ends = torch.arange(self.batch + 1, device=device, dtype=torch.int32) * self.length
+
+        def lay(x: torch.Tensor) -> torch.Tensor:
+            """(B, H, N, D) in the memory of the layout."""
+            if self.layout == "thd":
+                return x.transpose(1, 2).flatten(0, 1).contiguous()
+            return x.permute(_FROM_BHND[self.layout]).contiguous()
+
+        def back(x: torch.Tensor) -> torch.Tensor:
+            if self.layout == "thd":
+                return x.unflatten(0, (self.batch, self.length)).transpose(1, 2)
+            axes = _FROM_BHND[self.layout]
+            return x.permute([axes.index(axis) for axis in range(4)])
+
+        options = {
+            "rotary_dim": self.rotary_dim,
+            "interleaved": self.interleaved,
+            "position_ids": ids,
+            "cu_seqlens": ends,
+        }
+        xs = [normal(self.batch, heads, self.length, self.head_dim) for heads in self.heads]
+        dos = [normal(*x.shape) for x in xs]
+        with testing.poison_empty():
+            leaves = [lay(x).requires_grad_() for x in xs]
+            outs = fused_rope_attn.apply_rope_qk(*leaves, cos, sin, layout=self.layout, **options)
+            gradients = torch.autograd.grad(outs, leaves, [lay(do) for do in dos])
+            if self.in_place:
+                outs = tuple(x.detach().clone() for x in leaves)
+                fused_rope_attn.apply_rope_qk(*outs, cos, sin, layout=self.layout, out=outs, **options)
+        eager_options = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved}
+        if ids is not None:
+            eager_options["position_ids"] = ids if ids.ndim == 3 else ids[:, None]
+        for names, results, inputs, inverse in ((("q", "k"), outs, xs, False), (("dq", "dk"), gradients, dos, True)):
+            for name, result, x in zip(names, results, inputs):
+                ref64 = reference.rotation(x.double(), cos.double(), sin.double(), inverse=inverse, **eager_options)
+                eager = reference.rotation(x, cos, sin, inverse=inverse, **eager_options)
+                yield testing.compare(name, back(result).detach(), ref64, eager, grad=inverse, dtype=dtype)
 
 
 CHECKS = (
@@ -49,87 +110,3 @@ CHECKS = (
     RopeCheck("rotation Llama3-8B-4K, interleaved", 2, (32, 8), 4096, 128, 128, True, scale="large"),
     RopeCheck("rotation of 128K positions", 1, (4, 4), 131072, 128, 128, layout="bshd", positions="ids", scale="large"),
 )
-
-
-@dataclass(frozen=True)
-class RopeTask:
-    """A check in one dtype, as ``runner.Task``."""
-
-    check: RopeCheck
-    dtype: torch.dtype
-    device: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.check.name} {dtype_name(self.dtype)}"
-
-    def run(self) -> list[Row]:
-        """All rows of the task. Nothing is raised."""
-        try:
-            return _run(self)
-        except torch.OutOfMemoryError:
-            return [failure(self, "rotation", "does not fit this GPU's memory", "SKIP")]
-        except Exception as error:
-            return [failure(self, "rotation", error)]
-
-
-def _run(task: RopeTask) -> list[Row]:
-    import fused_rope_attn
-
-    c, device = task.check, task.device
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype = task.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    ids = ends = None
-    rows = max(c.length, 1)
-    if c.positions != "index":
-        shape = (c.batch, 2, c.length) if c.positions == "two ids" else (c.batch, c.length)
-        ids = torch.randint(0, rows, shape, generator=generator, device=device)
-    sections = 2 if c.positions == "two ids" else 1
-    cos, sin = fused_rope_attn.rope_tables(rows, c.rotary_dim // sections, device=device)
-    if c.full_width:
-        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
-    if c.random_tables:
-        cos, sin = (normal(*t.shape, dtype=torch.float32) for t in (cos, sin))
-    if c.layout == "thd":
-        ends = torch.arange(c.batch + 1, device=device, dtype=torch.int32) * c.length
-
-    def lay(x: torch.Tensor) -> torch.Tensor:
-        """(B, H, N, D) in the memory of the layout."""
-        if c.layout == "thd":
-            return x.transpose(1, 2).flatten(0, 1).contiguous()
-        return x.permute(_FROM_BHND[c.layout]).contiguous()
-
-    def back(x: torch.Tensor) -> torch.Tensor:
-        if c.layout == "thd":
-            return x.unflatten(0, (c.batch, c.length)).transpose(1, 2)
-        axes = _FROM_BHND[c.layout]
-        return x.permute([axes.index(axis) for axis in range(4)])
-
-    options = {"rotary_dim": c.rotary_dim, "interleaved": c.interleaved, "position_ids": ids, "cu_seqlens": ends}
-    xs = [normal(c.batch, heads, c.length, c.head_dim) for heads in c.heads]
-    dos = [normal(*x.shape) for x in xs]
-    with testing.poison_empty():
-        leaves = [lay(x).requires_grad_() for x in xs]
-        outs = fused_rope_attn.apply_rope_qk(*leaves, cos, sin, layout=c.layout, **options)
-        gradients = torch.autograd.grad(outs, leaves, [lay(do) for do in dos])
-        if c.in_place:
-            outs = tuple(x.detach().clone() for x in leaves)
-            fused_rope_attn.apply_rope_qk(*outs, cos, sin, layout=c.layout, out=outs, **options)
-    found = []
-    eager_options = {"rotary_dim": c.rotary_dim, "interleaved": c.interleaved}
-    if ids is not None:
-        eager_options["position_ids"] = ids if ids.ndim == 3 else ids[:, None]
-    for names, results, inputs, inverse in ((("q", "k"), outs, xs, False), (("dq", "dk"), gradients, dos, True)):
-        for name, result, x in zip(names, results, inputs):
-            ref64 = reference.rotation(x.double(), cos.double(), sin.double(), inverse=inverse, **eager_options)
-            eager = reference.rotation(x, cos, sin, inverse=inverse, **eager_options)
-            compared = testing.compare(name, back(result).detach(), ref64, eager, grad=inverse, dtype=task.dtype)
-            verdict = "ok" if compared.ok else "FAIL"
-            found.append(
-                Row(c.name, dtype_name(task.dtype), "rotation", name, compared.error, compared.eager_error,
-                    compared.ratio, compared.row_ratio, verdict, compared.detail)
-            )  # fmt: skip
-    return found

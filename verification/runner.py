@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -53,6 +53,45 @@ class Task:
         return f"{self.check.name} {dtype_name(self.dtype)}"
 
 
+class OwnCheck(Protocol):
+    """A check that knows itself how to run: of what has neither backends nor strategies of attention."""
+
+    name: str
+    scale: str
+    backend: str  # what its rows say there
+
+    def compared(self, dtype: torch.dtype, device: str) -> Iterator[testing.Comparison]:
+        """Run it, and hold one tensor after the other against float64."""
+        ...
+
+
+@dataclass(frozen=True)
+class CheckTask:
+    """An ``OwnCheck`` in one dtype."""
+
+    check: OwnCheck
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.check.name} {dtype_name(self.dtype)}"
+
+    def run(self) -> list[Row]:
+        """All rows of the task. Nothing is raised."""
+        check = self.check
+        try:
+            return [
+                Row(check.name, dtype_name(self.dtype), check.backend, found.tensor, found.error, found.eager_error,
+                    found.ratio, found.row_ratio, "ok" if found.ok else "FAIL", found.detail)
+                for found in check.compared(self.dtype, self.device)
+            ]  # fmt: skip
+        except torch.OutOfMemoryError:
+            return [failure(self, check.backend, "does not fit this GPU's memory", "SKIP")]
+        except Exception as error:
+            return [failure(self, check.backend, error)]
+
+
 def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
     """Whether the sm_90 backend serves a check on the machine that it is made for."""
     case = check.case
@@ -65,12 +104,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def run_task(task: Any) -> list[Row]:
-    """All rows of one task. Nothing is raised: a backend that cannot run its case has failed it.
-
-    A task that is no ``Task`` brings its own ``run``.
-    """
-    if not isinstance(task, Task):
+def run_task(task: Task | CheckTask) -> list[Row]:
+    """All rows of one task. Nothing is raised: a backend that cannot run its case has failed it."""
+    if isinstance(task, CheckTask):
         return task.run()
     case = replace(task.check.case, dtype=task.dtype)
     rows: list[Row] = []
@@ -208,7 +244,7 @@ def _references(inputs: testing.Inputs, case: testing.Case, heads: Heads) -> tup
     return testing.run_reference(part, case, torch.float64), testing.run_reference(part, case)
 
 
-def failure(task: Any, backend: str, error: BaseException | str, verdict: str = "FAIL") -> Row:
+def failure(task: Task | CheckTask, backend: str, error: BaseException | str, verdict: str = "FAIL") -> Row:
     """The row of a task that has no figures."""
     if isinstance(error, BaseException):
         frames = traceback.extract_tb(error.__traceback__)
@@ -218,7 +254,9 @@ def failure(task: Any, backend: str, error: BaseException | str, verdict: str = 
     return Row(task.check.name, dtype_name(task.dtype), backend, "-", nan, nan, nan, nan, verdict, error)
 
 
-def run_tasks(tasks: list[Task], processes: int, on_done: Callable[[Task, list[Row]], None]) -> None:
+def run_tasks(
+    tasks: list[Task | CheckTask], processes: int, on_done: Callable[[Task | CheckTask, list[Row]], None]
+) -> None:
     """Run every task and hand its rows to ``on_done`` as they come; ``processes`` 0: one after another, in this one.
 
     Kernels are compiled at their first call, for seconds each, so that processes pay on a GPU too. Large cases go two
@@ -241,6 +279,6 @@ def run_tasks(tasks: list[Task], processes: int, on_done: Callable[[Task, list[R
                 on_done(pending[future], _rows_of(future, pending[future]))
 
 
-def _rows_of(future: Future[list[Row]], task: Task) -> list[Row]:
+def _rows_of(future: Future[list[Row]], task: Task | CheckTask) -> list[Row]:
     error = future.exception()  # only where the process itself died: run_task does not raise
     return future.result() if error is None else [failure(task, "process", error)]

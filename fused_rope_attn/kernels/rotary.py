@@ -63,7 +63,8 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_pt
             tl.store(counter_ptr, 0)
     num_blocks = count_tiles(N, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(H, HEADS)
-    pid = tl.program_id(0)
+    # Last head first: the attention kernel begins with the first ones, whose keys then still lie in the L2.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     block = pid % num_blocks
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)

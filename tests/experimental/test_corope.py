@@ -18,47 +18,21 @@ from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import kernels, reference
 from fused_rope_attn.experimental.corope.api import CoRopeAttention
 from fused_rope_attn.experimental.corope.configs import CoRopeConfig
-from fused_rope_attn.testing import compare
+from tests.experimental.corope_helpers import NAMES, hold, make, results
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("o", "dq", "dk", "dv")
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
 quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
-def make(batch, heads_q, heads_kv, length, head_dim, dtype, seed=0):
-    """q, k, v as views of (B, N, H, D), and do."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(heads):
-        return torch.randn(batch, length, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)
-
-    return normal(heads_q), normal(heads_kv), normal(heads_kv), normal(heads_q)
-
-
-def results(function, inputs, dtype):
-    q, k, v, do = (x.detach().to(dtype) for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = function(*leaves)
-    return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-
-def hold(inputs, *, base=10000.0, scale=None, function=None):
+def hold_kernels(inputs, *, base=10000.0, scale=None, function=None):
     """Kernels within the tolerance of float64, inputs as they were."""
     dtype, scale = inputs[0].dtype, inputs[0].shape[-1] ** -0.5 if scale is None else scale
     before = [x.clone() for x in inputs]
     out = results(function or (lambda q, k, v: CoRopeAttention.apply(q, k, v, base, scale)), inputs, dtype)
     assert all(torch.equal(x, y) for x, y in zip(before, inputs)), "inputs were modified"
-
-    def right(q, k, v):
-        return reference.attention(q, k, v, base=base, softmax_scale=scale)
-
-    ref64, eager = results(right, inputs, F64), results(right, inputs, dtype)
-    for name, *tensors in zip(NAMES, out, ref64, eager):
-        assert tensors[0].dtype == dtype
-        found = compare(name, *tensors, grad=name != "o", dtype=dtype)
-        assert found.ok, found
+    hold(inputs, out, base=base, scale=scale)
 
 
 # ---- the reference
@@ -192,14 +166,14 @@ def test_autocast():
     ids=str,
 )
 def test_kernels(shape, dtype):
-    hold(make(*shape, dtype))
+    hold_kernels(make(*shape, dtype))
 
 
 @interpreted
 @quiet
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
 def test_scale_and_base(scale):
-    hold(make(1, 2, 1, 35, 32, F32), base=7.0, scale=scale)
+    hold_kernels(make(1, 2, 1, 35, 32, F32), base=7.0, scale=scale)
 
 
 @interpreted
@@ -219,7 +193,7 @@ def test_more_heads_than_a_program_holds():
         def backward(ctx, do):
             return kernels.corope_backward(do, *ctx.saved_tensors, base=100.0, softmax_scale=0.2, config=config)
 
-    hold(make(1, 3, 1, 19, 32, F32), base=100.0, scale=0.2, function=Chunked.apply)
+    hold_kernels(make(1, 3, 1, 19, 32, F32), base=100.0, scale=0.2, function=Chunked.apply)
 
 
 @interpreted
@@ -228,7 +202,7 @@ def test_strides_and_expanded_gradients():
     q, k, v, _ = make(1, 2, 1, 20, 40, F32)
     k = torch.randn(1, 1, 20, 80, generator=torch.Generator().manual_seed(1))[..., ::2]
     do = torch.ones(()).expand(q.shape)
-    hold((q[..., 3:35], k[..., 4:36], v[..., :32].transpose(2, 3).contiguous().transpose(2, 3), do[..., :32]))
+    hold_kernels((q[..., 3:35], k[..., 4:36], v[..., :32].transpose(2, 3).contiguous().transpose(2, 3), do[..., :32]))
 
 
 @interpreted
@@ -284,9 +258,10 @@ def test_phases_stay_exact(method, base):
 @interpreted
 @quiet
 def test_verification_tells_right_from_wrong(monkeypatch):
-    from verification.corope import CoRopeCheck, CoRopeTask
+    from verification.corope import CoRopeCheck
+    from verification.runner import CheckTask
 
-    task = CoRopeTask(CoRopeCheck("short", 1, 2, 1, 9, 32), F32, "cpu")
+    task = CheckTask(CoRopeCheck("short", 1, 2, 1, 9, 32), F32, "cpu")
     assert [(row.tensor, row.verdict) for row in task.run()] == [(name, "ok") for name in NAMES]
     right = kernels.frequency_tables
     # A distance that is one part in a thousand too long.
@@ -298,7 +273,6 @@ def test_verification_tells_right_from_wrong(monkeypatch):
 
 
 def test_the_example_asks_what_it_says():
-    pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("corope_counting", ROOT / "examples" / "corope_counting.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

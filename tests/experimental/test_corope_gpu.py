@@ -4,41 +4,13 @@ import pytest
 import torch
 
 from fused_rope_attn.experimental import corope_attention
-from fused_rope_attn.experimental.corope import kernels, reference
+from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.experimental.corope.configs import METHODS, CoRopeConfig
-from fused_rope_attn.testing import compare
+from tests.experimental.corope_helpers import hold, make, results
 
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def make(batch, heads_q, heads_kv, length, head_dim, dtype):
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(heads):
-        x = torch.randn(batch, length, heads, head_dim, generator=generator, device="cuda")
-        return x.to(dtype).transpose(1, 2)
-
-    return normal(heads_q), normal(heads_kv), normal(heads_kv), normal(heads_q)
-
-
-def results(function, inputs, dtype):
-    q, k, v, do = (x.detach().to(dtype) for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = function(*leaves)
-    return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-
-def hold(inputs, out):
-    def right(q, k, v):
-        return reference.attention(q, k, v, base=10000.0, softmax_scale=q.shape[-1] ** -0.5)
-
-    dtype = inputs[0].dtype
-    ref64, eager = results(right, inputs, torch.float64), results(right, inputs, dtype)
-    for name, *tensors in zip(("o", "dq", "dk", "dv"), out, ref64, eager):
-        found = compare(name, *tensors, grad=name != "o", dtype=dtype)
-        assert found.ok, found
 
 
 @pytest.mark.parametrize(
@@ -56,13 +28,13 @@ def hold(inputs, out):
     ids=str,
 )
 def test_kernels(shape, dtype):
-    inputs = make(*shape, dtype)
+    inputs = make(*shape, dtype, "cuda")
     hold(inputs, results(corope_attention, inputs, dtype))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(method):
-    inputs = make(1, 4, 1, 333, 128, BF16)
+    inputs = make(1, 4, 1, 333, 128, BF16, "cuda")
     q, k, v, do = inputs
     config, options = CoRopeConfig(16, 32, 4, 8, method=method), {"base": 10000.0, "softmax_scale": 128**-0.5}
     saved = kernels.corope_forward(q, k, v, config=config, **options)
@@ -72,7 +44,7 @@ def test_methods(method):
 
 def test_memory():
     """The issue's shape: at most 100 MiB beyond inputs, output and gradients."""
-    q, k, v, do = make(1, 32, 8, 1024, 128, BF16)
+    q, k, v, do = make(1, 32, 8, 1024, 128, BF16, "cuda")
     for x in (q, k, v):
         x.requires_grad_()
     results(corope_attention, (q, k, v, do), BF16)
@@ -84,5 +56,5 @@ def test_memory():
 
 
 def test_8k_runs():
-    inputs = make(1, 8, 2, 8192, 128, BF16)
+    inputs = make(1, 8, 2, 8192, 128, BF16, "cuda")
     assert all(bool(torch.isfinite(x).all()) for x in results(corope_attention, inputs, BF16))

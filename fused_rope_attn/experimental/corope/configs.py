@@ -40,7 +40,7 @@ def forward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
 
 
 def backward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
-    """As forward: 8 bytes with 4 heads, 152 with 8, 192 with 16, none in float32."""
+    """As forward: 16 bytes with 4 heads, 152 with 8, 192 with 16, none in float32."""
     if dtype is torch.float32:
         return CoRopeConfig(16, 16, heads=_heads(group_size, 4), num_warps=8)
     return CoRopeConfig(16, 32 if group_size <= 8 else 16, heads=_heads(group_size, 16), num_warps=8)

@@ -157,6 +157,29 @@ def program_place(N, groups, chunks, HKV, BLOCK_M: tl.constexpr):
     return tile * BLOCK_M, (group // HKV).to(tl.int64), (group % HKV).to(tl.int64), place % chunks
 
 
+@triton.jit
+def program_inputs(q_ptr, k_ptr, kt_ptr, v_ptr, q_strides, k_strides, v_strides, start_m, batch, head_kv, chunk, HKV,
+                   GROUP_SIZE, N, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+                   LONG: tl.constexpr):  # fmt: skip
+    """A program's queries, and where its keys are.
+
+    Heads within the group ``(HEADS,)`` and rows ``(BLOCK_M,)``; mask and pointers ``(HEADS, BLOCK_M)`` of the queries,
+    the leader's tile; the group's number in the batch (int64), its bases of k, of the transposed k, and of v.
+    """
+    rows = tl.arange(0, BLOCK_M)
+    offs_m = start_m + rows
+    heads = chunk * HEADS + tl.arange(0, HEADS)
+    q_base = q_ptr + batch * q_strides[0] + head_kv * GROUP_SIZE * q_strides[1]
+    q_mask = (heads < GROUP_SIZE)[:, None] & (offs_m < N)[None, :]
+    q_rows = group_pointers(q_base, heads, offs_m, q_strides[1], q_strides[2], LONG)
+    q_leader = load_tile(q_base, offs_m, N, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG)
+    group = batch * HKV + head_kv
+    k_base = k_ptr + batch * k_strides[0] + head_kv * k_strides[1]
+    kt_base = kt_ptr + group * D * N
+    v_base = v_ptr + batch * v_strides[0] + head_kv * v_strides[1]
+    return heads, offs_m, q_mask, q_rows, q_leader, group, k_base, kt_base, v_base
+
+
 @triton.jit(do_not_specialize=["groups", "chunks", "HKV", "GROUP_SIZE", "N"])
 def forward_kernel(q_ptr, k_ptr, kt_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr, lse_ptr, mileage_ptr, q_strides,
                    k_strides, v_strides, o_strides, qk_scale, groups, chunks, HKV, GROUP_SIZE, N, D: tl.constexpr,
@@ -167,16 +190,10 @@ def forward_kernel(q_ptr, k_ptr, kt_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr,
     Keys come from the diagonal backwards, so that a row's distances need only its running sum. lse is in base 2.
     """
     start_m, batch, head_kv, chunk = program_place(N, groups, chunks, HKV, BLOCK_M)
-    rows = tl.arange(0, BLOCK_M)
-    offs_m = start_m + rows
-    heads = chunk * HEADS + tl.arange(0, HEADS)
-    q_base = q_ptr + batch * q_strides[0] + head_kv * GROUP_SIZE * q_strides[1]
-    q_mask = (heads < GROUP_SIZE)[:, None] & (offs_m < N)[None, :]
-    q_rows = group_pointers(q_base, heads, offs_m, q_strides[1], q_strides[2], LONG)
-    q_leader = load_tile(q_base, offs_m, N, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG)
-    k_base = k_ptr + batch * k_strides[0] + head_kv * k_strides[1]
-    kt_base = kt_ptr + (batch * HKV + head_kv) * D * N
-    v_base = v_ptr + batch * v_strides[0] + head_kv * v_strides[1]
+    heads, offs_m, q_mask, q_rows, q_leader, group, k_base, kt_base, v_base = program_inputs(
+        q_ptr, k_ptr, kt_ptr, v_ptr, q_strides, k_strides, v_strides, start_m, batch, head_kv, chunk, HKV, GROUP_SIZE,
+        N, D, HEADS, BLOCK_M, BLOCK_D, LONG,
+    )  # fmt: skip
 
     mileage = tl.zeros((BLOCK_M,), tl.int64)
     acc = tl.zeros((HEADS * BLOCK_M, BLOCK_D), tl.float32)
@@ -211,7 +228,6 @@ def forward_kernel(q_ptr, k_ptr, kt_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr,
     mask = tl.reshape(q_mask, (HEADS * BLOCK_M,))
     o = (acc / row_sum[:, None]).to(o_ptr.dtype.element_ty)
     tl.store(o_rows[:, None] + columns[None, :], o, mask=mask[:, None] & (columns[None, :] < D))
-    group = batch * HKV + head_kv
     lse_base = lse_ptr + group * GROUP_SIZE * N
     lse_rows = tl.reshape(group_pointers(lse_base, heads, offs_m, N, 1, True), (HEADS * BLOCK_M,))
     tl.store(lse_rows, row_max + tl.math.log2(row_sum), mask=mask)
@@ -231,17 +247,10 @@ def backward_kernel(q_ptr, k_ptr, kt_ptr, v_ptr, multiples_ptr, turns_ptr, do_pt
     that the addition of one column is contiguous; dv as (.., N, D).
     """
     start_m, batch, head_kv, chunk = program_place(N, groups, chunks, HKV, BLOCK_M)
-    rows = tl.arange(0, BLOCK_M)
-    offs_m = start_m + rows
-    heads = chunk * HEADS + tl.arange(0, HEADS)
-    q_base = q_ptr + batch * q_strides[0] + head_kv * GROUP_SIZE * q_strides[1]
-    q_mask = (heads < GROUP_SIZE)[:, None] & (offs_m < N)[None, :]
-    q_rows = group_pointers(q_base, heads, offs_m, q_strides[1], q_strides[2], LONG)
-    q_leader = load_tile(q_base, offs_m, N, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG)
-    group = batch * HKV + head_kv
-    k_base = k_ptr + batch * k_strides[0] + head_kv * k_strides[1]
-    kt_base = kt_ptr + group * D * N
-    v_base = v_ptr + batch * v_strides[0] + head_kv * v_strides[1]
+    heads, offs_m, q_mask, q_rows, q_leader, group, k_base, kt_base, v_base = program_inputs(
+        q_ptr, k_ptr, kt_ptr, v_ptr, q_strides, k_strides, v_strides, start_m, batch, head_kv, chunk, HKV, GROUP_SIZE,
+        N, D, HEADS, BLOCK_M, BLOCK_D, LONG,
+    )  # fmt: skip
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
     dq_rows = group_pointers(dq_base, heads, offs_m, tl.cast(D, tl.int64) * N, 1, True)
     dk_base = dk_ptr + group * D * N

@@ -24,6 +24,25 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fused_rope_attn.kernels.hopper.softmax import (
+    fold_scores,
+    no_sums,
+    pack_weights,
+    pin,
+    rescale,
+    unpack_weights,
+    whole_sums,
+)
+from fused_rope_attn.kernels.hopper.tiles import (
+    BLOCK_M,
+    CONSUMERS,
+    NUMBERS,
+    RING,
+    ROWS,
+    announce,
+    next_tile,
+    work,
+)
 from fused_rope_attn.kernels.launch import (
     Launch,
     PreparedCalls,
@@ -39,35 +58,10 @@ from fused_rope_attn.kernels.primitives import (
     LN2,
     head_tables,
     load_rotated,
-    online_softmax,
-    scheduled_tile,
     visible,
     wait_for_previous_launch,
 )
 from fused_rope_attn.kernels.rotary import RotateKeys
-
-# Query rows of one consumer warpgroup: the M of a wgmma.
-ROWS = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
-BLOCK_M = 128
-# Tiles announced ahead of the slowest reader.
-RING = gl.constexpr(4)
-
-
-@jit
-def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(first row, batch * HQ + head, batch, head, key head, key blocks, those of them that need a mask)."""
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, LAST_FIRST=IS_CAUSAL)
-    start_m = block * BLOCK_M
-    last = NK
-    full = NK
-    if IS_CAUSAL:
-        last = gl.minimum(NK, gl.maximum(0, start_m + BLOCK_M + NK - NQ))
-        full = gl.minimum(NK, gl.maximum(0, start_m + NK - NQ + 1))
-    blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N)
-    head = bh % HQ
-    return start_m, bh, bh // HQ, head, head // GROUP_SIZE, blocks, blocks - full // BLOCK_N
 
 
 @jit
@@ -75,24 +69,22 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
          tile_empty, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N: gl.constexpr,
          STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Announce tiles and load their key and value blocks, the last (masked) block first."""
-    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile = gl.program_id(0)
-    tile_smem.index(0).store(gl.full([1], tile, gl.int32, LANE))
-    mbarrier.arrive(tile_full.index(0))
+    start_m, bh, batch, head, head_kv, blocks, masked = work(
+        gl.program_id(0), num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
+    )
+    announce(tile_smem, tile_full, tile_empty, 0, start_m, bh, batch, head, blocks, masked)
     # The counter and the keys are the pre-pass's; the rotating warps need neither.
     wait_for_previous_launch(PDL)
     turn = 0
     step = 0
-    while tile < num_tiles:
-        start_m, bh, batch, head, head_kv, blocks, masked = work(
+    while blocks > 0:
+        turn += 1
+        tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+        start_m, bh, next_batch, head, next_head_kv, next_blocks, masked = work(
             tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
         )
-        turn += 1
-        slot = turn % RING
-        tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        mbarrier.wait(tile_empty.index(slot), ((turn // RING) & 1) ^ 1)
-        tile_smem.index(slot).store(gl.full([1], tile, gl.int32, LANE))
-        mbarrier.arrive(tile_full.index(slot))
+        next_blocks = gl.where(tile < num_tiles, next_blocks, 0)
+        announce(tile_smem, tile_full, tile_empty, turn, start_m, bh, next_batch, head, next_blocks, masked)
         for i in range(blocks):
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
@@ -104,23 +96,13 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, head_kv, row, 0], v_full.index(slot), v_smem.index(slot))
             step += 1
-
-
-@jit
-def next_tile(tile_smem, tile_full, tile_empty, turn, NUM_WARPS: gl.constexpr):
-    """The tile announced in this turn."""
-    slot = turn % RING
-    mbarrier.wait(tile_full.index(slot), (turn // RING) & 1)
-    tile = gl.max(tile_smem.index(slot).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
-    mbarrier.arrive(tile_empty.index(slot))
-    return tile
+        batch, head_kv, blocks = next_batch, next_head_kv, next_blocks
 
 
 @jit
 def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides,
-                   cos_strides, sin_strides, q_sign, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK,
-                   D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
+                   cos_strides, sin_strides, q_sign, NQ, NK, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+                   INTERLEAVED: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
     """Rotate the query rows of each tile into one of two buffers."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
@@ -128,11 +110,8 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
     turn = 0
-    tile = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
-    while tile < num_tiles:
-        start_m, bh, batch, head, head_kv, blocks, masked = work(
-            tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
-        )
+    start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
+    while blocks > 0:
         tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
         base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         buffer = turn % 2
@@ -148,7 +127,7 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
         fence_async_shared()
         mbarrier.arrive(q_full.index(buffer))
         turn += 1
-        tile = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
+        start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
 
 
 @jit
@@ -159,77 +138,72 @@ def mask_scores(scores, position, columns, start_n, NK, IS_CAUSAL: gl.constexpr)
 
 
 @jit
-def pin(row_sum):
-    """Keep what row_sum is computed from before the waits that follow.
+def take_turn(MEMBER: gl.constexpr):
+    """Wait until the other warpgroup has issued its products, so that one computes while the other multiplies.
 
-    ptxas moves the wait for a product up past arithmetic that could run beside the product. It does not move it past a
-    store, not even one that never happens: row_sum is not negative.
+    Named barriers 8 and 9: triton counts those of its partitions from 0.
     """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred negative; .reg .u32 nowhere; mov.u32 nowhere, 0; setp.lt.f32 negative, $1, 0f00000000; "
-        "@negative st.volatile.shared.u32 [nowhere], nowhere; mov.u32 $0, 0; }",
-        "=r,f", [row_sum], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if MEMBER == 0:
+        gl.inline_asm_elementwise("bar.sync 8, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 9, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
-def fold_blocks(acc, p, row_max, row_sum, step, first, last, blocks, q, k_smem, v_smem, k_full, k_empty, v_full,
-                v_empty, position, columns, NK, qk_scale, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-                IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
-    """Fold key blocks [first, last), counted from the end, into the running softmax, one block behind with the values.
+def pass_turn(MEMBER: gl.constexpr):
+    if MEMBER == 0:
+        gl.inline_asm_elementwise("bar.arrive 9, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 8, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
-    ``p`` are the weights of the block before ``first``, rounded; ``step`` is its number among the blocks of all tiles.
+
+@jit
+def multiply(q, acc, p, correction, k_step, k_smem, v_smem, k_full, k_empty, v_full, more, MEMBER: gl.constexpr,
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Issue the scores of key block ``k_step`` and, behind them, the values of the block before, whose weights are p.
+
+    Returns the scores, and acc in flight. Without ``more`` there is no such block: the scores mean nothing.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     BLOCK_D: gl.constexpr = q.shape[1]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    for i in range(first, last):
-        before = step % STAGES
-        filled_before = (step // STAGES) & 1
-        step += 1
-        slot = step % STAGES
-        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-        k = k_smem.index(slot).reshape((BLOCK_N, BLOCK_D))
-        scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), filled_before)
-        acc = warpgroup_mma(p, v_smem.index(before).reshape((BLOCK_N, BLOCK_D)), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(k_empty.index(slot))
-        if MASKED:
-            scores = mask_scores(scores, position, columns, (blocks - 1 - i) * BLOCK_N, NK, IS_CAUSAL)
-        p32, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, MASKED)
-        if PIN:
-            pin(row_sum)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(before))
-        acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-        p = gl.convert_layout(p32.to(p.dtype), p.type.layout)
-    return acc, p, row_max, row_sum, step
+    slot = k_step % STAGES
+    before = (k_step - 1) % STAGES
+    weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    mbarrier.wait(k_full.index(slot), (k_step // STAGES) & 1, pred=more)
+    k = k_smem.index(slot).reshape((BLOCK_N, BLOCK_D))
+    take_turn(MEMBER)
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    acc = rescale(acc, correction)
+    mbarrier.wait(v_full.index(before), ((k_step - 1) // STAGES) & 1)
+    acc = warpgroup_mma(weights, v_smem.index(before).reshape((BLOCK_N, BLOCK_D)), acc, is_async=True)
+    pass_turn(MEMBER)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(slot), pred=more)
+    return scores, acc
 
 
 @jit
 def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-           v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, num_tiles, num_heads, section, HQ, GROUP_SIZE,
-           NQ, NK, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-           PIN: gl.constexpr):  # fmt: skip
-    """Rows [64 * MEMBER, 64 * MEMBER + 64) of every tile."""
+           v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, NQ, NK, BLOCK_N: gl.constexpr,
+           BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
+    """Rows [64 * MEMBER, 64 * MEMBER + 64) of every tile.
+
+    ``step`` counts the key blocks of all tiles. One loop serves the blocks that need a mask and those that do not: of
+    two, ptxas set up the address of q in the first alone, and jumped past it when that loop had no turns (log).
+    """
     DTYPE: gl.constexpr = q_smem.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     unseen = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    empty = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     o_tile = o_smem.index(MEMBER)
 
     turn = 0
     step = 0
-    tile = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
-    start_m, bh, batch, head, head_kv, blocks, masked = work(
-        tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
-    )
+    start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
     position = start_m + MEMBER * ROWS + NK - NQ + rows
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -238,52 +212,49 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
     scores = mask_scores(scores, position, columns, (blocks - 1) * BLOCK_N, NK, IS_CAUSAL)
-    p, correction, row_max, row_sum = online_softmax(scores, unseen, empty, qk_scale, True)
-    p = gl.convert_layout(p.to(DTYPE), P)
-    while tile < num_tiles:
+    p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
+    p = pack_weights(p, DTYPE)
+    if MEMBER == 1:
+        pass_turn(MEMBER)
+    while blocks > 0:
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
+        correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
         buffer = turn % 2
         q = q_smem.index(buffer * CONSUMERS + MEMBER)
-        middle = gl.maximum(1, masked)
-        acc, p, row_max, row_sum, step = fold_blocks(
-            acc, p, row_max, row_sum, step, 1, middle, blocks, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            position, columns, NK, qk_scale, BLOCK_N, STAGES, IS_CAUSAL, True, PIN,
-        )  # fmt: skip
-        acc, p, row_max, row_sum, step = fold_blocks(
-            acc, p, row_max, row_sum, step, middle, blocks, blocks, q, k_smem, v_smem, k_full, k_empty, v_full,
-            v_empty, position, columns, NK, qk_scale, BLOCK_N, STAGES, IS_CAUSAL, False, PIN,
-        )  # fmt: skip
+        for i in range(1, blocks):
+            step += 1
+            scores, acc = multiply(
+                q, acc, p, correction, step, k_smem, v_smem, k_full, k_empty, v_full, True, MEMBER, BLOCK_N, STAGES
+            )
+            if i < masked:
+                scores = mask_scores(scores, position, columns, (blocks - 1 - i) * BLOCK_N, NK, IS_CAUSAL)
+            p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, qk_scale)
+            if PIN:
+                pin(row_sum)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+            p = pack_weights(p, DTYPE)
         mbarrier.arrive(q_empty.index(buffer))
-        before = step % STAGES
-        filled_before = (step // STAGES) & 1
 
         # The next tile's first scores run beside this tile's last values. After the last tile they are computed from
         # whatever the buffers hold, and dropped.
         turn += 1
         step += 1
-        tile = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
-        more = tile < num_tiles
         old_m, old_bh, old_batch, old_head = start_m, bh, batch, head
-        start_m, bh, batch, head, head_kv, blocks, masked = work(
-            tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N, IS_CAUSAL
-        )
+        start_m, bh, batch, head, blocks, masked = next_tile(tile_smem, tile_full, tile_empty, turn, 4)
+        more = blocks > 0
         position = start_m + MEMBER * ROWS + NK - NQ + rows
         buffer = turn % 2
-        slot = step % STAGES
         mbarrier.wait(q_full.index(buffer), (turn // 2) & 1, pred=more)
-        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1, pred=more)
-        k = k_smem.index(slot).reshape((BLOCK_N, BLOCK_D))
-        scores = warpgroup_mma(
-            q_smem.index(buffer * CONSUMERS + MEMBER), k.permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        mbarrier.wait(v_full.index(before), filled_before)
-        acc = warpgroup_mma(p, v_smem.index(before).reshape((BLOCK_N, BLOCK_D)), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(k_empty.index(slot), pred=more)
+        scores, acc = multiply(
+            q_smem.index(buffer * CONSUMERS + MEMBER), acc, p, correction, step, k_smem, v_smem, k_full, k_empty,
+            v_full, more, MEMBER, BLOCK_N, STAGES,
+        )  # fmt: skip
         scores = mask_scores(scores, position, columns, (blocks - 1) * BLOCK_N, NK, IS_CAUSAL)
-        p32, correction, new_max, new_sum = online_softmax(scores, unseen, empty, qk_scale, True)
+        p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
 
         # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
+        row_sum = whole_sums(row_sum, gl.SliceLayout(1, S))
         seen = row_sum != 0.0
         divisor = gl.where(seen, row_sum, 1.0)
         lse = gl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
@@ -295,12 +266,15 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem
         if PIN:
             pin(new_sum)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(before))
+        mbarrier.arrive(v_empty.index((step - 1) % STAGES))
         o_tile.reshape((ROWS, BLOCK_D)).store(gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE))
         fence_async_shared()
         tma_store(o_desc, [old_batch, old_head, old_m + MEMBER * ROWS, 0], o_tile)
-        p = gl.convert_layout(p32.to(DTYPE), P)
+        p = pack_weights(p, DTYPE)
         row_max, row_sum = new_max, new_sum
+    if MEMBER == 0:
+        # The other warpgroup's last turn.
+        take_turn(MEMBER)
     tma_store_wait(0)
 
 
@@ -317,7 +291,7 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, cou
     o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [RING, 1], mbarrier.MBarrierLayout())
+    tile_smem = gl.allocate_shared_memory(gl.int32, [RING * NUMBERS, 1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -340,18 +314,15 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, cou
     gl.warp_specialize([
         (attend, (
             0, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            tile_smem, tile_full, tile_empty, qk_scale, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N,
-            BLOCK_D, STAGES, IS_CAUSAL, PIN,
+            tile_smem, tile_full, tile_empty, qk_scale, NQ, NK, BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, PIN,
         )),
         (attend, (
             1, o_desc, lse_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            tile_smem, tile_full, tile_empty, qk_scale, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, BLOCK_N,
-            BLOCK_D, STAGES, IS_CAUSAL, PIN,
+            tile_smem, tile_full, tile_empty, qk_scale, NQ, NK, BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, PIN,
         )),
         (rotate_queries, (
             q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides, cos_strides,
-            sin_strides, q_sign, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, D, R, BLOCK_N, BLOCK_D,
-            INTERLEAVED, IS_CAUSAL, LONG,
+            sin_strides, q_sign, NQ, NK, D, R, BLOCK_D, INTERLEAVED, LONG,
         )),
         (load, (
             k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
