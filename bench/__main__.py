@@ -1,4 +1,5 @@
-"""``python -m bench``: measure, plot, tune, write README's figures; ``bench rope`` for the rotation alone.
+"""``python -m bench``: measure, plot, tune, write README's figures; ``bench rope`` for the rotation alone,
+``bench corope`` for Co-RoPE.
 
 Exit status: 0 fine, 1 one of ours is red, 2 cannot run here (no GPU, wrong arguments), 3 the GPU was lost on the way.
 """
@@ -20,6 +21,7 @@ further commands:
   python -m bench plot FILE... [--plot-dir DIR]    figures from result files
   python -m bench readme FILE... [--check]         README.md's tables from result files
   python -m bench rope [--help]                    the rotation alone: measure, plot, write README's figures of it
+  python -m bench corope [--help]                  Co-RoPE beside its definition: measure, write README's figures of it
   python -m bench tune [--help]                    sweep tile configurations of the Triton kernels, propose table rows
 """
 
@@ -38,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         from bench import rope
 
         return rope.main(argv[1:])
+    if argv[:1] == ["corope"]:
+        from bench import corope
+
+        return corope.main(argv[1:])
     return run(argv[1:] if argv[:1] == ["run"] else argv)
 
 
