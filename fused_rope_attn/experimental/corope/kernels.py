@@ -382,7 +382,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, do_ptr, o_ptr
 
 @functools.lru_cache(maxsize=64)
 def frequency_tables(base: float, head_dim: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(multiples, turns): what `turned_keys` and `cosine_sine` read, from float64.
+    """(multiples, turns): what `distance_phases` and `cosine_sine` read, from float64.
 
     multiples ``(D/2,)`` int32 is a step's turn modulo one, in units of 2**-32. turns float32 holds ``(D/2,)`` turns of
     a step, ``(D/2,)`` what multiples lack, and cosines and sines of 1024 phases.
