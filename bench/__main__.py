@@ -1,5 +1,5 @@
 """``python -m bench``: measure, plot, tune, write README's figures; beside it ``bench rope``, ``bench masks``,
-``bench decode`` and ``bench models``.
+``bench decode``, ``bench models`` and ``bench corope``.
 
 Exit status: 0 fine, 1 one of ours is red, 2 cannot run here (no GPU, wrong arguments), 3 the GPU was lost on the way.
 """
@@ -24,6 +24,7 @@ further commands:
   python -m bench rope [--help]                    the rotation alone: measure, plot, write README's figures of it
   python -m bench masks [--help]                   windows, packed sequences and what other masks cost
   python -m bench decode [--help]                  a step of generation with a cache; --tune sweeps its configurations
+  python -m bench corope [--help]                  Co-RoPE beside its definition: measure, write README's figures of it
   python -m bench tune [--help]                    sweep tile configurations of the Triton kernels, propose table rows
 """
 
@@ -54,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         from bench import decode
 
         return decode.main(argv[1:])
+    if argv[:1] == ["corope"]:
+        from bench import corope
+
+        return corope.main(argv[1:])
     return run(argv[1:] if argv[:1] == ["run"] else argv)
 
 

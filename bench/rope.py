@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import report, rope_report
+from bench import readme, report, rope_report
 from bench.cases import DTYPES
 from bench.environment import ROOT, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
@@ -297,7 +297,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["plot"]:
         return rope_report.plot_main(argv[1:], RESULTS / "plots")
     if argv[:1] == ["readme"]:
-        return rope_report.readme_main(argv[1:], ROOT / "README.md")
+        return readme.block_main(argv[1:], "rope", rope_report.block, ROOT / "README.md")
     args = _parser().parse_args(argv)
     try:
         chosen = problems(*(_words(text) for text in (args.group, args.cases, args.dtype, args.style)))
