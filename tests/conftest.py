@@ -13,6 +13,11 @@ if not HAS_GPU:
 from fused_rope_attn.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
+if is_interpreted():
+    from tests.interpreter import remember_builtins
+
+    remember_builtins()
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is (compilers trace through it)")
