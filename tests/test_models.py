@@ -32,7 +32,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(attention, name, counted)
 
-    for name in ("rope_attention", "rope_attention_varlen"):
+    for name in ("rope_attention", "rope_attention_varlen", "_with_kvcache"):
         count(name)
     return counts
 
@@ -120,7 +120,7 @@ def test_generation(name, cache, calls):
         assert torch.equal(tokens, patched_tokens)
         assert_close(patched_scores, scores, 1e-5, "scores")
         unpatch_model(model)
-    assert calls["rope_attention"] == 2 * 2 * 14
+    assert calls == {"rope_attention": 2 * 2, "_with_kvcache": 2 * 2 * 13}  # two prompts, and the steps after them
 
 
 @every_model
@@ -132,4 +132,4 @@ def test_beams(name, calls):
     expected = model.generate(ids, attention_mask=mask, do_sample=False, num_beams=3, max_new_tokens=6)
     patched = patch_model(model).generate(ids, attention_mask=mask, do_sample=False, num_beams=3, max_new_tokens=6)
     assert torch.equal(expected, patched)
-    assert calls["rope_attention"] == 2 * options["max_new_tokens"]
+    assert calls == {"rope_attention": 2, "_with_kvcache": 2 * (options["max_new_tokens"] - 1)}
