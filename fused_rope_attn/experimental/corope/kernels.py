@@ -146,6 +146,20 @@ def load_key_pairs(pairs, k_rows, k_column, keys, D: tl.constexpr, LONG: tl.cons
 
 
 @triton.jit
+def split_dot(x, precise, acc, PRECISION: tl.constexpr):
+    """acc + x @ precise, x in the input dtype, ``precise`` float32: as two words of 16 bits where x has 16.
+
+    One word would do for scores. But the distances' gradient sums over all keys what one rounding leaves of each.
+    """
+    high = precise.to(x.dtype)
+    acc = tl.dot(x, high, acc, input_precision=PRECISION)
+    if x.dtype != tl.float32:
+        low = (precise - high.to(tl.float32)).to(x.dtype)
+        acc = tl.dot(x, low, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def tile_scores(whole, rest, local, q_rows, q_column, q_mask, k_rows, k_column, keys, frequencies, D: tl.constexpr,
                 HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, METHOD: tl.constexpr,
                 PRECISION: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
@@ -157,8 +171,8 @@ def tile_scores(whole, rest, local, q_rows, q_column, q_mask, k_rows, k_column, 
         k1, k2 = load_key_pairs(pairs, k_rows, k_column, keys, D, LONG)
         cos, sin = distance_phases(pairs, whole, rest, local, frequencies, D, METHOD)
         first, second = rotate(k1[None, :, :], k2[None, :, :], cos, sin, True)
-        scores = tl.dot(q1, first.to(q1.dtype), scores, input_precision=PRECISION)
-        scores = tl.dot(q2, second.to(q2.dtype), scores, input_precision=PRECISION)
+        scores = split_dot(q1, first, scores, PRECISION)
+        scores = split_dot(q2, second, scores, PRECISION)
     return scores
 
 
@@ -336,8 +350,8 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, do_ptr, o_ptr
         tl.atomic_add(tile_pointers(dv_base, offs_n, columns, D, 1, LONG), dv, mask=dv_mask, sem="relaxed")
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         # Without the scale, which comes last: it would take small ones to where float16 has fewer digits.
-        ds = tl.reshape((p * (dp - delta[:, None])).to(do.dtype), (BLOCK_M, HEADS, BLOCK_N))
-        by_head = tl.permute(ds, (0, 2, 1))
+        ds = tl.reshape(p * (dp - delta[:, None]), (BLOCK_M, HEADS, BLOCK_N))
+        by_head = tl.permute(ds.to(do.dtype), (0, 2, 1))
         by_key = spread_heads(ds, HEADS, SPREAD, BLOCK_M, BLOCK_N)
         distance = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # gradient of the distances
         for start in range(0, D // 2, PAIRS):
@@ -357,8 +371,9 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, do_ptr, o_ptr
             q1, q2 = load_halves(
                 q_spread[:, :, None], pairs[None, None, :], q_strides[3], spread_mask[:, :, None], D, LONG
             )  # fmt: skip
-            weighted1 = tl.dot(tl.permute(q1, (0, 2, 1)), by_key, input_precision=PRECISION)
-            weighted2 = tl.dot(tl.permute(q2, (0, 2, 1)), by_key, input_precision=PRECISION)
+            nothing = tl.zeros((BLOCK_M, PAIRS, BLOCK_N), tl.float32)
+            weighted1 = split_dot(tl.permute(q1, (0, 2, 1)), by_key, nothing, PRECISION)
+            weighted2 = split_dot(tl.permute(q2, (0, 2, 1)), by_key, nothing, PRECISION)
             dk1, dk2 = rotate(weighted1, weighted2, cos, sin, False)
             turn = turns_of(pairs, turns_ptr, D)[:, None]
             distance += tl.sum(dk1 * (k2 * turn)[None, :, :] - dk2 * (k1 * turn)[None, :, :], 1)
