@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from bench import cases, providers, readme, report
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.runner import DeviceLost, Options, Run
 
 RESULTS = ROOT / "bench" / "results"
@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
     from bench.timing import GpuClock
 
     facts = environment()
-    out = args.out or RESULTS / f"{_slug(facts['gpu'])}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
+    out = args.out or RESULTS / f"{card(facts['gpu'])}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     begin = time.monotonic()
     options = Options(
         passes=passes,
@@ -240,10 +240,6 @@ def _heading(facts: dict, out: Path) -> str:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _slug(name: object) -> str:
-    return "-".join(str(name).lower().replace("nvidia", "").split()) or "gpu"
 
 
 def _shown(path: Path) -> str:

@@ -26,7 +26,7 @@ import fused_rope_attn
 from baselines.masked import MASKED, MaskedAttention
 from baselines.rotations import LIGER
 from bench import report
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.gate import Gate, Verdict
 from bench.runner import _sentence, _status
 from bench.timing import Options, interleave, quantile, ratio
@@ -463,7 +463,7 @@ def main(argv: list[str]) -> int:
     from bench.timing import GpuClock
 
     begin, facts = time.monotonic(), environment()
-    gpu = "-".join(str(facts["gpu"]).lower().replace("nvidia", "").split()) or "gpu"
+    gpu = card(facts["gpu"])
     out = args.out or RESULTS / f"masks-{gpu}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     deadline = begin + args.time_budget if args.time_budget else float("inf")
     clock = GpuClock(torch.device("cuda", torch.cuda.current_device()))

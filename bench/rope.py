@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench import readme, report, rope_report
 from bench.cases import DTYPES
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.rope_providers import COPY, OURS, RopeProvider, select
 from bench.timing import Options, interleave, ratio
@@ -320,7 +320,7 @@ def main(argv: list[str]) -> int:
     from bench.timing import GpuClock
 
     begin, facts = time.monotonic(), environment()
-    gpu = "-".join(str(facts["gpu"]).lower().replace("nvidia", "").split()) or "gpu"
+    gpu = card(facts["gpu"])
     out = args.out or RESULTS / f"rope-{gpu}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     deadline = begin + args.time_budget if args.time_budget else float("inf")
     options = Options(passes, args.mode, args.rounds, args.round_ms, deadline)
