@@ -37,7 +37,8 @@ test: lint
 	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/aot
 
 test-hf-4: $(VENV_HF4)/.installed
-	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/test_models.py tests/test_models_around.py
+	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/test_models.py tests/test_models_around.py \
+		tests/test_models_steps.py
 
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.

@@ -1,5 +1,5 @@
 """``python -m bench``: measure, plot, tune, write README's figures; beside it ``bench rope``, ``bench masks``,
-``bench decode`` and ``bench models``.
+``bench decode``, ``bench models`` and ``bench corope``.
 
 Exit status: 0 fine, 1 one of ours is red, 2 cannot run here (no GPU, wrong arguments), 3 the GPU was lost on the way.
 """
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from bench import cases, providers, readme, report
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.runner import DeviceLost, Options, Run
 
 RESULTS = ROOT / "bench" / "results"
@@ -24,6 +24,7 @@ further commands:
   python -m bench rope [--help]                    the rotation alone: measure, plot, write README's figures of it
   python -m bench masks [--help]                   windows, packed sequences and what other masks cost
   python -m bench decode [--help]                  a step of generation with a cache; --tune sweeps its configurations
+  python -m bench corope [--help]                  Co-RoPE beside its definition: measure, write README's figures of it
   python -m bench tune [--help]                    sweep tile configurations of the Triton kernels, propose table rows
 """
 
@@ -54,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         from bench import decode
 
         return decode.main(argv[1:])
+    if argv[:1] == ["corope"]:
+        from bench import corope
+
+        return corope.main(argv[1:])
     return run(argv[1:] if argv[:1] == ["run"] else argv)
 
 
@@ -86,7 +91,7 @@ def run(argv: list[str]) -> int:
     from bench.timing import GpuClock
 
     facts = environment()
-    out = args.out or RESULTS / f"{_slug(facts['gpu'])}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
+    out = args.out or RESULTS / f"{card(facts['gpu'])}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     begin = time.monotonic()
     options = Options(
         passes=passes,
@@ -235,10 +240,6 @@ def _heading(facts: dict, out: Path) -> str:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _slug(name: object) -> str:
-    return "-".join(str(name).lower().replace("nvidia", "").split()) or "gpu"
 
 
 def _shown(path: Path) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from bench import report
 from bench.cases import DTYPES
 from bench.decode_providers import COPY, COPY_BYTES, OURS, RAW, DecodeProvider, Step, select
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.timing import interleave, ratio
 from fused_rope_attn import configs, planning, reference, rope_tables, testing
@@ -402,7 +402,7 @@ def main(argv: list[str]) -> int:
         if args.out:
             report.write_lines(args.out, [row | facts for row in rows])
         return 0
-    gpu = "-".join(str(facts["gpu"]).lower().replace("nvidia", "").split()) or "gpu"
+    gpu = card(facts["gpu"])
     out = args.out or RESULTS / f"decode-{gpu}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     measurement = Run(rivals, options, clock, facts, lambda text: print(text, file=sys.stderr, flush=True))
     rows = []

@@ -14,6 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("transformers", "liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
 
 
+def card(gpu: object) -> str:
+    """The name of a GPU as result files are named by it."""
+    return "-".join(str(gpu).lower().replace("nvidia", "").split()) or "gpu"
+
+
 def environment() -> dict[str, object]:
     """Facts of this machine and this tree, JSON-ready."""
     import triton

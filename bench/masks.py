@@ -26,10 +26,10 @@ import fused_rope_attn
 from baselines.masked import MASKED, MaskedAttention
 from baselines.rotations import LIGER
 from bench import report
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.gate import Gate, Verdict
 from bench.runner import _sentence, _status
-from bench.timing import interleave, quantile, ratio
+from bench.timing import Options, interleave, quantile, ratio
 from fused_rope_attn import testing
 from fused_rope_attn.configs import BackwardConfig, ForwardConfig
 from fused_rope_attn.testing import Case
@@ -262,25 +262,14 @@ class Subject:
 
 
 @dataclass
-class Options:
-    """As in ``rope.Options``; ``backend`` is ours."""
-
-    rounds: int = 5
-    round_ms: float = 40.0
-    backend: str = "triton"
-    deadline: float = float("inf")
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
-
-
-@dataclass
 class Run:
-    """Everything that outlasts a figure; ``clock`` as in ``runner.Clock``."""
+    """Everything that outlasts a figure; ``clock`` as in ``runner.Clock``, ``backend`` ours. Calls are eager: they take
+    milliseconds, and the flush before each hides the host's share."""
 
     options: Options
     clock: Any
     environment: dict[str, Any]
+    backend: str = "triton"
     progress: Callable[[str], None] = lambda message: None
     not_run: list[str] = field(default_factory=list)
 
@@ -307,7 +296,7 @@ class Run:
                 continue
             self.progress(f"{line.figure}: gate {line.label}")
             try:
-                subject = Subject(line, problems[line.case], self.options.backend)
+                subject = Subject(line, problems[line.case], self.backend)
                 verdict = gates[line.case].judge(subject.once(), forgiving=line.rival is not None)
             except Exception as error:
                 self.clock.synchronize()
@@ -317,7 +306,7 @@ class Run:
                 rows.append(self._row(line, None, "failed", verdict.detail, verdict))
             else:
                 subjects[line.name], verdicts[line.name] = subject, verdict
-        for part in ("fwd", "bwd"):
+        for part in self.options.passes:
             rows += self._timed(part, subjects, verdicts)
         self.clock.release()
         return rows
@@ -474,16 +463,16 @@ def main(argv: list[str]) -> int:
     from bench.timing import GpuClock
 
     begin, facts = time.monotonic(), environment()
-    gpu = "-".join(str(facts["gpu"]).lower().replace("nvidia", "").split()) or "gpu"
+    gpu = card(facts["gpu"])
     out = args.out or RESULTS / f"masks-{gpu}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     deadline = begin + args.time_budget if args.time_budget else float("inf")
     clock = GpuClock(torch.device("cuda", torch.cuda.current_device()))
-    options = Options(args.rounds, args.round_ms, args.backend, deadline)
+    options = Options(mode="eager", rounds=args.rounds, round_ms=args.round_ms, deadline=deadline)
 
     def progress(text: str) -> None:
         print(f"{time.monotonic() - begin:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-    measurement, rows = Run(options, clock, facts, progress), []
+    measurement, rows = Run(options, clock, facts, args.backend, progress), []
     for block in measurement.rows(chosen):
         rows += block
         report.write_lines(out, block)

@@ -110,7 +110,7 @@ def headline(rows: list[Row]) -> str:
     if not lines:
         raise ValueError(f"no time of {_MINE} beside a rival that rotates")
     where = f"{rows[0]['gpu']}, {rows[0]['dtype']}, CUDA graphs"
-    return _markdown([f"`rope_attention` is not slower than ... ({where})", *_PASSES.values()], lines)
+    return markdown([f"`rope_attention` is not slower than ... ({where})", *_PASSES.values()], lines)
 
 
 def results(rows: list[Row]) -> str:
@@ -137,7 +137,7 @@ def results(rows: list[Row]) -> str:
             lines.append([f"{case} {shape}", *_cells(graph)])
             if called is not None and abs(called["ms"] / mine["ms"] - 1) > _EAGER_DIFFERS:
                 lines.append([f"{case}, called eagerly", *_cells(eager)])
-        blocks.append(_markdown(header, lines))
+        blocks.append(markdown(header, lines))
     loose = any(row["status"] == "loose" for row in report.timed(rows) if row["case"] in cases.TABLE)
     notes = [
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
@@ -163,9 +163,7 @@ def standing(rows: list[Row]) -> str:
     header = ["against", "forward: not slower at", "their time / ours", "backward: not slower at", "their time / ours"]
     slower = [f"{case} {_PASSES[part]} ({value:.2f}×)" for case, part, value in found.get(_FLASH, ()) if value < _EVEN]
     label = labels.get(_FLASH, _FLASH)
-    return (
-        f"{_markdown(header, lines)}\n\nSlower than {label} (FlashAttention-2) at: {', '.join(slower) or 'no shape'}."
-    )
+    return f"{markdown(header, lines)}\n\nSlower than {label} (FlashAttention-2) at: {', '.join(slower) or 'no shape'}."
 
 
 def host(rows: list[Row]) -> str:
@@ -180,7 +178,7 @@ def host(rows: list[Row]) -> str:
         if all(found):
             label = "`rope_attention`" if name == _MINE else found[0]["label"]
             lines.append([label, *(f"{1e3 * row['ms']:.0f}" for row in found)])
-    return _markdown(["host time of an eager call, µs", "forward, no gradient", "forward + backward"], lines)
+    return markdown(["host time of an eager call, µs", "forward, no gradient", "forward + backward"], lines)
 
 
 def plan(rows: list[Row]) -> str:
@@ -191,6 +189,32 @@ def plan(rows: list[Row]) -> str:
     text = re.sub(r", (reason|forward|backward)=", r",\n     \1=", texts[0])
     text = re.sub(r", (dkdv|dq|section_bytes)=", r",\n         \1=", text)
     return f"At {_PLAN_CASE} on an {rows[0]['gpu']}:\n\n```text\n{text}\n```"
+
+
+def block_main(argv: list[str], name: str, block: Callable[[list[Row]], str], path: Path) -> int:
+    """``python -m bench NAME readme``: a benchmark's only block, from ``<!-- NAME:results`` to ``<!-- NAME:end -->``.
+
+    ``block`` makes its content of rows, or raises ValueError. Exit status as ``main``.
+    """
+    parser = argparse.ArgumentParser(f"python -m bench {name} readme")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where README.md and rows differ")
+    parser.add_argument("--readme", type=Path, default=path)
+    args = parser.parse_args(argv)
+    place = re.compile(rf"(<!-- {name}:results[^>]*-->\n)(.*?)(<!-- {name}:end -->)", re.DOTALL)
+    try:
+        old = args.readme.read_text(encoding="utf-8")
+        if not place.search(old):
+            raise ValueError(f"no <!-- {name}:results --> block with a <!-- {name}:end --> to write")
+        content = block(report.read_lines(args.files))
+    except (OSError, ValueError) as error:
+        print(f"bench {name} readme: {error}", file=sys.stderr)
+        return 2
+    new = place.sub(lambda found: f"{found[1]}\n{content}\n\n{found[3]}", old)
+    if args.check:
+        return int(old != new)
+    args.readme.write_text(new, encoding="utf-8")
+    return 0
 
 
 BLOCKS: dict[str, Callable[[list[Row]], str]] = {
@@ -270,6 +294,7 @@ def _provenance(rows: list[Row]) -> str:
     )
 
 
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A table whose first column is to the left."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))

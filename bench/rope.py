@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import report, rope_report
+from bench import readme, report, rope_report
 from bench.cases import DTYPES
-from bench.environment import ROOT, environment
+from bench.environment import ROOT, card, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.rope_providers import COPY, OURS, RopeProvider, select
 from bench.timing import Options, interleave, ratio
@@ -297,7 +297,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["plot"]:
         return rope_report.plot_main(argv[1:], RESULTS / "plots")
     if argv[:1] == ["readme"]:
-        return rope_report.readme_main(argv[1:], ROOT / "README.md")
+        return readme.block_main(argv[1:], "rope", rope_report.block, ROOT / "README.md")
     args = _parser().parse_args(argv)
     try:
         chosen = problems(*(_words(text) for text in (args.group, args.cases, args.dtype, args.style)))
@@ -320,7 +320,7 @@ def main(argv: list[str]) -> int:
     from bench.timing import GpuClock
 
     begin, facts = time.monotonic(), environment()
-    gpu = "-".join(str(facts["gpu"]).lower().replace("nvidia", "").split()) or "gpu"
+    gpu = card(facts["gpu"])
     out = args.out or RESULTS / f"rope-{gpu}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.jsonl"
     deadline = begin + args.time_budget if args.time_budget else float("inf")
     options = Options(passes, args.mode, args.rounds, args.round_ms, deadline)

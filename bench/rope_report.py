@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import readme, report
 from bench.plots import _STYLE, DPI, _pyplot
 from bench.rope_providers import COPY, OURS, PROVIDERS
 from bench.timing import ratio
@@ -26,7 +25,6 @@ _COLOURS = {
     "hf": "#adb5bd",
     COPY: "#343a40",
 }
-_BLOCK = re.compile(r"(<!-- rope:results[^>]*-->\n)(.*?)(<!-- rope:end -->)", re.DOTALL)
 
 
 def groups(rows: list[Row], mode: str | None = None) -> dict[tuple[str, str, str, str], dict[str, Row]]:
@@ -110,8 +108,7 @@ def block(rows: list[Row]) -> str:
             values = [(value, group[name]) for group in passes if (value := speedup(group, name)) is not None]
             loose = " ~" * any(row["status"] == "loose" for _, row in values)
             lines[-1].append(" / ".join(f"{value:.2f}" for value, _ in values) + "×" * bool(values) + loose)
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+    table = readme.markdown(header, lines)
     first = next(iter(found.values()))[OURS]
     loose = any(row["status"] == "loose" for group in found.values() for row in group.values())
     dates = sorted({row.get("date", "")[:10] for row in rows} - {""})
@@ -125,33 +122,6 @@ def block(rows: list[Row]) -> str:
         + f". Measured {' and '.join(dates)}, commit {' and '.join(commits)}."
     )
     return f"{' '.join(words)}\n\n{table}\n\n{notes}"
-
-
-def rewrite(text: str, rows: list[Row]) -> str:
-    """``text`` with the block's content replaced. ValueError where there is no block."""
-    if not _BLOCK.search(text):
-        raise ValueError("no <!-- rope:results --> block with a <!-- rope:end --> to write")
-    content = block(rows)
-    return _BLOCK.sub(lambda found: f"{found[1]}\n{content}\n\n{found[3]}", text)
-
-
-def readme_main(argv: list[str], readme: Path) -> int:
-    """Exit status: 0 README is (now) what the rows say, 1 ``--check`` found it is not, 2 nothing could be written."""
-    parser = argparse.ArgumentParser("python -m bench rope readme")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where README.md and rows differ")
-    parser.add_argument("--readme", type=Path, default=readme)
-    args = parser.parse_args(argv)
-    try:
-        old = args.readme.read_text(encoding="utf-8")
-        new = rewrite(old, report.read_lines(args.files))
-    except (OSError, ValueError) as error:
-        print(f"bench rope readme: {error}", file=sys.stderr)
-        return 2
-    if args.check:
-        return int(old != new)
-    args.readme.write_text(new, encoding="utf-8")
-    return 0
 
 
 def plot_main(argv: list[str], directory: Path) -> int:

@@ -326,6 +326,8 @@ BACKWARD: tuple[Row, ...] = (
 _IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
 _ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
 
+# Query rows (new tokens times heads of a group) of one program of the generation step at most: what registers hold.
+DECODE_ROWS = 64
 # A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (

@@ -251,6 +251,12 @@ def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:
     return f"forward, {words(*forward)}; backward, {words(*backward)}"
 
 
+def reads_cache_once(len_q: int, group_size: int) -> bool:
+    """Whether a generation step reads its cache once, or there is a single token. More tokens fill the tiles of
+    ``rope_attention``, whose programs go through the keys once for each head instead."""
+    return len_q == 1 or len_q * group_size <= configs.DECODE_ROWS
+
+
 def decode_config(q, cache_is_rotated: bool) -> configs.DecodeConfig:
     """Configuration of the generation step for tensors that ``choose_backend`` has admitted."""
     return configs.decode(configs.family(device.arch(q.device)), q.dtype.itemsize, q.shape[3], cache_is_rotated)

@@ -162,7 +162,7 @@ def visible_keys(
     window: tuple[int, int] | None = None,
     kv_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`visible_range` of queries at `position` (1|B, NQ) among `length` (1|B, 1) keys, positions returned as given."""
+    """`visible_range` of queries at `position` (..., NQ) among `length` keys; positions come back as given."""
     low, high = torch.zeros_like(position), torch.zeros_like(position) + length
     if kv_starts is not None:
         low = low + kv_starts.long().clamp(min=0).unsqueeze(1)
@@ -298,14 +298,8 @@ def packed_attention(
     sequence_k, position_k, lengths_k = sequences(cu_seqlens_k, k.shape[2])
     length = lengths_k[sequence]
     position = length - lengths_q[sequence] + index
-    low, high = torch.zeros_like(position), length
-    if window is not None and window[0] >= 0:
-        low = torch.maximum(low, position - window[0])
-    if window is not None and window[1] >= 0:
-        high = torch.minimum(high, position + window[1] + 1)
-    if causal:
-        high = torch.minimum(high, position + 1)
-    high = torch.where((position < 0) | (sequence == lengths_q.shape[0] - 1), 0, high)
+    position, low, high = visible_keys(position, length, causal, window=window)
+    high = torch.where(sequence == lengths_q.shape[0] - 1, 0, high)
     outside = sequence_k == lengths_k.shape[0] - 1
     k, v = (x.masked_fill(outside[None, None, :, None], 0) for x in (k, v))
     rows = max(cos.shape[1] - 1, 0)

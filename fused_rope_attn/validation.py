@@ -93,9 +93,7 @@ def check_attention(
     if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
         _refuse_shapes(q_shape, k_shape, v_shape)
     if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        raise ValueError(
-            f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q_shape)}"
-        )
+        _refuse_heads(q_shape)
     if len_q > len_k and not causal and kv_lens is None and max_seqlen_k is None:
         raise ValueError(
             f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "
@@ -187,9 +185,7 @@ def check_kvcache(
     if batch_k != batch or head_dim_k != head_dim or v_cache.shape != cache_shape or heads_kv < 1 or heads_q % heads_kv:
         _refuse_shapes(q_shape, cache_shape, v_cache.shape, "_cache")
     if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        raise ValueError(
-            f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q_shape)}"
-        )
+        _refuse_heads(q_shape)
     if append:
         _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim))
     _check_bounds("cache_seqlens", cache_seqlens, device, batch)
@@ -535,6 +531,12 @@ def _refuse_rank(keys: str, **arguments: Tensor) -> NoReturn:
     name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
     form = "(B, HQ, NQ, D)" if name == "q" else keys
     raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {_shape(value.shape)}")
+
+
+def _refuse_heads(q_shape) -> NoReturn:
+    raise ValueError(
+        f"q must have at least one head and an even head dim of at least 2, but has shape {_shape(q_shape)}"
+    )
 
 
 def _refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str = "") -> NoReturn:

@@ -9,9 +9,18 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Triton reads it once, when it is first imported. Tests that need the compiler start processes of their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Tensors are small here, and `pytest -n 2` has a process for each core: more threads would wait for one another,
+    # spinning, for ten times as long as the tests of whole models take.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 from fused_rope_attn.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
+
+if is_interpreted():
+    from tests.interpreter import remember_builtins
+
+    remember_builtins()
 
 
 def pytest_configure(config):

@@ -9,6 +9,7 @@ from baselines import masked
 from baselines.rotations import LIGER
 from bench import masks, report
 from bench.__main__ import main
+from bench.timing import Options
 from fused_rope_attn import apply_rope_qk, configs
 from fused_rope_attn.planning import Plan
 from fused_rope_attn.testing import Case
@@ -57,7 +58,7 @@ def toys(monkeypatch):
 
 
 def run(chosen):
-    measurement = masks.Run(masks.Options(rounds=2, backend="auto"), WallClock(), FACTS)
+    measurement = masks.Run(Options(rounds=2), WallClock(), FACTS, "auto")
     return [row for block in measurement.rows(chosen) for row in block]
 
 

@@ -352,7 +352,7 @@ def test_offsets_of_tiles_pass_two_to_the_31(strategy):
     far_away(make_inputs(few_keys), few_keys, strides, ("q", "do"), strategy)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     batch=st.integers(1, 2),
     heads_kv=st.integers(1, 2),

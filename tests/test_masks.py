@@ -145,7 +145,7 @@ PACKINGS = (
     packed((20, 33), behind=(40, 70)),
     packed((), behind=(5, 9)),
     packed((), causal=False),
-    packed((2, 3) * 6 + (0,) * 20, dtype=F32),
+    packed((2, 3) * 4 + (0,) * 8, dtype=F32),
     packed((70, 50), window=(20, 0)),
     packed((70, 50), window=(20, 5), causal=False, softcap=3.0, sinks=True, dtype=F32),
     packed((30, 40), layout="odd", interleaved=True, rotary_dim=10),

@@ -16,7 +16,6 @@ import transformers
 from hf_models import MODELS, SIZES, attentions_of, make_ids, make_model
 from test_models import LENGTH, assert_close, assert_same, calls, eager_rotation, run  # noqa: F401
 
-import fused_rope_attn
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.integrations.transformers import attention, conventions, patch_model, unpatch_model
 
@@ -356,8 +355,8 @@ def test_autocast(calls):  # noqa: F811
 def interpreted(monkeypatch):
     """The portable kernels, in Triton's interpreter."""
     assert is_interpreted() or torch.cuda.is_available()
-    for name in ("rope_attention", "rope_attention_varlen"):
-        operator = functools.partial(getattr(fused_rope_attn, name), backend="triton")
+    for name in ("rope_attention", "rope_attention_varlen", "_with_kvcache"):
+        operator = functools.partial(getattr(attention, name), backend="triton")
         monkeypatch.setattr(attention, name, operator)
 
 

@@ -102,9 +102,39 @@ def test_compiled_training():
 
 
 @pytest.mark.unpoisoned
-def test_compiled_generation():
+def test_a_captured_step():
+    """A static cache: the graph rotates, writes, attends and counts, and is replayed for other tokens."""
+    model, ids = patch_model(make_model("llama").to(DEVICE)), make_ids(2, 21).to(DEVICE)
+    past = transformers.StaticCache(config=model.config, max_cache_len=32)
+    token, position = ids[:, 18:19].clone(), torch.full((1, 1), 18, device=DEVICE)
+    options = {"cache_position": position[0]} if transformers.__version__ < "5" else {}
+
+    def step():
+        return model(token, position_ids=position, past_key_values=past, **options).logits
+
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        model(ids[:, :18], past_key_values=past)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert_close(step(), expected[:, 18:19], 1e-4)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        for i in (19, 20):
+            token.copy_(ids[:, i : i + 1])
+            position.fill_(i)
+            graph.replay()
+            assert_close(logits, expected[:, i : i + 1], 1e-4)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_compiled_generation(name):
     """transformers compiles the decoding step of a static cache by itself."""
-    model, ids, mask = patch_model(make_model("gemma3").to(DEVICE)), make_ids(2, 12).to(DEVICE), left_padded(2, 12, 5)
+    model, ids, mask = patch_model(make_model(name).to(DEVICE)), make_ids(2, 12).to(DEVICE), left_padded(2, 12, 5)
     options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     expected = model.generate(ids, **options)
     torch._dynamo.reset()

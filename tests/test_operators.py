@@ -46,9 +46,10 @@ def close(xs, ys, tolerance=1e-5):
 
 @interpreted
 @pytest.mark.unpoisoned
-@both
-@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-@pytest.mark.parametrize("full_width", [False, True])
+@pytest.mark.parametrize(
+    ("full_width", "layout", "strategy"),
+    [(False, "bnhd", "inline"), (True, "bnhd", "prepass"), (True, "bhnd", "inline"), (False, "bhnd", "prepass")],
+)
 def test_opcheck(layout, full_width, strategy):
     inputs = make_inputs(Case(1, 2, 1, 5, 7, 16, layout=layout, full_width=full_width, dtype=torch.float32))
     q, k, v, cos, sin, do = inputs
@@ -124,7 +125,7 @@ def test_compile_recompiles_once_for_lengths_that_change(backend):
     def compiled(q, k, v, cos, sin):
         return rope_attention(q, k, v, cos, sin, True, backend=backend)
 
-    for n in (9, 12, 17, 33, 40):
+    for n in (9, 12, 17, 33):
         q, k, v, cos, sin, _ = make_inputs(Case(1, 2, 1, n, n, 16, dtype=torch.float32))
         close([compiled(q, k, v, cos, sin)], [rope_attention(q, k, v, cos, sin, True, backend=backend)])
     assert counter.frame_count <= 2
@@ -250,8 +251,11 @@ def test_what_the_sm_90_kernels_do_not_serve():
 
 @interpreted
 @pytest.mark.unpoisoned
-@both
-@pytest.mark.parametrize("names", [("window",), ("sinks",), tuple(MASKS)], ids=",".join)
+@pytest.mark.parametrize(
+    ("names", "strategy"),
+    [(("window",), "inline"), (("sinks",), "prepass"), (tuple(MASKS), "inline"), (tuple(MASKS), "prepass")],
+    ids=lambda x: x if isinstance(x, str) else ",".join(x),
+)
 def test_opcheck_with_masks(names, strategy):
     """Also that the gradient of the sinks comes through autograd, the dispatcher and a traced graph."""
     inputs = make_inputs(SMALL)

@@ -278,7 +278,7 @@ def test_gradcheck(options, interleaved):
         )[0]
 
     assert torch.autograd.gradcheck(run, (q, k, v, sinks))
-    assert torch.autograd.gradgradcheck(run, (q, k, v, sinks))
+    assert torch.autograd.gradgradcheck(run, (q, k, v, sinks), fast_mode=True)  # along one random direction
 
 
 def test_lse_is_not_differentiable():

@@ -479,7 +479,7 @@ def test_far_positions_keep_their_angles():
     close(apply_rope(x.float(), cos, sin), plain(x, exact.cos(), exact.sin(), 16, False, False), 1e-5)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     batch=st.integers(1, 3),
     heads=st.lists(st.integers(1, 9), min_size=1, max_size=3),

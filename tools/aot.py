@@ -34,6 +34,9 @@ TARGETS: dict[str, tuple[GPUTarget, int]] = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99 * KB),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
 }
+# Compiled for with every feature by default: the card that everything is measured on, and one of small memory. For the
+# others the default is each row of each table once; the rest is `--full`'s.
+THOROUGH = ("sm_90", "sm_86")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Compile every kernel configuration for every target without a GPU, and hold each to its card's limits.
 
-    python -m tools.compile_kernels                              every row of the configuration table
+    python -m tools.compile_kernels                              every row of the tables, features where they differ
     python -m tools.compile_kernels --arch sm_90 --filter backward
-    python -m tools.compile_kernels --full                       also float16, non-causal, interleaved, partial rotary
+    python -m tools.compile_kernels --full                       every feature for every card, float16, all masks
     python -m tools.compile_kernels --arch sm_90 --filter hopper         the sm_90 backend alone
     python -m tools.compile_kernels --arch sm_90 --filter packed         packed sequences, alone and with other masks
     python -m tools.compile_kernels --arch sm_90 --filter decode         the generation step alone
@@ -96,13 +96,17 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
 
     Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
-    halves: the other variants differ by a few instructions. ``full`` compiles those too, and a head dimension that is
-    no power of two.
+    halves: the other variants differ by a few instructions. Only the first strategy, inline, which takes more registers
+    and shared memory, for float32 elsewhere than in ``THOROUGH``, and for sm_89, whose kernels have been those of sm_86
+    to the byte. ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
     for direction, table in (("forward", configs.FORWARD), ("backward", configs.BACKWARD)):
         for row, strategy in itertools.product(table, configs.STRATEGIES):
             if arch not in row.archs or strategy not in row.strategies or row.masked:  # those are mask_jobs'
+                continue
+            once = arch == "sm_89" or (row.element_size == 4 and arch not in aot.THOROUGH)
+            if once and strategy != row.strategies[0] and not full:
                 continue
             job = Job(
                 arch=arch,
@@ -126,23 +130,22 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 # The pairs that models combine, and the most that one kernel can hold.
-_PADDED, _PACKED, _MOST = ("kv_starts", "kv_lens"), ("packed",), ("window", "softcap", "sinks", "packed")
-_HOPPER_MASKED = (("window",), _PADDED, ("window", "softcap", "sinks", *_PADDED))
-_MASKED = (("window",), ("window", "softcap"), ("window", "sinks"), _PADDED, _PACKED, _MOST)
+_WINDOW, _PADDED, _MOST = ("window",), ("kv_starts", "kv_lens"), ("window", "softcap", "sinks", "packed")
+_HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED))
+_MASKED = (_WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
 
 
 def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     """Jobs with masks, bfloat16 and causal, in the configurations of medium lengths.
 
-    On sm_90 every combination at D 128, and at D 64 and 256 what takes most registers; that at D 128 elsewhere, where
-    the same kernels run in smaller tiles, but not on sm_89 and sm_120, which have those of sm_86. ``full``: every
-    combination, strategy and width everywhere.
+    What takes most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on sm_90,
+    sm_86 and gfx942: the other cards have the instructions of one of them. On sm_90 also inline, a window alone and
+    padded batches. ``full``: every combination, strategy and width everywhere.
     """
+    chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
+    chosen += [("prepass", 128, _MOST)] if arch in (*aot.THOROUGH, "gfx942") else []
     if arch == "sm_90":
-        chosen = [("prepass", 128, masks) for masks in _MASKED]
-        chosen += [("inline", 128, _MOST), ("prepass", 64, _MOST), ("prepass", 256, _MOST)]
-    else:
-        chosen = [] if arch in ("sm_89", "sm_120") else [("prepass", 128, _MOST)]
+        chosen += [("inline", 128, _MOST), ("prepass", 128, _WINDOW), ("prepass", 128, _PADDED)]
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
     return [
@@ -304,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile_kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", choices=configs.ARCHS, help="may be repeated; all by default")
     parser.add_argument("--filter", default="", help="only jobs whose label contains this, such as 'backward prepass'")
-    parser.add_argument("--full", action="store_true", help="also float16, full masks, interleaved and partial rotary")
+    parser.add_argument("--full", action="store_true", help="also what the default spares: see CONTRIBUTING.md")
     parser.add_argument("--tile", action="append", help="try this one instead of the table's; may be repeated")
     parser.add_argument("--list", action="store_true", help="name the jobs and compile nothing")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default %(default)s)")

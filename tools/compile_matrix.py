@@ -1,6 +1,6 @@
 """Compile every kernel configuration with several Triton releases, without a GPU: ``make compile-matrix``.
 
-    python -m tools.compile_matrix 3.6.0 3.7.1
+    python -m tools.compile_matrix 3.6.0 3.7.1                     every feature for every card: an hour each
     python -m tools.compile_matrix --only "--arch sm_90" 3.9.0
 
 Each release is installed alone (no dependencies) into .triton/VERSION, once, and put before the environment's own on
@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tools.compile_matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="Triton releases")
-    parser.add_argument("--only", default="", metavar="OPTIONS", help="options for tools.compile_kernels")
+    parser.add_argument(
+        "--only", default="--full", metavar="OPTIONS", help="for tools.compile_kernels (default %(default)s)"
+    )
     options = parser.parse_args(argv)
     results = {}
     for version in options.versions:

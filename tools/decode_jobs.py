@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fused_rope_attn import configs
+from tools import aot
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class DecodeJob:
 
 
 def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
-    """Jobs for the rows of the table that serve ``arch``; ``full`` adds large tiles of queries, masks and layouts."""
+    """A job for each row of the table that serves ``arch``; in ``aot.THOROUGH`` also D 128 with masks, 16 tokens and
+    raw keys. ``full`` adds those everywhere, and layouts."""
     jobs = []
     for row in configs.DECODE:
         if arch not in row.archs:
@@ -68,14 +70,15 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
         for rotated in (True, False):
             if row.rotated not in (None, rotated):
                 continue
-            # Where both take the same row, rotating in the loop is compiled at one head dimension.
-            if row.rotated is None and not rotated and row.head_dim != 128 and not full:
+            featured = arch in aot.THOROUGH and row.head_dim == 128 and row.element_size == 2
+            # Where both take the same row, rotating in the loop is compiled for few.
+            if row.rotated is None and not rotated and not featured and not full:
                 continue
             dtype = torch.bfloat16 if row.element_size == 2 else torch.float32
             config = configs.decode(arch, row.element_size, row.head_dim, rotated)
             job = DecodeJob(arch, config, dtype, row.head_dim, rotated)
             jobs.append(job)
-            if row.head_dim == 128 and row.element_size == 2 and (rotated or arch == "sm_90"):
+            if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:
                 jobs.append(replace(job, len_q=16))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn import device
+from fused_rope_attn.configs import DECODE_ROWS
 from fused_rope_attn.kernels.launch import (
     Launch,
     PreparedCalls,
@@ -370,7 +371,7 @@ def combine_kernel(seqlens_ptr, starts_ptr, sinks_ptr, parts_ptr, o_ptr, lse_ptr
 
 def row_block(rows: int) -> int:
     """BLOCK_M for a head's query rows: what the tensor cores need at least, and what the registers hold at most."""
-    return min(64, max(16, 1 << (rows - 1).bit_length()))
+    return min(DECODE_ROWS, max(16, 1 << (rows - 1).bit_length()))
 
 
 def common_unit(x: torch.Tensor) -> int:
@@ -433,8 +434,11 @@ class DecodeCall:
                 "LONG": long,
                 "PDL": config.pdl,
             },
-            # 64 rows of sums take the registers of twice as many threads.
-            {**config.launch_options, "num_warps": max(8, config.num_warps) if block_m == 64 else config.num_warps},
+            # So many rows of sums take the registers of twice as many threads.
+            {
+                **config.launch_options,
+                "num_warps": max(8, config.num_warps) if block_m == DECODE_ROWS else config.num_warps,
+            },
         )  # fmt: skip
         self.combine = Launch(
             combine_kernel,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import aot, compile_kernels
+
 ROOT = Path(__file__).parents[2]
 ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_configurations.py
 SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
@@ -18,9 +20,9 @@ SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 pytestmark = pytest.mark.aot
 
 
-def python(*arguments: str, cache: Path, **environment: str) -> subprocess.CompletedProcess:
+def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment = inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)} | environment
+    environment = inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -74,12 +76,20 @@ def test_serialised_products_show(toy):
         assert row["serialised"] == (row["arch"] == "sm_90")
 
 
-def test_the_interpreter_is_refused(tmp_path):
-    result = python("-m", "tools.compile_kernels", "--arch", "sm_90", cache=tmp_path, TRITON_INTERPRET="1")
-    assert result.returncode == 2 and "TRITON_INTERPRET" in result.stderr
-    program = "from tools import aot\nwith aot.compiling_for('sm_90'): pass"
-    result = python("-c", program, cache=tmp_path, TRITON_INTERPRET="1")
-    assert result.returncode == 1 and "RuntimeError: ahead-of-time compilation needs the compiler" in result.stderr
+def usage_error(arguments: list[str], capsys) -> str:
+    """What the command prints where it ends before it compiles anything."""
+    with pytest.raises(SystemExit) as stopped:
+        compile_kernels.main(arguments)
+    assert stopped.value.code == 2, arguments
+    return capsys.readouterr().err
+
+
+def test_the_interpreter_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" in usage_error(["--arch", "sm_90"], capsys)
+    with pytest.raises(RuntimeError, match="ahead-of-time compilation needs the compiler"):
+        with aot.compiling_for("sm_90"):
+            pass
 
 
 def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
@@ -90,7 +100,7 @@ def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
     assert "FAIL shared memory" in result.stdout
 
 
-def test_usage_errors(tmp_path):
+def test_usage_errors(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for arguments in (["--filter", "no such job"], ["--tile", "128"], ["--arch", "sm_75"]):
-        result = python("-m", "tools.compile_kernels", *arguments, cache=tmp_path)
-        assert result.returncode == 2, arguments
+        assert "error: " in usage_error(arguments, capsys)

@@ -10,13 +10,16 @@ from torch.utils.checkpoint import checkpoint
 _CHUNK_ANGLES = 1 << 23
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, base: float, softmax_scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, base: float, softmax_scale: float, chunk_angles: int | None = None
+) -> Tensor:
     """o ``(B, HQ, N, D)`` for q ``(B, HQ, N, D)``, k and v ``(B, HKV, N, D)``; differentiable.
 
     The definition of the issue: with ``z_ij = sigmoid(s q_leader,i . k_j)`` for ``j <= i``, the mileage
     ``a_ij = sum_{m<=j} z_im`` and the distance ``a_ii - a_ij``, which turns key against query in place of ``i - j``.
     Everything up to the softmax is computed in float32 at least; the probabilities are rounded to v's dtype. Chunks (a
-    few groups, or query rows of one) are computed again in the backward pass instead of kept.
+    few groups, or query rows of one, of at most ``chunk_angles`` angles) are computed again in the backward pass
+    instead of kept, unless there is only one.
     """
     batch, heads_q, length, head_dim = q.shape
     groups = batch * k.shape[1]
@@ -24,8 +27,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, base: float, softmax_scale: fl
         return q + k.sum() + v.sum()  # nothing, with a gradient for everybody
     q = q.reshape(groups, heads_q // k.shape[1], length, head_dim)
     k, v = k.reshape(groups, length, head_dim), v.reshape(groups, length, head_dim)
-    together = max(1, _CHUNK_ANGLES // (length * length * head_dim // 2))
-    rows = length if together > 1 else max(1, _CHUNK_ANGLES // (length * head_dim // 2))
+    most = chunk_angles or _CHUNK_ANGLES
+    together = max(1, most // (length * length * head_dim // 2))
+    rows = length if together > 1 else max(1, most // (length * head_dim // 2))
+    if together >= groups and rows >= length:
+        return _rows(q, k, v, 0, base, softmax_scale).view(batch, heads_q, length, head_dim)
     o = []
     for first in range(0, groups, together):
         some = slice(first, first + together)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen
-from fused_rope_attn.integrations.transformers.batch import PAST_NAMES, PLAIN, Batch, say_once, tokens_seen
+from fused_rope_attn import apply_rope, apply_rope_qk, planning, rope_attention, rope_attention_varlen
+from fused_rope_attn.api import _with_kvcache
+from fused_rope_attn.integrations.transformers.batch import (
+    PAST_NAMES,
+    PLAIN,
+    Batch,
+    count_written,
+    say_once,
+    tokens_seen,
+)
 from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
@@ -128,24 +136,60 @@ def attend_cache(
     """Attention of new tokens over a cache that holds others: o (B, HQ, N, D). Only the new tokens are rotated.
 
     q (B, HQ, N, D), k and v (B, HKV, N, D) are the new tokens, unrotated; the cache holds rotated keys. The one place
-    that knows how a step with a cache is computed: three launches now, one where a kernel writes the cache itself.
+    that knows how a step with a cache is computed: a few tokens by the generation step, which writes static caches
+    itself, many by ``rope_attention``.
     """
-    q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
+    layer, features = past.layers[module.layer_idx], _features(module, convention, q)
+    step = _is_step(q, k, v, layer, features["sinks"])
+    # Attention knows table rows by their place in the cache, transformers gives the new tokens'. One token's row can
+    # stand for all places; several tokens are rotated beforehand, and attention turns nothing.
+    single = step and q.shape[2] == 1
+    if single:
+        inside = tables
+    else:
+        q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
+        inside = _identity(1, q.device)
+    options = inside.options | features
+    if step and batch.cached is not None and type(layer) is StaticLayer:
+        arrays = _long(inside, layer.keys.shape[2])
+        o = _with_kvcache(
+            q, layer.keys, layer.values, *arrays, k, v, cache_seqlens=batch.cached, kv_starts=batch.kv_starts, **options
+        )  # fmt: skip
+        count_written(layer, q.shape[2])
+        return o
+    if single:
+        k = apply_rope(k, *tables.arrays, **tables.options)
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
-    layer, kv_starts, kv_lens = past.layers[module.layer_idx], batch.kv_starts, None
-    if layer.is_sliding:
-        seen = tokens_seen(past, module.layer_idx)
-        if isinstance(layer, StaticLayer) and seen < keys.shape[2]:
-            kv_lens = batch.kv_lens
-        elif kv_starts is not None:
-            kv_starts = kv_starts - (seen - keys.shape[2])
-    elif isinstance(layer, StaticLayer):
-        kv_lens = batch.kv_lens
-    still = _identity(keys.shape[2], q.device)
-    return rope_attention(
-        q, keys, values, *still.arrays, kv_starts=kv_starts, kv_lens=kv_lens, **still.options,
-        **_features(module, convention, q),
-    )  # fmt: skip
+    kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), _long(inside, keys.shape[2])
+    if step:
+        return _with_kvcache(
+            q, keys, values, *arrays, cache_seqlens=batch.kv_lens, kv_starts=kv_starts, **options
+        )  # fmt: skip
+    kv_lens = batch.kv_lens if isinstance(layer, StaticLayer) else None
+    return rope_attention(q, keys, values, *arrays, kv_starts=kv_starts, kv_lens=kv_lens, **options)
+
+
+def _is_step(q: Tensor, k: Tensor, v: Tensor, layer: CacheLayerMixin, sinks: Tensor | None) -> bool:
+    """Whether new tokens take the generation step: few, in the cache's dtype, and nobody wants a gradient."""
+    if not planning.reads_cache_once(q.shape[2], q.shape[1] // k.shape[1]):
+        return False
+    tensors = (q, k, v, layer.keys, layer.values)
+    if any(x.dtype is not q.dtype for x in tensors):
+        return False
+    # Autocast would give q another dtype than the cache has.
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not q.dtype:
+        return False
+    wanted = any(x.requires_grad for x in tensors) or (sinks is not None and sinks.requires_grad)
+    return not (wanted and torch.is_grad_enabled())
+
+
+def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Tensor | None:
+    """``batch.kv_starts`` as rows of keys (B, HKV, rows, D): a sliding layer has dropped what came first."""
+    if batch.kv_starts is None or not past.layers[layer_idx].is_sliding:
+        return batch.kv_starts
+    dropped = tokens_seen(past, layer_idx) - keys.shape[2]
+    return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts
 
 
 def _own_forward(module: nn.Module):

@@ -26,7 +26,9 @@ class Batch(NamedTuple):
 
     original: why this batch needs the modules' own forward; "" where it does not.
     kv_starts: (B,) int32, first key of left-padded rows; None where no row is padded on the left.
-    kv_lens: (B,) int32, tokens that a static cache holds after this pass; None for other caches.
+    kv_lens: (B,) int32, tokens after this pass, no fewer than any layer of the cache then has keys; None where the
+        cache is empty before it.
+    cached: (B,) int32, tokens before this pass, where attention may write StaticLayers itself; None where it may not.
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None where there are none.
     max_seqlen: bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest of them, whose table rows serve all.
@@ -36,6 +38,7 @@ class Batch(NamedTuple):
     original: str = ""
     kv_starts: Tensor | None = None
     kv_lens: Tensor | None = None
+    cached: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
     longest: Tensor | None = None
@@ -85,7 +88,12 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         batch = _packed_by_position(position_ids.expand(size, -1), tokens)
     else:
         batch = PLAIN
-    return batch if past is None else batch._replace(kv_lens=_static_lengths(past, given, size, length, tokens.device))
+    # Layers that are reset keep their memory, and those that count on the device may hold tokens then.
+    reused = past is not None and any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
+    if past is None or (seen == 0 and not reused):
+        return batch
+    kv_lens = _lengths(past, given, size, length, tokens.device)
+    return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if _may_be_written(past) else None)
 
 
 def tokens_seen(past: Cache, layer_idx: int = 0) -> int | None:
@@ -185,18 +193,39 @@ def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
     return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest, declared=True)
 
 
-def _static_lengths(past: Cache, given: dict[str, Any], size: int, length: int, device: torch.device) -> Tensor | None:
-    """(B,) int32: tokens in a static cache after this pass; None for other caches, and before the first pass."""
+def _lengths(past: Cache, given: dict[str, Any], size: int, length: int, device: torch.device) -> Tensor:
+    """(B,) int32: tokens after this pass, of a cache that holds some; more than there are where a full sliding layer no
+    longer counts them, since kernels read no further than its end."""
     layers = [layer for layer in past.layers if isinstance(layer, StaticLayer)]
-    if not layers or not layers[0].is_initialized:
-        return None
+    whole = next((layer for layer in layers if not layer.is_sliding), None)
+    seen = tokens_seen(past)
     if given.get("cache_position") is not None:
         total = given["cache_position"][-1] + 1
+    elif not layers:
+        total = seen + length
+    elif whole is None and seen >= layers[0].max_cache_len:
+        total = layers[0].max_cache_len + length
     else:
-        # A sliding layer counts only until it is full.
-        layer = next((layer for layer in layers if not layer.is_sliding), layers[0])
+        # Compiled graphs are replayed with a tensor's value, but with the int that they were made with.
+        layer = layers[0] if whole is None else whole
         count = getattr(layer, "cumulative_length", None)
         total = (layer.get_seq_length() if count is None else count) + length
     if not isinstance(total, Tensor):
         return torch.full((size,), total, dtype=torch.int32, device=device)
+    if whole is not None and not torch.compiler.is_compiling():
+        # StaticLayer.update would refuse; what writes in its place passes over tokens that find no row.
+        torch._assert_async(total <= whole.max_cache_len, f"a static cache of {whole.max_cache_len} tokens is full")
     return total.to(device, torch.int32).reshape(1).repeat(size)
+
+
+def _may_be_written(past: Cache) -> bool:
+    """Whether nothing but the layers' own ``update`` happens when tokens join the cache."""
+    return (
+        type(past).update is Cache.update and not past.offloading and any(type(x) is StaticLayer for x in past.layers)
+    )
+
+
+def count_written(layer: StaticLayer, tokens: int) -> None:
+    """What ``StaticLayer.update`` notes of tokens, for those that a kernel has written. 4.57 looks for rows not 0."""
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length.add_(tokens)  # in place: compiled graphs know its address
