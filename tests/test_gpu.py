@@ -464,7 +464,7 @@ def test_every_mask_at_once_without_a_sync():
     starts = torch.tensor([0, 60], dtype=torch.int32, device="cuda")
     options = {"window": (128, 0), "softcap": 20.0}
     chosen = plan(q, k, v, cos, sin, True, sinks=sinks, kv_lens=lens, kv_starts=starts, **options)
-    assert chosen.backend == "triton" and "window" in chosen.reason
+    assert chosen.backend == "triton", chosen.reason
     q = q.detach().requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:

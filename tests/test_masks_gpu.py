@@ -44,6 +44,7 @@ def test_masks(case, dtype, strategy):
         assert result.ok, result
 
 
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("kind", ["window", "softcap", "window + softcap", "documents"])
 def test_flex_attention_says_the_same(kind):
     """Another author's masks and scores, on queries and keys that were rotated before, in float32. The sm_90 kernels,

@@ -41,6 +41,7 @@ def test_every_model(name):
     assert torch.equal(static, expected)
 
 
+@pytest.mark.unpoisoned
 def test_bfloat16_is_as_close_to_float32():
     """A Llama-3.2-1B of random weights: what rounding costs the patched model, and what it costs sdpa."""
     model = shapes.make(shapes.MODELS[0], DEVICE).eval()
