@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from fused_rope_attn import apply_rope, apply_rope_qk, planning, rope_attention, rope_attention_varlen
 from fused_rope_attn.api import _with_kvcache
+from fused_rope_attn.integrations.transformers import rooms
 from fused_rope_attn.integrations.transformers.batch import (
     PAST_NAMES,
     PLAIN,
     Batch,
+    Kept,
     count_written,
     say_once,
     tokens_seen,
@@ -32,7 +34,10 @@ def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Te
     model) and with more than plain causal attention to do, the module's own forward runs.
     """
     batch = kwargs.pop(BATCH, None)
-    past = next((kwargs[name] for name in PAST_NAMES if kwargs.get(name) is not None), None)
+    past = None
+    for name in PAST_NAMES:
+        if past is None:
+            past = kwargs.get(name)
     if batch is None:
         plain = not args and past is None and kwargs.get("attention_mask") is None
         plain = plain and not kwargs.get("output_attentions") and kwargs.get("is_causal") is not False
@@ -45,13 +50,13 @@ def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Te
 
     convention = convention_of(self)
     q, k, v = convention.project(self, hidden_states)
-    tables = _tables(self, convention, kwargs.get("position_embeddings"), q)
+    tables = _tables(self, convention, kwargs.get("position_embeddings"), q, batch.kept)
     if past is None:
         o = _attend(self, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
     elif tokens_seen(past, self.layer_idx) == 0:
         # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
         # write rotated queries and read them back.
-        past.update(apply_rope(k, *tables.arrays, **tables.options), v, self.layer_idx, *_cache_options(kwargs))
+        _begin_cache(k, v, tables, past, self.layer_idx, batch, _cache_options(kwargs))
         o = _attend(self, convention, q, k, v, tables, batch, packed=batch.declared)
     else:
         o = attend_cache(self, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
@@ -64,13 +69,35 @@ class _Tables:
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
         self.arrays = cos, sin
         self.options = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
+        self._long: tuple[Tensor, Tensor] | None = None
+
+    def long(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Tables of one row as tables of many rows (1|B, rows, R/2), all the same."""
+        if self._long is None or self._long[0].shape[1] != rows:
+            cos, sin = self.arrays
+            self._long = cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
+        return self._long
 
 
-def _tables(module: nn.Module, convention: Convention, embeddings: tuple[Tensor, Tensor] | None, q: Tensor) -> _Tables:
+def _tables(
+    module: nn.Module, convention: Convention, embeddings: tuple[Tensor, Tensor] | None, q: Tensor, kept: Kept | None
+) -> _Tables:
     if convention.rotates_perhaps and not module.use_rope:
         return _identity(q.shape[2], q.device)
+    if kept is None:
+        return _tables_of(convention, embeddings, q.dtype)
+    # One pair serves all layers, or, as in Gemma 3, all of one kind.
+    cos, sin = embeddings
+    key = (id(cos), id(sin), q.dtype, convention.half_width, convention.interleaved)
+    entry = kept.tables.get(key)
+    if entry is None:
+        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype), embeddings)
+    return entry[0]
+
+
+def _tables_of(convention: Convention, embeddings: tuple[Tensor, Tensor], dtype: torch.dtype) -> _Tables:
     cos, sin = (convention.half_width(table) for table in embeddings)
-    if cos.dtype not in (torch.float32, q.dtype):  # autocast may have given q another dtype than the model's
+    if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
         cos, sin = cos.float(), sin.float()
     return _Tables(cos, sin, convention.interleaved)
 
@@ -103,7 +130,7 @@ def _attend(module, convention, q, k, v, tables: _Tables, batch: Batch, packed: 
         return rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **tables.options, **features)
     size, _, length, _ = q.shape
     # Tables by position, which all sequences share: scores depend on distances alone.
-    arrays = [table.expand(size, -1, -1).flatten(0, 1)[batch.longest] for table in _long(tables, length)]
+    arrays = [table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
     o = rope_attention_varlen(
@@ -112,14 +139,26 @@ def _attend(module, convention, q, k, v, tables: _Tables, batch: Batch, packed: 
     return o.unflatten(0, (size, length)).transpose(1, 2)
 
 
-def _long(tables: _Tables, rows: int) -> list[Tensor]:
-    return [table.expand(-1, rows, -1) for table in tables.arrays]
-
-
 def _cache_options(kwargs: dict) -> tuple:
     """Of transformers 4.57, whose static caches are told where to write."""
     position = kwargs.get("cache_position")
     return () if position is None else ({"cache_position": position},)
+
+
+def _begin_cache(
+    k: Tensor, v: Tensor, tables: _Tables, past: Cache, layer_idx: int, batch: Batch, cache_options: tuple
+) -> None:
+    """Put a batch's keys, rotated, and its values into a cache that holds none."""
+    layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
+    wanted = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    if batch.rows is None or type(layer) is not DynamicLayer or wanted:
+        past.update(apply_rope(k, *tables.arrays, **tables.options), v, layer_idx, *cache_options)
+        return
+    length = k.shape[2]
+    keys, values = rooms.new_room(k, length), rooms.new_room(v, length)
+    apply_rope(k, *tables.arrays, out=keys.narrow(2, 0, length), **tables.options)
+    values.narrow(2, 0, length).copy_(v)
+    rooms.fill(layer, keys, values, length)
 
 
 def attend_cache(
@@ -150,17 +189,27 @@ def attend_cache(
         q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
         inside = _identity(1, q.device)
     options = inside.options | features
-    if step and batch.cached is not None and type(layer) is StaticLayer:
-        arrays = _long(inside, layer.keys.shape[2])
-        o = _with_kvcache(
-            q, layer.keys, layer.values, *arrays, k, v, cache_seqlens=batch.cached, kv_starts=batch.kv_starts, **options
-        )  # fmt: skip
-        count_written(layer, q.shape[2])
-        return o
+    if step and batch.cached is not None:
+        tokens, static = q.shape[2], type(layer) is StaticLayer
+        caches = None
+        if static:
+            caches = layer.keys, layer.values
+        elif type(layer) is DynamicLayer and layer.keys.shape[2] == batch.rows:
+            caches = rooms.room_for(layer, tokens)
+        if caches is not None:
+            arrays = inside.long(caches[0].shape[2])
+            o = _with_kvcache(
+                q, *caches, *arrays, k, v, cache_seqlens=batch.cached, kv_starts=batch.kv_starts, **options
+            )  # fmt: skip
+            if static:
+                count_written(layer, tokens)
+            else:
+                rooms.settle(layer, *caches, batch.rows + tokens)
+            return o
     if single:
         k = apply_rope(k, *tables.arrays, **tables.options)
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
-    kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), _long(inside, keys.shape[2])
+    kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), inside.long(keys.shape[2])
     if step:
         return _with_kvcache(
             q, keys, values, *arrays, cache_seqlens=batch.kv_lens, kv_starts=kv_starts, **options

@@ -21,6 +21,19 @@ PAST_NAMES = ("past_key_values", "layer_past", "past_key_value")
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
+class Kept:
+    """What the layers of one forward pass keep for each other. Lives as long as the pass's Batch does, and no longer.
+
+    tables: by what they are made of, which they keep alive, so that its id stays its own.
+    """
+
+    # No dict: a plain object passes through what takes containers apart to move the tensors in them.
+    __slots__ = ("tables",)
+
+    def __init__(self):
+        self.tables: dict[tuple, Any] = {}
+
+
 class Batch(NamedTuple):
     """A tuple, so that gradient checkpointing, torch.compile and accelerate's hooks take it for what it is.
 
@@ -28,21 +41,26 @@ class Batch(NamedTuple):
     kv_starts: (B,) int32, first key of left-padded rows; None where no row is padded on the left.
     kv_lens: (B,) int32, tokens after this pass, no fewer than any layer of the cache then has keys; None where the
         cache is empty before it.
-    cached: (B,) int32, tokens before this pass, where attention may write StaticLayers itself; None where it may not.
+    cached: (B,) int32, tokens before this pass, where attention may write StaticLayers, or with ``rows`` DynamicLayers,
+        itself; None where it may not, and where there are none.
+    rows: tokens before this pass, where attention may write DynamicLayers itself; None where it may not.
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None where there are none.
     max_seqlen: bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest of them, whose table rows serve all.
     declared: cu_seqlens were given as such, not found in position ids.
+    kept: None where every layer works for itself.
     """
 
     original: str = ""
     kv_starts: Tensor | None = None
     kv_lens: Tensor | None = None
     cached: Tensor | None = None
+    rows: int | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
     longest: Tensor | None = None
     declared: bool = False
+    kept: Kept | None = None
 
 
 PLAIN = Batch()
@@ -79,21 +97,43 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
             return Batch("cu_seq_lens with a cache that holds tokens")
-        return _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
+        batch = _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
+        return _with_cache(batch, past, given, 0, size, length, tokens.device)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
             return Batch(f"an attention_mask of {mask.shape[1]} columns for {seen + length} keys")
         batch = _padded(mask.to(tokens.device), past, length)
+        if batch.original:
+            return batch
     elif position_ids is not None and past is None and position_ids.ndim == 2 and length > 1:
         batch = _packed_by_position(position_ids.expand(size, -1), tokens)
     else:
         batch = PLAIN
-    # Layers that are reset keep their memory, and those that count on the device may hold tokens then.
-    reused = past is not None and any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
-    if past is None or (seen == 0 and not reused):
+    return _with_cache(batch, past, given, seen, size, length, tokens.device)
+
+
+def _with_cache(
+    batch: Batch, past: Cache | None, given: dict[str, Any], seen: int | None, size: int, length: int,
+    device: torch.device,
+) -> Batch:  # fmt: skip
+    """A batch with what its cache means to it; ``seen`` as in ``tokens_seen``."""
+    # Graphs, of either kind, are run again: what the host keeps from layer to layer and step to step is not for them.
+    alone = torch.compiler.is_compiling() or is_capturing(device)
+    if not alone:
+        batch = batch._replace(kept=Kept())
+    if past is None:
         return batch
-    kv_lens = _lengths(past, given, size, length, tokens.device)
-    return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if _may_be_written(past) else None)
+    may_write = type(past).update is Cache.update and not past.offloading
+    if may_write and not alone and isinstance(seen, int):
+        batch = batch._replace(rows=seen)
+    # Layers that are reset keep their memory, and those that count on the device may hold tokens then.
+    reused = any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
+    if seen == 0 and not reused or batch.declared:
+        return batch
+    kv_lens = _lengths(past, given, size, length, device)
+    written = (StaticLayer,) if batch.rows is None else (StaticLayer, DynamicLayer)
+    may_write = may_write and any(type(layer) in written for layer in past.layers)
+    return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if may_write else None)
 
 
 def tokens_seen(past: Cache, layer_idx: int = 0) -> int | None:
@@ -216,13 +256,6 @@ def _lengths(past: Cache, given: dict[str, Any], size: int, length: int, device:
         # StaticLayer.update would refuse; what writes in its place passes over tokens that find no row.
         torch._assert_async(total <= whole.max_cache_len, f"a static cache of {whole.max_cache_len} tokens is full")
     return total.to(device, torch.int32).reshape(1).repeat(size)
-
-
-def _may_be_written(past: Cache) -> bool:
-    """Whether nothing but the layers' own ``update`` happens when tokens join the cache."""
-    return (
-        type(past).update is Cache.update and not past.offloading and any(type(x) is StaticLayer for x in past.layers)
-    )
 
 
 def count_written(layer: StaticLayer, tokens: int) -> None:

@@ -21,10 +21,10 @@ def _separate(module: nn.Module, x: Tensor) -> Heads:
 
 def _heads_normed(module: nn.Module, x: Tensor) -> Heads:
     """As ``_separate``, q and k normed head by head before the rotation (Qwen 3, Gemma 3)."""
-    q, k, v = _separate(module, x)
     # The norm is given (B, N, H, D): Cohere's has a weight for every head.
-    q, k = module.q_norm(q.transpose(1, 2)), module.k_norm(k.transpose(1, 2))
-    return q.transpose(1, 2), k.transpose(1, 2), v
+    q = module.q_norm(_heads(module, module.q_proj(x)))
+    k = module.k_norm(_heads(module, module.k_proj(x)))
+    return q.transpose(1, 2), k.transpose(1, 2), _heads(module, module.v_proj(x)).transpose(1, 2)
 
 
 def _heads_normed_perhaps(module: nn.Module, x: Tensor) -> Heads:
@@ -49,8 +49,18 @@ def _fused_by_head(module: nn.Module, x: Tensor) -> Heads:
     return heads.chunk(3, dim=-1)
 
 
-def _split(module: nn.Module, *rows: Tensor) -> Heads:
-    return tuple(x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in rows)
+def _split(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Heads:
+    return (
+        _heads(module, q).transpose(1, 2),
+        _heads(module, k).transpose(1, 2),
+        _heads(module, v).transpose(1, 2),
+    )
+
+
+def _heads(module: nn.Module, rows: Tensor) -> Tensor:
+    """(B, N, H, D) of rows (B, N, H * D). A view of any strides; ``unflatten`` costs the host twice as much."""
+    batch, length, width = rows.shape
+    return rows.view(batch, length, width // module.head_dim, module.head_dim)
 
 
 def _halves(table: Tensor) -> Tensor:

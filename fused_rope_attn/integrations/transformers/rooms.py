@@ -1,0 +1,61 @@
+"""Room behind a DynamicLayer's tokens for those to come: a step writes its own tokens instead of copying all others.
+
+``DynamicLayer.update`` concatenates, so that each step copies the whole cache. Here a layer's keys and values are the
+first rows of tensors with some more, and most steps need but two new views of them.
+
+Nothing that others can see is ever written. The rows behind a layer's tokens belong to that layer, for as long as its
+keys and values are the very tensors that were put there last; each row is written once. A layer that was cropped,
+reordered, copied or filled by others holds other tensors, and its tokens move to a new room: whatever somebody keeps,
+of the layer or of its copies, stays as it is, as with concatenation.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+# Rows are added in steps of a fraction of those that there are: short caches stay small, and long ones are copied so
+# rarely that it costs less than a hundredth of reading them.
+_FEWEST, _MOST, _FRACTION = 16, 256, 8
+# Of each layer: weak references to the keys and values that it was given, and shape and strides of their rooms. The
+# rooms themselves live as long as their views do: reset and offloaded caches give their memory back.
+_rooms: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def room_for(layer: DynamicLayer, tokens: int) -> tuple[Tensor, Tensor]:
+    """(keys, values) of a filled layer, (B, HKV, rows, D) each with room for ``tokens`` behind those that there are."""
+    keys, values = layer.keys, layer.values
+    room = _rooms.get(layer)
+    if room is not None:
+        keys_given, values_given, shape, strides = room
+        fits = keys_given() is keys and values_given() is values and keys.shape[2] + tokens <= shape[2]
+        # Tensors of inference mode are read-only outside it.
+        if fits and (torch.is_inference_mode_enabled() or not keys.is_inference()):
+            return keys.as_strided(shape, strides), values.as_strided(shape, strides)
+    length = keys.shape[2]
+    rooms = new_room(keys, length + tokens), new_room(values, length + tokens)
+    for room, held in zip(rooms, (keys, values)):
+        room.narrow(2, 0, length).copy_(held)
+    return rooms
+
+
+def new_room(x: Tensor, rows: int) -> Tensor:
+    """Contiguous (B, HKV, more than ``rows``, D), uninitialised, like x (B, HKV, any, D)."""
+    batch, heads, _, head_dim = x.shape
+    step = min(_MOST, max(_FEWEST, 1 << (rows // _FRACTION).bit_length()))
+    return x.new_empty((batch, heads, (rows // step + 1) * step, head_dim))
+
+
+def settle(layer: DynamicLayer, keys: Tensor, values: Tensor, length: int) -> None:
+    """Make the first ``length`` rows of two rooms what the layer holds."""
+    layer.keys, layer.values = keys.narrow(2, 0, length), values.narrow(2, 0, length)
+    _rooms[layer] = (weakref.ref(layer.keys), weakref.ref(layer.values), keys.shape, keys.stride())
+
+
+def fill(layer: DynamicLayer, keys: Tensor, values: Tensor, length: int) -> None:
+    """``settle`` of a layer that has held nothing yet, with what ``DynamicLayer.lazy_initialization`` notes."""
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    settle(layer, keys, values, length)
