@@ -109,8 +109,12 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
     )  # fmt: skip
     if position_ids is not None and position_ids.ndim < 3:
         position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
-    tensors = list(xs.values())
     given = None if outs is None else list(outs.values())
+    return _turn(list(xs.values()), given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
+
+
+def _turn(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout):
+    """What ``_apply`` does to arguments that were checked: for callers who know that theirs are right."""
     if _has_kernel(tensors[0]):
         return rotation_ops.rope(
             tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout

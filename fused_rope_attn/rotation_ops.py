@@ -46,13 +46,14 @@ _prepared = PreparedCalls(_prepare)
 
 
 def _launch(xs, outs, in_place, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout) -> None:
-    if any(x.numel() == 0 for x in xs):
+    sizes = [x.numel() for x in xs]
+    if 0 in sizes:
         kept = [pair for pair in zip(xs, outs) if pair[0].numel()]
         xs, outs = [x for x, _ in kept], [out for _, out in kept]
         if not xs:
             return
     where = xs[0].device
-    config = rotation(device.arch(where), max(x.numel() for x in xs) * xs[0].element_size())
+    config = rotation(device.arch(where), max(sizes) * xs[0].element_size())
     positions = [tensor for tensor in (position_ids, cu_seqlens) if tensor is not None]
     options = (
         len(xs), position_ids is not None, cu_seqlens is not None, rotary_dim, interleaved, inverse, layout, in_place,

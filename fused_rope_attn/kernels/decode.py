@@ -9,6 +9,8 @@ of the first (programmatic dependent launch), adds them. Two launches and no cou
 captured graph and an eager call may run at the same time.
 """
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -487,6 +489,7 @@ def attention_with_kvcache(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, *
     """
     options = (causal, softmax_scale, rotary_dim, interleaved, rotated, left, right, softcap, dot_precision(q.dtype))
     optional = (k, v, kv_starts, sinks)
-    tensors = (q, k_cache, v_cache, cos, sin, *(x for x in optional if x is not None), cache_seqlens)
-    call = _prepared(tensors, (tuple(x is not None for x in optional), options), config)
+    has = [x is not None for x in optional]
+    tensors = (q, k_cache, v_cache, cos, sin, *itertools.compress(optional, has), cache_seqlens)
+    call = _prepared(tensors, (tuple(has), options), config)
     return call(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)

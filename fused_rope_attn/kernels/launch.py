@@ -16,8 +16,6 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_rope_attn import device
-
 LOG2E = math.log2(math.e)
 # Rows and columns of the largest tile; a stride beyond 2**31 / this needs 64-bit offsets inside a tile.
 _LARGEST_TILE = 256
@@ -66,8 +64,7 @@ class PreparedCalls:
         self._calls: dict = {}
 
     def __call__(self, tensors: tuple[torch.Tensor, ...], options: tuple, config):
-        where = tensors[0].device
-        key = (device.arch(where), where.index, id(config), options, *map(signature, tensors))
+        key = (tensors[0].device, id(config), options, *map(signature, tensors))
         entry = self._calls.get(key)
         if entry is None:
             if len(self._calls) >= _MAX_PREPARED:

@@ -15,10 +15,12 @@ from fused_rope_attn.integrations.transformers.batch import (
     Batch,
     Kept,
     count_written,
+    may_be_written,
     say_once,
     tokens_seen,
 )
 from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
+from fused_rope_attn.rotation import _turn
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"
@@ -56,8 +58,8 @@ def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Te
     elif tokens_seen(past, self.layer_idx) == 0:
         # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
         # write rotated queries and read them back.
-        _begin_cache(k, v, tables, past, self.layer_idx, batch, _cache_options(kwargs))
         o = _attend(self, convention, q, k, v, tables, batch, packed=batch.declared)
+        _begin_cache(k, v, tables, past, self.layer_idx, batch, _cache_options(kwargs))
     else:
         o = attend_cache(self, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
     return getattr(self, convention.output)(o.transpose(1, 2).flatten(2)), None
@@ -148,17 +150,20 @@ def _cache_options(kwargs: dict) -> tuple:
 def _begin_cache(
     k: Tensor, v: Tensor, tables: _Tables, past: Cache, layer_idx: int, batch: Batch, cache_options: tuple
 ) -> None:
-    """Put a batch's keys, rotated, and its values into a cache that holds none."""
+    """Put a batch's keys, rotated, and its values into a cache that holds none. Attention has checked them."""
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
     wanted = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    if batch.rows is None or type(layer) is not DynamicLayer or wanted:
+    # The model may have made the cache itself, after it was given the batch: batch.rows knows nothing of it.
+    if batch.kept is None or type(layer) is not DynamicLayer or wanted or not may_be_written(past):
         past.update(apply_rope(k, *tables.arrays, **tables.options), v, layer_idx, *cache_options)
         return
     length = k.shape[2]
-    keys, values = rooms.new_room(k, length), rooms.new_room(v, length)
-    apply_rope(k, *tables.arrays, out=keys.narrow(2, 0, length), **tables.options)
-    values.narrow(2, 0, length).copy_(v)
-    rooms.fill(layer, keys, values, length)
+    room, room_of_values = rooms.new_room(k, length), rooms.new_room(v, length)
+    keys, values = rooms.first_rows(room, length), rooms.first_rows(room_of_values, length)
+    options = tables.options
+    _turn([k], [keys], *tables.arrays, None, None, options["rotary_dim"], options["interleaved"], False, "bhsd")
+    values.copy_(v)
+    rooms.begin(layer, keys, values, room)
 
 
 def attend_cache(
@@ -204,7 +209,8 @@ def attend_cache(
             if static:
                 count_written(layer, tokens)
             else:
-                rooms.settle(layer, *caches, batch.rows + tokens)
+                rows = batch.rows + tokens
+                rooms.settle(layer, *(rooms.first_rows(cache, rows) for cache in caches), caches[0])
             return o
     if single:
         k = apply_rope(k, *tables.arrays, **tables.options)

@@ -123,7 +123,7 @@ def _with_cache(
         batch = batch._replace(kept=Kept())
     if past is None:
         return batch
-    may_write = type(past).update is Cache.update and not past.offloading
+    may_write = may_be_written(past)
     if may_write and not alone and isinstance(seen, int):
         batch = batch._replace(rows=seen)
     # Layers that are reset keep their memory, and those that count on the device may hold tokens then.
@@ -256,6 +256,11 @@ def _lengths(past: Cache, given: dict[str, Any], size: int, length: int, device:
         # StaticLayer.update would refuse; what writes in its place passes over tokens that find no row.
         torch._assert_async(total <= whole.max_cache_len, f"a static cache of {whole.max_cache_len} tokens is full")
     return total.to(device, torch.int32).reshape(1).repeat(size)
+
+
+def may_be_written(past: Cache) -> bool:
+    """Whether nothing but the layers' own ``update`` happens when tokens join the cache."""
+    return type(past).update is Cache.update and not past.offloading
 
 
 def count_written(layer: StaticLayer, tokens: int) -> None:
