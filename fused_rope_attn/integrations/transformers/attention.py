@@ -52,14 +52,16 @@ def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Te
 
     convention = convention_of(self)
     q, k, v = convention.project(self, hidden_states)
-    tables = _tables(self, convention, kwargs.get("position_embeddings"), q, batch.kept)
+    # A graph that looked at what eager passes keep would be made anew for each of them.
+    kept = None if torch.compiler.is_compiling() else batch.kept
+    tables = _tables(self, convention, kwargs.get("position_embeddings"), q, kept)
     if past is None:
         o = _attend(self, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
     elif tokens_seen(past, self.layer_idx) == 0:
         # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
         # write rotated queries and read them back.
         o = _attend(self, convention, q, k, v, tables, batch, packed=batch.declared)
-        _begin_cache(k, v, tables, past, self.layer_idx, batch, _cache_options(kwargs))
+        _begin_cache(k, v, tables, past, self.layer_idx, kept is not None, _cache_options(kwargs))
     else:
         o = attend_cache(self, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
     return getattr(self, convention.output)(o.transpose(1, 2).flatten(2)), None
@@ -148,13 +150,16 @@ def _cache_options(kwargs: dict) -> tuple:
 
 
 def _begin_cache(
-    k: Tensor, v: Tensor, tables: _Tables, past: Cache, layer_idx: int, batch: Batch, cache_options: tuple
+    k: Tensor, v: Tensor, tables: _Tables, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple
 ) -> None:
-    """Put a batch's keys, rotated, and its values into a cache that holds none. Attention has checked them."""
+    """Put a batch's keys, rotated, and its values into a cache that holds none. Attention has checked them.
+
+    in_place: where the cache allows it, and not by its ``update``.
+    """
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
     wanted = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    # The model may have made the cache itself, after it was given the batch: batch.rows knows nothing of it.
-    if batch.kept is None or type(layer) is not DynamicLayer or wanted or not may_be_written(past):
+    # The model may have made the cache itself, after its batch was described: Batch.rows knows nothing of it.
+    if not in_place or type(layer) is not DynamicLayer or wanted or not may_be_written(past):
         past.update(apply_rope(k, *tables.arrays, **tables.options), v, layer_idx, *cache_options)
         return
     length = k.shape[2]
@@ -199,7 +204,7 @@ def attend_cache(
         caches = None
         if static:
             caches = layer.keys, layer.values
-        elif type(layer) is DynamicLayer and layer.keys.shape[2] == batch.rows:
+        elif type(layer) is DynamicLayer and not torch.compiler.is_compiling() and layer.keys.shape[2] == batch.rows:
             caches = rooms.room_for(layer, tokens)
         if caches is not None:
             arrays = inside.long(caches[0].shape[2])

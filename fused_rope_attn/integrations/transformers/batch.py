@@ -124,7 +124,7 @@ def _with_cache(
     if past is None:
         return batch
     may_write = may_be_written(past)
-    if may_write and not alone and isinstance(seen, int):
+    if may_write and not alone and any(type(layer) is DynamicLayer for layer in past.layers):
         batch = batch._replace(rows=seen)
     # Layers that are reset keep their memory, and those that count on the device may hold tokens then.
     reused = any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
