@@ -75,8 +75,8 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed: ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token to a
-    dynamic cache of ``length`` tokens."""
+    """What is timed: ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token
+    after another to a dynamic cache of ``length`` tokens."""
 
     kind: str
     batch: int
@@ -184,8 +184,13 @@ def make(shape: Model, device: torch.device) -> nn.Module:
         torch.set_default_dtype(before)
 
 
+# Tokens that are added to a cache before they are taken back: nobody who generates takes each of them back.
+DECODED = 64
+
+
 class Step:
-    """One work on one model: calling it runs it once; ``result`` is the loss, or the last token's logits."""
+    """One work on one model: calling it runs it once; ``result`` is the loss, or the logits of the last token, of the
+    first one that is added to a cache."""
 
     def __init__(self, model: nn.Module, work: Work, device: torch.device):
         self.model, self.work = model, work
@@ -193,7 +198,7 @@ class Step:
         vocabulary = model.config.vocab_size
         self.ids = torch.randint(vocabulary, (work.batch, work.length), generator=generator).to(device)
         self.result: Tensor | None = None
-        self.past = None
+        self.past, self.added = None, 0
         model.train(work.kind == "train")
 
     def __call__(self) -> None:
@@ -207,14 +212,19 @@ class Step:
             if self.work.kind == "prefill":
                 self.result = self.model(self.ids, use_cache=True, logits_to_keep=1).logits
             else:
-                self.result = self.model(self.ids[:, -1:], past_key_values=self.past).logits
-                self.past.crop(-1)
+                logits = self.model(self.ids[:, -1:], past_key_values=self.past).logits
+                self.result = logits if self.added == 0 else self.result
+                self.added += 1
+                if self.added == DECODED:
+                    self.past.crop(-DECODED)
+                    self.added = 0
 
     def fill(self) -> None:
         """The cache that decoding adds to, from this very provider's prefill."""
         if self.work.kind == "decode":
             with torch.no_grad():
                 self.past = self.model(self.ids, use_cache=True, logits_to_keep=1).past_key_values
+                self.added = 0
 
 
 @dataclass

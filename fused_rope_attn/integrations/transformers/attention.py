@@ -233,15 +233,15 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, layer: CacheLayerMixin, sinks: Ten
     """Whether new tokens take the generation step: few, in the cache's dtype, and nobody wants a gradient."""
     if not planning.reads_cache_once(q.shape[2], q.shape[1] // k.shape[1]):
         return False
-    tensors = (q, k, v, layer.keys, layer.values)
-    if any(x.dtype is not q.dtype for x in tensors):
+    dtype, kind = q.dtype, q.device.type
+    if not (k.dtype is v.dtype is layer.keys.dtype is layer.values.dtype is dtype):
         return False
     # Autocast would give q another dtype than the cache has.
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not q.dtype:
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not dtype:
         return False
-    wanted = any(x.requires_grad for x in tensors) or (sinks is not None and sinks.requires_grad)
-    return not (wanted and torch.is_grad_enabled())
+    if not torch.is_grad_enabled():
+        return True
+    return not any(x is not None and x.requires_grad for x in (q, k, v, layer.keys, layer.values, sinks))
 
 
 def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Tensor | None:
