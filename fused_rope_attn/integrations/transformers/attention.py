@@ -27,6 +27,8 @@ BATCH = "fused_rope_batch"
 # Where a module keeps the instance attribute that was its forward before.
 PREVIOUS = "_fused_rope_previous"
 _said_of_layers: set[str] = set()
+# Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
+_MOST_TABLES = 8
 
 
 def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
@@ -95,6 +97,8 @@ def _tables(
     key = (id(cos), id(sin), q.dtype, convention.half_width, convention.interleaved)
     entry = kept.tables.get(key)
     if entry is None:
+        if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
+            kept.tables.clear()
         entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype), embeddings)
     return entry[0]
 
