@@ -292,17 +292,19 @@ _CANDIDATES = (
 
 
 def candidate(text: str, base: configs.DecodeConfig) -> configs.DecodeConfig:
-    """``block_n x warps x stages x programs per multiprocessor[rREGISTERS][lLEAST_TILES]``, as in ``64x4x4x2r168``."""
-    rest, least = text.split("l") if "l" in text else (text, base.least_tiles)
+    """``block_n x warps x stages x programs per multiprocessor[rREGISTERS][lLEAST_TILES][pPREFETCHED_TILES]``, as in
+    ``64x4x4x2r168``."""
+    rest, prefetched = text.split("p") if "p" in text else (text, base.prefetch_tiles)
+    rest, least = rest.split("l") if "l" in rest else (rest, base.least_tiles)
     rest, registers = rest.split("r") if "r" in rest else (rest, None)
     try:
         block_n, warps, stages, programs = map(int, rest.split("x"))
         return replace(
             base, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=programs,
-            least_tiles=int(least), max_registers=None if registers is None else int(registers),
+            least_tiles=int(least), prefetch_tiles=int(prefetched), max_registers=None if registers is None else int(registers),
         )  # fmt: skip
     except ValueError:
-        raise ValueError(f"a configuration looks like 64x4x4x2, 64x4x4x3r168 or 64x4x4x2l4, not {text!r}") from None
+        raise ValueError(f"a configuration looks like 64x4x4x2, 64x4x4x3r168 or 64x4x4x2l4p2, not {text!r}") from None
 
 
 @torch.no_grad()

@@ -76,7 +76,8 @@ class DecodeConfig:
 
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
     would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
-    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``.
+    shared head that are added in one step. prefetch_tiles, a power of two or 0: tiles that a program asks the L2 for
+    before it rotates its queries. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``.
     """
 
     block_n: int
@@ -85,6 +86,7 @@ class DecodeConfig:
     programs_per_sm: int = 2
     least_tiles: int = 1
     combine_parts: int = 32
+    prefetch_tiles: int = 0
     max_registers: int | None = None
     pdl: bool = False
 
