@@ -36,7 +36,6 @@ from fused_rope_attn.kernels.primitives import (
     load_rotated_columns,
     load_tile,
     online_softmax,
-    prefetch_rows,
     rescale,
     store_tile,
     tanh,
@@ -155,7 +154,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   HKV, GROUP_SIZE, NQ, S, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
                   LEAST: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, ROTATED: tl.constexpr,
-                  APPEND: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, PREFETCH: tl.constexpr,
+                  APPEND: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
                   LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One share of all key tiles. Grid: (programs,). The caches' strides are ``in_elements``.
 
@@ -182,15 +181,6 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     rest = pid * share - before * heads
     head = rest // key_tiles(cached, first, BLOCK_N)
     tile = rest % key_tiles(cached, first, BLOCK_N)
-    if PREFETCH > 0:
-        # The first tiles are on their way while the queries are fetched and turned.
-        last_row = tl.minimum(cached, first + (tile + remaining) * BLOCK_N)
-        batch64, head_kv = tl.cast(batch, tl.int64), tl.cast(head // m_tiles, tl.int64)
-        k_rows = k_cache_ptr + batch64 * k_cache_strides[0] + head_kv * k_cache_strides[1]
-        v_rows = v_cache_ptr + batch64 * v_cache_strides[0] + head_kv * v_cache_strides[1]
-        first_row = first + tile * BLOCK_N
-        prefetch_rows(k_rows, first_row, last_row, k_cache_strides[2], PREFETCH * BLOCK_N, BLOCK_D, LONG)
-        prefetch_rows(v_rows, first_row, last_row, v_cache_strides[2], PREFETCH * BLOCK_N, BLOCK_D, LONG)
 
     rows = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -407,6 +397,9 @@ class DecodeCall:
         group_size = heads_q // heads_kv
         group_rows = len_q * group_size
         block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(head_dim)
+        many_rows = block_m == DECODE_ROWS  # their sums leave fewer registers for scores
+        if many_rows:
+            block_n = min(block_n, 64)
         heads = batch * heads_kv * -(-group_rows // block_m)
         # No more programs than there can be shares.
         most = heads * max(1, -(-capacity // block_n))
@@ -441,14 +434,13 @@ class DecodeCall:
                 "APPEND": append,
                 "PRECISION": precision,
                 "UNIT": unit,
-                "PREFETCH": config.prefetch_tiles,
                 "LONG": long,
                 "PDL": config.pdl,
             },
             # So many rows of sums take the registers of twice as many threads.
             {
                 **config.launch_options,
-                "num_warps": max(8, config.num_warps) if block_m == DECODE_ROWS else config.num_warps,
+                "num_warps": max(8, config.num_warps) if many_rows else config.num_warps,
             },
         )  # fmt: skip
         self.combine = Launch(
