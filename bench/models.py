@@ -327,7 +327,7 @@ _HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", 
 
 
 def block(rows: list[report.Row]) -> str:
-    """README's table: tokens per second of training steps, prefills and steps of generation. ValueError without rows."""
+    """README's table: tokens per second at each work. ValueError without rows."""
     groups: dict[tuple[str, str], dict[str, report.Row]] = {}
     for row in rows:
         if row.get("bench") == "models" and "ms" in row:
