@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import report
 from bench.cases import DTYPES
-from bench.decode_providers import COPY, COPY_BYTES, OURS, RAW, DecodeProvider, Step, select
+from bench.decode_providers import COPY, COPY_BYTES, OURS, RAW, READ, DecodeProvider, Step, select
 from bench.environment import ROOT, card, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.timing import interleave, ratio
@@ -199,7 +199,8 @@ class Run:
         fns, calls, rows = {}, {}, []
         for name, run in runs.items():
             try:
-                fn = self.clock.capture(lambda: run) if mode == "graph" and name != COPY else run  # noqa: B023
+                ceiling = people[name].copies
+                fn = self.clock.capture(lambda: run) if mode == "graph" and not ceiling else run  # noqa: B023
                 calls[name] = self.clock.calls_for(fn, self.options.round_ms)
                 fns[name] = fn
             except Exception as error:
@@ -211,13 +212,13 @@ class Run:
             rows.append(self._row(case, people[name], mode, "error", _sentence(error), facts[name]))
         scale = max(1.0, case.bytes / COPY_BYTES)
         medians = {
-            name: [x * (scale if name == COPY else 1.0) for x in measurement.round_medians]
+            name: [x * (scale if people[name].copies else 1.0) for x in measurement.round_medians]
             for name, measurement in measured.items()
         }
         for name, measurement in measured.items():
             fact = facts[name]
             row = self._row(case, people[name], mode, fact["status"], fact["detail"], fact)
-            times = [x * (scale if name == COPY else 1.0) for x in measurement.quantiles()]
+            times = [x * (scale if people[name].copies else 1.0) for x in measurement.quantiles()]
             row |= {"ms": times[0], "p20": times[1], "p80": times[2], "rounds": medians[name]}
             row |= {"calls": len(measurement.samples), "gb_s": case.bytes / times[0] * 1e-6}
             row["of_copy"] = ratio(medians[COPY], medians[name]) if COPY in medians else None
@@ -249,7 +250,8 @@ class Run:
 def summary(rows: list[dict[str, Any]]) -> str:
     """A line for each case and mode, then whoever was not timed, with the reason.
 
-    The strongest rival also rotates and writes; what only attends is beside it.
+    The strongest rival also rotates and writes; what only attends is beside it. "read": the share of a copy's bandwidth
+    that a plain read of as many bytes reaches.
     """
     groups: dict[tuple[str, str, str], dict[str, dict]] = {}
     for row in report.timed(rows):
@@ -259,10 +261,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
         mine, raw = group.get(OURS), group.get(RAW)
         if mine is None:
             continue
-        share = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in (mine, raw)]
+        shown = (mine, raw, group.get(READ))
+        share = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in shown]
         line = [*key, report.milliseconds(mine["ms"]), f"{mine['gb_s']:.0f}", *share]
         for bare in (False, True):
-            rivals = [row for name, row in group.items() if not row["ours"] and name != COPY and row["bare"] == bare]
+            people = [row for name, row in group.items() if name not in (COPY, READ)]
+            rivals = [row for row in people if not row["ours"] and row["bare"] == bare]
             rival = min(rivals, key=lambda row: row["ms"], default=None)
             if rival is None:
                 line += [""] * 3
@@ -272,7 +276,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
             mark = " ~" * (rival["status"] == "loose")
             line += [rival["label"] + mark, report.milliseconds(rival["ms"]), report.speedup(value)]
         lines.append(line)
-    header = ["case", "shape", "mode", "ours ms", "GB/s", "of copy", "raw", "strongest rival", "ms", "speedup"]
+    header = ["case", "shape", "mode", "ours ms", "GB/s", "of copy", "raw", "read", "strongest rival", "ms", "speedup"]
     header += ["attention alone", "ms", "speedup"]
     if not any(line[-1] for line in lines):
         header, lines = header[:-3], [line[:-3] for line in lines]
@@ -308,7 +312,7 @@ def candidate(text: str, base: configs.DecodeConfig) -> configs.DecodeConfig:
 @torch.no_grad()
 def tune(cases: list[DecodeCase], texts: list[str], raw: bool, options: Options, clock: Any) -> tuple[str, list[dict]]:
     """(a table: a line for each configuration with its time and share of a copy's bandwidth in each case, the rows)."""
-    copy = select([])[-1]
+    copy = next(provider for provider in select([]) if provider.name == COPY)
     given = planning.decode_config
     columns, rows = {}, []
     for case in cases:

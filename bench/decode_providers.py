@@ -162,7 +162,14 @@ def _copy(step: Step) -> Run:
     return lambda: target.copy_(source)
 
 
-OURS, RAW, COPY = "fused", "fused_raw", "copy"
+def _read(step: Step) -> Run:
+    """Reads as many bytes as the step reads, or COPY_BYTES, by one of PyTorch's reductions: what a kernel that only
+    reads reaches at this size, where beginning and end weigh and nothing of what a copy writes stays in the L2."""
+    source = torch.zeros(min(step.bytes, COPY_BYTES) // 4, dtype=torch.int32, device=step.q.device)
+    return lambda: source.amax()
+
+
+OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
 PROVIDERS: dict[str, DecodeProvider] = {
     provider.name: provider
     for provider in (
@@ -188,14 +195,15 @@ PROVIDERS: dict[str, DecodeProvider] = {
             _flashinfer, bare=True, pip=("flashinfer-python",),
         ),
         DecodeProvider(COPY, "copy (ceiling)", _here, _copy, copies=True),
+        DecodeProvider(READ, "plain read (amax)", _here, _read, copies=True),
     )
 }  # fmt: skip
 
 
 def select(names: list[str]) -> list[DecodeProvider]:
-    """Providers by name, all without names; ours and the ceiling are always there. ValueError for an unknown one."""
+    """Providers by name, all without names; ours and the ceilings are always there. ValueError for an unknown one."""
     unknown = [name for name in names if name not in PROVIDERS]
     if unknown:
         raise ValueError(f"unknown provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
-    wanted = {*names, OURS, COPY} if names else set(PROVIDERS)
+    wanted = {*names, OURS, COPY, READ} if names else set(PROVIDERS)
     return [provider for name, provider in PROVIDERS.items() if name in wanted]

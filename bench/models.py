@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import report
+from bench import readme, report
 from bench.environment import ROOT, environment
 from bench.timing import interleave, ratio
 
@@ -333,7 +333,42 @@ def summary(rows: list[report.Row]) -> str:
     return "\n".join([report.table(header, lines, left=3), *slower])
 
 
+_HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", "over sdpa", "over Liger", "MiB"]
+
+
+def block(rows: list[report.Row]) -> str:
+    """README's table: tokens per second at each work. ValueError without rows."""
+    groups: dict[tuple[str, str], dict[str, report.Row]] = {}
+    for row in rows:
+        if row.get("bench") == "models" and "ms" in row:
+            groups.setdefault((row["case"], f"{row['pass']}, {row['shape']}"), {})[row["provider"]] = row
+    groups = {key: group for key, group in groups.items() if OURS in group}
+    if not groups:
+        raise ValueError("no rows of bench models with our own times")
+    lines = []
+    for (model, work), group in groups.items():
+        mine, rivals = group[OURS], [group.get("sdpa"), group.get("liger")]
+        speeds = [f"{row['tokens_s']:.0f}" if row else "-" for row in (*rivals, mine)]
+        gains = [f"{ratio(row['rounds'], mine['rounds']):.2f}×" if row else "-" for row in rivals]
+        left_out = f" ({mine['layers_left_out']} layers left out)" if mine["layers_left_out"] else ""
+        lines.append([model + left_out, work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
+    commits = sorted({group[OURS].get("commit") or "not recorded" for group in groups.values()})
+    dates = sorted({group[OURS]["date"][:10] for group in groups.values()})
+    first = next(iter(groups.values()))[OURS]
+    return (
+        f"{readme.markdown(_HEADER, lines)}\n\n"
+        "Tokens per second in eager mode, random bfloat16 weights, one after the other in one process; ×: their time "
+        "over ours, below 1 a loss; MiB: peak memory beyond the weights. train: forward, loss and backward; prefill: "
+        "into an empty dynamic cache; decode: one token onto one. With few tokens the host is the limit, and most of "
+        f"its time is the model's own. {first['gpu']}, driver {first.get('driver')}, torch {first.get('torch')}, "
+        f"triton {first.get('triton')}, transformers {first.get('packages', {}).get('transformers')}. Measured "
+        f"{' and '.join(dates)}, commit {' and '.join(commits)}."
+    )
+
+
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["readme"]:
+        return readme.block_main(argv[1:], "models", block, ROOT / "README.md")
     args = _parser().parse_args(argv)
     models = _chosen(MODELS, args.models)
     works = _chosen(WORK, args.work)
@@ -360,9 +395,9 @@ def main(argv: list[str]) -> int:
     clock = GpuClock(torch.device("cuda", torch.cuda.current_device()))
     run = Run(providers, clock, facts, args.rounds, args.round_ms, deadline, lambda text: print(text, file=sys.stderr))
     rows: list[report.Row] = []
-    for block in run.rows(models, works):
-        rows += block
-        report.write_lines(out, block)
+    for some in run.rows(models, works):
+        rows += some
+        report.write_lines(out, some)
     print(summary(rows))
     if run.not_run:
         print(f"not run, the time budget was spent: {', '.join(run.not_run)}")
@@ -374,7 +409,11 @@ def _chosen(items: tuple, words: str) -> list:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m bench models", description="Whole models, patched and not.")
+    parser = argparse.ArgumentParser(
+        "python -m bench models",
+        description="Whole models, patched and not.",
+        epilog="further: python -m bench models readme FILE... [--check]",
+    )
     parser.add_argument("--models", default="", metavar="TEXT", help="only models whose name contains one of these")
     parser.add_argument("--work", default="", metavar="TEXT", help="of train, prefill, decode (with -4K and so on)")
     parser.add_argument("--providers", default="", help=f"of {', '.join(p.name for p in PROVIDERS)} (default: all)")

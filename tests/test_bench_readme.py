@@ -237,7 +237,7 @@ def test_speedups_of_many_cases_are_a_figure_of_their_own(tmp_path):
 
 
 def _outside_blocks():
-    return re.sub(r"<!-- (bench|rope|corope):\w+.*?<!-- \1:end -->", "", README, flags=re.DOTALL)
+    return re.sub(r"<!-- (bench|rope|corope|models):\w+.*?<!-- \1:end -->", "", README, flags=re.DOTALL)
 
 
 def test_figures_are_those_of_the_committed_rows(capsys):
@@ -247,7 +247,7 @@ def test_figures_are_those_of_the_committed_rows(capsys):
     assert command.main(["readme", *map(str, files), "--check"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", ["rope", "corope"])
+@pytest.mark.parametrize("part", ["rope", "corope", "models"])
 def test_the_other_benchmarks_figures_are_those_of_their_rows(part, capsys):
     rows = ROOT / "bench" / "results" / f"{part}-h200-2026-11-21.jsonl"
     assert command.main([part, "readme", str(rows), "--check"]) == 0, capsys.readouterr().err

@@ -399,6 +399,9 @@ class DecodeCall:
         group_size = heads_q // heads_kv
         group_rows = len_q * group_size
         block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(head_dim)
+        many_rows = block_m == DECODE_ROWS  # their sums leave fewer registers for scores
+        if many_rows:
+            block_n = min(block_n, 64)
         heads = batch * heads_kv * -(-group_rows // block_m)
         # No more programs than there can be shares.
         most = heads * max(1, -(-capacity // block_n))
@@ -439,7 +442,7 @@ class DecodeCall:
             # So many rows of sums take the registers of twice as many threads.
             {
                 **config.launch_options,
-                "num_warps": max(8, config.num_warps) if block_m == DECODE_ROWS else config.num_warps,
+                "num_warps": max(8, config.num_warps) if many_rows else config.num_warps,
             },
         )  # fmt: skip
         self.combine = Launch(

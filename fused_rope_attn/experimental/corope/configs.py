@@ -1,7 +1,7 @@
 """Tiles of the Co-RoPE kernels: data with a reason.
 
 Chosen by what the compiler says (sm_90, triton 3.6, 2026-11-21): the largest tiles that hardly spill, of equal size in
-both passes, which then find the same angles to the last bit. These kernels await their timing.
+both passes, which then find the same angles to the last bit. Timed on an H200 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def forward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
     """
     if dtype is torch.float32:  # products in float32 are unrolled into registers: small tiles
         return CoRopeConfig(16, 16, heads=_heads(group_size, 4), num_warps=8)
-    return CoRopeConfig(16, 32 if group_size <= 8 else 16, heads=_heads(group_size, 16), num_warps=8)
+    # Never one head: triton 3.6's product of three dimensions is wrong on sm_90 where the last has one column (dq).
+    return CoRopeConfig(16, 32 if group_size <= 8 else 16, heads=max(2, _heads(group_size, 16)), num_warps=8)
 
 
 def backward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
