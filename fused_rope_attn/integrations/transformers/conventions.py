@@ -59,7 +59,7 @@ def _split(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Heads:
 
 
 def _heads(module: nn.Module, rows: Tensor) -> Tensor:
-    """(B, N, H, D) of rows (B, N, H * D). A view of any strides; ``unflatten`` costs the host twice as much."""
+    """(B, N, H, D) of rows (B, N, H * D), a view whatever their strides."""
     batch, length, width = rows.shape
     return rows.view(batch, length, width // module.head_dim, module.head_dim)
 
