@@ -82,14 +82,14 @@ HIDDEN = gl.constexpr(-1e18)
 
 @jit
 def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):
-    """(first, masked, low, count, alive): the query blocks that see the key block, of pitch rows in all.
+    """(first, masked, count, alive): the query blocks that see the key block, of pitch rows in all.
 
-    Of ``count`` blocks from ``first`` on, those before number ``masked`` and from number ``low`` on need a mask: all of
-    them when the key block is partial, because a key that does not exist has score 0, and p = exp2(0 - lse) may be
-    infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing; without BOUNDED nobody
-    asks.
+    Of ``count`` blocks from ``first`` on, those before number ``masked`` need a mask (with ``left`` those at the other
+    end too): all of them when the key block is partial, because a key that does not exist has score 0, and
+    p = exp2(0 - lse) may be infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing;
+    without BOUNDED nobody asks.
     """
-    first, masked, low, last = query_range(
+    first, masked, _, last = query_range(
         start_n, NK - NQ, pitch, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
     )
     partial = start_n + BLOCK_N > NK
@@ -100,7 +100,7 @@ def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.const
         # The key block may begin before ``start``, and see rows that see nothing.
         alive = first_query(NK - NQ, start, right, IS_CAUSAL)
         first = gl.minimum(last, gl.maximum(first, alive // BLOCK_M))
-    return first, gl.where(partial, last, masked) - first, low - first, last - first, alive
+    return first, gl.where(partial, last, masked) - first, last - first, alive
 
 
 @jit
@@ -174,12 +174,29 @@ def fence_proxies():
 
 
 @jit
-def finish_stores():
-    """Until this warp's stores and additions through the TMA are complete, and may be announced to others."""
+def announce(pointer):
+    """Add 1 to the word at ``pointer``, once this warp's stores and additions through the TMA are complete."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
+        "{ .reg .pred one; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
+        "elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l", [pointer.to(gl.uint64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@jit
+def send_block(dq_desc, dq_ring, batch, head_q, block, step, BLOCK_D: gl.constexpr, ADD: gl.constexpr):
+    """Store or add one block of dQ once it has arrived, and give its room back."""
+    dq_smem, dq_full, dq_empty = dq_ring
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.wait(dq_full.index(part), step & 1)
+        where = [batch, head_q, block * BLOCK_M, part * (BLOCK_D // CONSUMERS)]
+        if ADD:
+            tma_reduce_add(dq_desc, where, dq_smem.index(part))
+        else:
+            tma_store(dq_desc, where, dq_smem.index(part))
+    tma_store_wait(0)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.arrive(dq_empty.index(part))
 
 
 @jit
@@ -190,38 +207,30 @@ def reduce(dq_desc, dq_ring, progress_ptr, batch, head, bh, num_heads, first, ow
     With progress_ptr the first ``owned`` query blocks are this program's to begin: it stores them and says so, and
     whoever adds to a block waits for that. At the end the program counts itself among those of its key head.
     """
-    dq_smem, dq_full, dq_empty = dq_ring
     step = 0
     if progress_ptr is not None:
         wait_for_previous_launch(PDL)
     for member in range(GROUP_SIZE):
-        for i in range(count):
-            if progress_ptr is not None:
-                word = progress_ptr + num_heads + (bh * GROUP_SIZE + member) * (pitch // BLOCK_M) + first + i
-                if i >= owned:
-                    wait_until(word, 1)
-                    fence_proxies()
-            for part in gl.static_range(CONSUMERS):
-                mbarrier.wait(dq_full.index(part), step & 1)
-                where = [batch, head * GROUP_SIZE + member, (first + i) * BLOCK_M, part * (BLOCK_D // CONSUMERS)]
-                if progress_ptr is None:
-                    tma_reduce_add(dq_desc, where, dq_smem.index(part))
-                else:
-                    if i >= owned:
-                        tma_reduce_add(dq_desc, where, dq_smem.index(part))
-                    else:
-                        tma_store(dq_desc, where, dq_smem.index(part))
-            tma_store_wait(0)
-            for part in gl.static_range(CONSUMERS):
-                mbarrier.arrive(dq_empty.index(part))
-            if progress_ptr is not None:
-                if i < owned:
-                    finish_stores()
-                    gl.atomic_xchg(word, 1, sem="release")
-            step += 1
+        head_q = head * GROUP_SIZE + member
+        if progress_ptr is None:
+            for i in range(count):
+                send_block(dq_desc, dq_ring, batch, head_q, first + i, step, BLOCK_D, True)
+                step += 1
+        else:
+            words = progress_ptr + num_heads + (bh * GROUP_SIZE + member) * (pitch // BLOCK_M) + first
+            # Two loops: with one and a branch around operations of the TMA ptxas keeps addresses of ``fold_queries``'s
+            # products on the stack, 144 bytes instead of 64 and ten loads for each block.
+            for i in range(owned):
+                send_block(dq_desc, dq_ring, batch, head_q, first + i, step, BLOCK_D, False)
+                announce(words + i)
+                step += 1
+            for i in range(owned, count):
+                wait_until(words + i, 1)
+                fence_proxies()
+                send_block(dq_desc, dq_ring, batch, head_q, first + i, step, BLOCK_D, True)
+                step += 1
     if progress_ptr is not None:
-        finish_stores()
-        gl.atomic_add(progress_ptr + bh, 1, sem="release")
+        announce(progress_ptr + bh)
 
 
 @jit
@@ -305,7 +314,6 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
     q_slot = 0
     q_phase = 0
     if WINDOW:
-        offset = first * BLOCK_M + NK - NQ - start_n - MEMBER * KEYS
         upper = KEYS - 1
         if right is not None:
             upper -= right
@@ -318,29 +326,21 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
         q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D))
         do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D))
         lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
+        diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
         if WINDOW:
-            diagonal = offset + block * BLOCK_M
+            # What these 64 keys need: with a window few blocks need no mask.
             needs_mask = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
             if masked is not None:
                 needs_mask = needs_mask | (masked >= count)
         else:
-            diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
             needs_mask = block < masked
         if cap_scale is None:
             p = gl.exp2(s * qk_scale - lse[None, :])
-            # Keys that do not exist have score 0 and need not stay below lse; finite is enough where K is zero.
-            if WINDOW:
-                # Few blocks need no mask: one side at a time, and only where the 64 keys of this warpgroup need it.
-                if IS_CAUSAL or right is not None:
-                    if diagonal < upper:
-                        p = hide_pairs(p, 0.0, keys, columns, diagonal, None, right, IS_CAUSAL)
-                if diagonal > lower:
-                    p = hide_pairs(p, 0.0, keys, columns, diagonal, left, None, False)
-                if masked is not None:
-                    p = gl.where(p > 1.0, 1.0, p)
-            elif needs_mask:
+            if needs_mask:
                 p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
-                p = gl.where(p > 1.0, 1.0, p)
+                if masked is not None:
+                    # Keys that do not exist have score 0 and need not stay below lse; finite is enough where K is zero.
+                    p = gl.where(p > 1.0, 1.0, p)
         else:
             # A branch after the exponential would keep the scores beside p, for which there are no registers.
             s = cap_scores(s, cap_scale, DTYPE)
@@ -407,7 +407,8 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
                INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
     """dk and dv of keys [64 * MEMBER, 64 * MEMBER + 64) of the block, and half the columns of its dQ.
 
-    Keys outside [start_k, len_k) do not exist; len_k None: NK, start_k None: from the first on.
+    Keys outside [start_k, len_k) do not exist, and get zeros; len_k None: NK, start_k None: from the first on, or a
+    window hides those before.
     """
     if len_k is None:
         len_k = NK
@@ -477,13 +478,15 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
                     dv_ptr, starts_ptr, lens_ptr, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, cap_scale,
                     left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, stats_size, section, D: gl.constexpr,
                     R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
-                    INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, LONG: gl.constexpr,
-                    PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, DS_LAYOUT: gl.constexpr):  # fmt: skip
+                    INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, TRIMMED: gl.constexpr,
+                    LONG: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                    DS_LAYOUT: gl.constexpr):  # fmt: skip
     """dk, dv of BLOCK_N keys of one key head, and their share of dQ. Grid: (key blocks * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
     (2 * B * HQ * pitch,) lse and delta; dq_desc (B, HQ, pitch, BLOCK_D) float32, zero before the first block. What a
-    call does not use is None: kv_starts and kv_lens (B,) int32, cap_scale to right as in the portable kernels.
+    call does not use is None: kv_starts and kv_lens (B,) int32, cap_scale to right as in the portable kernels. TRIMMED:
+    there are keys before the first query's window.
 
     progress_ptr: None, or how many programs of each key head are done (B * HKV,) and which query blocks of dQ are begun
     (B * HQ * pitch / BLOCK_M,), int32, zero before the first block; then dq_desc need not be zero. The last key block
@@ -497,8 +500,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # Instead of what a partition does not use: Triton 3.6 fails on arguments without a use.
     NONE: gl.constexpr = None
-    # Whether keys may not exist before the first or the last one of the tensor.
-    RANGED: gl.constexpr = starts_ptr is not None or lens_ptr is not None or left is not None
+    # Whether there may be keys that do not exist, before or behind the others.
+    RANGED: gl.constexpr = BOUNDED or TRIMMED
     # A causal window hides all keys that do not exist, but those before kv_starts.
     CLAMPED: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
     tile, bh = scheduled_tile(gl.program_id(0), (NK + BLOCK_N - 1) // BLOCK_N, num_heads, section, LAST_FIRST=OWNED)
@@ -511,14 +514,12 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
     start_k = None
     if starts_ptr is not None or left is not None:
         start_k = first_key(starts_ptr, batch, len_k - NQ, len_k, left)
-    first, masked, low, count, alive = query_blocks(start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+    first, masked, count, alive = query_blocks(start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
     owned = count
     if OWNED:
         if start_n + BLOCK_N < NK:
-            after, _, _, _, _ = query_blocks(
-                start_n + BLOCK_N, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED
-            )
-            owned = after - first
+            after, _, _, _ = query_blocks(start_n + BLOCK_N, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+            owned = gl.minimum(count, after - first)
     if start_k is None:
         start_k = first * 0
 
@@ -567,13 +568,13 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
         (accumulate, (
             0, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
             dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked if CLAMPED else NONE, count,
-            GROUP_SIZE, NQ, NK, len_k if RANGED else NONE, start_k if RANGED else NONE, left, right, qk_scale,
+            GROUP_SIZE, NQ, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right, qk_scale,
             cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (accumulate, (
             1, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
             dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked if CLAMPED else NONE, count,
-            GROUP_SIZE, NQ, NK, len_k if RANGED else NONE, start_k if RANGED else NONE, left, right, qk_scale,
+            GROUP_SIZE, NQ, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right, qk_scale,
             cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (load, (
@@ -729,6 +730,7 @@ class BackwardCall:
                 DO_STAGES=config.do_stages,
                 IS_CAUSAL=causal,
                 BOUNDED=masks.bounded,
+                TRIMMED=masks.left is not None and len_k - len_q > masks.left,
                 CONSUMER_REGISTERS=config.consumer_registers,
                 DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([BLOCK_N.value, BLOCK_M.value], element),
             ),
