@@ -681,9 +681,11 @@ class BackwardCall:
         q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)
-        # Windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at work.
+        # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
+        # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
-        if masks.left is not None and not masks.bounded and (causal or masks.right is not None):
+        two_sided = masks.left is not None and (causal or masks.right is not None)
+        if two_sided and not masks.bounded and 4 * (masks.left + (masks.right or 0)) <= len_k:
             self.progress_size = batch * heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = {
             "D": head_dim,
