@@ -179,7 +179,7 @@ def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, 
     top, low, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
     first = (top - i) * scores.shape[1]
     if i < masked:
-        last = gl.where(position == position, len_k - 1, 0)
+        last = position * 0 + (len_k - 1)
         if IS_CAUSAL:
             last = gl.minimum(last, position)
         if right is not None:
@@ -190,7 +190,7 @@ def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, 
     if left is not None or STARTS:
         if i >= low:
             if left is None:
-                least = gl.where(position == position, start, 0)
+                least = position * 0 + start
             else:
                 least = position - left
                 if STARTS:
