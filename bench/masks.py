@@ -30,8 +30,9 @@ from bench.environment import ROOT, card, environment
 from bench.gate import Gate, Verdict
 from bench.runner import _sentence, _status
 from bench.timing import Options, interleave, quantile, ratio
-from fused_rope_attn import testing
-from fused_rope_attn.configs import BackwardConfig, ForwardConfig
+from fused_rope_attn import planning, testing
+from fused_rope_attn.configs import HopperBackwardConfig, HopperForwardConfig
+from fused_rope_attn.kernels.hopper import backward, tiles
 from fused_rope_attn.testing import Case
 
 RESULTS = ROOT / "bench" / "results"
@@ -121,25 +122,52 @@ def shape(case: Case) -> str:
 def visited_scores(case: Case, block_m: int, block_n: int) -> int:
     """Scores of one head in the blocks that ``primitives.key_range`` visits: causal, with or without a window."""
     left = case.len_k if case.window is None else case.window[0]
+    offset = case.len_k - case.len_q
     total = 0
     for start in range(0, case.len_q, block_m):
-        first, last = max(0, start - left) // block_n, min(case.len_k, start + block_m)
-        total += -(-last // block_n) - first
+        first, last = max(0, start + offset - left) // block_n, min(case.len_k, max(0, start + block_m + offset))
+        total += max(0, -(-last // block_n) - first)
     return total * block_m * block_n
 
 
-def visited(case: Case, part: str, plan: Any) -> int | None:
-    """``visited_scores`` of a pass in the tiles of its plan; the backward pass walks through the scores twice.
+def visited_by_keys(case: Case, block_m: int, block_n: int) -> int:
+    """The same for key blocks that visit query blocks, as ``primitives.query_range`` has it."""
+    left = case.len_k + case.len_q if case.window is None else case.window[0]
+    offset = case.len_k - case.len_q
+    # No query sees the keys before the window of the first one.
+    least = max(0, offset - left)
+    blocks, total = -(-case.len_q // block_m), 0
+    for start in range(max(0, least // block_n * block_n), case.len_k, block_n):
+        first = min(blocks, max(0, start - offset) // block_m)
+        last = min(blocks, -(-max(0, start + block_n + left - offset) // block_m))
+        total += max(0, last - first)
+    return total * block_m * block_n
 
-    None for other kernels than the portable ones.
+
+def ran(plan: Any, part: str) -> str:
+    """The backend of a pass, which ``Plan.backend`` says of the forward pass alone."""
+    config = plan.forward if part == "fwd" else plan.backward
+    if config is None:
+        return "reference"
+    return "hopper" if isinstance(config, (HopperForwardConfig, HopperBackwardConfig)) else "triton"
+
+
+def visited(case: Case, part: str, plan: Any) -> int | None:
+    """Visited scores of a pass in the tiles of its plan, as its kernels visit them; None for the reference.
+
+    The portable backward pass walks through the scores twice, that of sm_90 once.
     """
-    if not isinstance(plan.forward if part == "fwd" else plan.backward, (ForwardConfig, BackwardConfig)):
+    backend = ran(plan, part)
+    if backend == "reference":
         return None
     if part == "fwd":
+        if backend == "hopper":
+            return visited_scores(case, tiles.BLOCK_M, plan.forward.block_n)
         return visited_scores(case, plan.forward.tile.block_m, plan.forward.tile.block_n)
-    # dkdv: the mirror image, key blocks that visit queries, of the same shape for as many queries as keys.
+    if backend == "hopper":
+        return visited_by_keys(case, backward.BLOCK_M.value, backward.BLOCK_N.value)
     dkdv, dq = plan.backward.dkdv, plan.backward.dq
-    return visited_scores(case, dkdv.block_n, dkdv.block_m) + visited_scores(case, dq.block_m, dq.block_n)
+    return visited_by_keys(case, dkdv.block_m, dkdv.block_n) + visited_scores(case, dq.block_m, dq.block_n)
 
 
 class Problem:
@@ -254,11 +282,20 @@ class Subject:
         return lambda: torch.autograd.grad(o, wanted, do, retain_graph=True)
 
     def plan(self) -> Any:
-        """What ours runs: for the blocks that it visits."""
-        x, case = self.problem.inputs, self.line.case
-        return fused_rope_attn.plan(
-            x.q, x.k, x.v, x.cos, x.sin, case.causal, window=case.window, backend=self._backend
-        )  # fmt: skip
+        """What ours runs."""
+        line, backend = self.line, self._backend
+        q, k, v, _ = self.problem.tensors(line.form)
+        if line.form == "packed":
+            # As rope_attention_varlen asks for it.
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            backend, reason = planning.choose_backend(q, k, backend, "auto", "cu_seqlens_q")
+            if backend == "reference":
+                return planning.Plan("reference", None, reason)
+            return planning.plan_for(q, k, v, True, "auto", backend, False, "cu_seqlens_q", self.problem.longest)
+        masks = self._masks if line.form == "dense" else {}
+        masks = masks | ({"kv_starts": self.problem.starts} if line.form == "left" else {})
+        x = self.problem.inputs
+        return fused_rope_attn.plan(q, k, v, x.cos, x.sin, line.case.causal, **masks, backend=backend)
 
 
 @dataclass
@@ -269,7 +306,7 @@ class Run:
     options: Options
     clock: Any
     environment: dict[str, Any]
-    backend: str = "triton"
+    backend: str = "auto"
     progress: Callable[[str], None] = lambda message: None
     not_run: list[str] = field(default_factory=list)
 
@@ -333,9 +370,11 @@ class Run:
             median, p20, p80 = measurement.quantiles()
             row |= {"ms": median, "p20": p20, "p80": p80, "rounds": measurement.round_medians}
             row["calls"] = len(measurement.samples)
-            if line.figure == "window" and line.rival is None:
+            if line.rival is None:
                 plan = subjects[name].plan()
-                row |= {"plan": str(plan), "visited": visited(line.case, part, plan)}
+                row |= {"plan": str(plan), "backend": ran(plan, part)}
+                if line.figure == "window":
+                    row["visited"] = visited(line.case, part, plan)
             rows.append(row)
         return rows
 
@@ -378,11 +417,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
         for name in dict.fromkeys(name for name, _ in found):
             both = [found.get((name, part)) for part in ("fwd", "bwd")]
             label = next(row for row in both if row)["label"]
-            table.append(
-                [label, *(cell for part, row in zip(("fwd", "bwd"), both) for cell in _cells(found, base, row))]
-            )
-        header = [figure, "fwd ms", "p20-p80", f"/ {base}", "bwd ms", "p20-p80", f"/ {base}"]
-        blocks.append("\n".join([report.table(header, table), *_findings(figure, found)]))
+            kernels = "/".join(dict.fromkeys(row["backend"] for row in both if row and "backend" in row))
+            cells = (cell for part, row in zip(("fwd", "bwd"), both) for cell in _cells(found, base, row))
+            table.append([label, kernels, *cells])
+        header = [figure, "kernels", "fwd ms", "p20-p80", f"/ {base}", "bwd ms", "p20-p80", f"/ {base}"]
+        blocks.append("\n".join([report.table(header, table, left=2), *_findings(figure, found)]))
     notes = dict.fromkeys(
         f"! {row['case']}: {row['label']}{' ' + row['pass'] if row['pass'] else ''}: {row['status']}: {row['detail']}"
         for row in rows
@@ -490,7 +529,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--figures", default=",".join(FIGURES), help=f"of {', '.join(FIGURES)} (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=40.0, help="GPU time for each of them in each round")
-    parser.add_argument("--backend", default="triton", help="ours (default: the portable kernels)")
+    parser.add_argument("--backend", default="auto", help="ours (default: auto, what users get)")
     parser.add_argument("--out", type=Path, help="JSON lines, appended (default: bench/results/masks-GPU-DATE.jsonl)")
     parser.add_argument("--time-budget", type=float, metavar="S", help="start no further figure after so many seconds")
     parser.add_argument("--dry-run", action="store_true", help="list what would run; no GPU needed")

@@ -81,6 +81,7 @@ def test_every_form_agrees_with_float64_and_is_timed(toys):
         }.items():
             assert {(figure, name, part) for name in names} <= timed
     assert not report.red(rows) and all(len(row["rounds"]) == 2 for row in report.timed(rows))
+    assert all(row["backend"] == "reference" for row in report.timed(rows) if row["ours"])
     text = masks.summary(rows)
     assert "x the padded batch" in text and "against Liger rope + right" in text
     assert "! window: Liger rope + wrong: failed" in text and "pip install absent" in text
@@ -136,8 +137,46 @@ def test_visited_scores():
     dkdv, dq = configs.Tile(32, 64, 4, 3), configs.Tile(128, 64, 8, 3)
     plan = Plan("triton", "prepass", "", configs.ForwardConfig("prepass", dq), configs.BackwardConfig("", dkdv, dq))
     assert masks.visited(case, "fwd", plan) == masks.visited_scores(case, 128, 64)
-    assert masks.visited(case, "bwd", plan) == sum(masks.visited_scores(case, *t) for t in ((64, 32), (128, 64)))
+    both = masks.visited_by_keys(case, 32, 64) + masks.visited_scores(case, 128, 64)
+    assert masks.visited(case, "bwd", plan) == both
+    assert masks.ran(plan, "fwd") == masks.ran(plan, "bwd") == "triton"
     assert masks.visited(case, "fwd", Plan("reference", None, "")) is None
+
+
+@pytest.mark.parametrize("shape", [(200, 200, 37), (256, 256, 64), (130, 130, 129), (64, 300, 100), (300, 200, 20)])
+def test_visited_by_keys(shape):
+    """Of each block of keys the query blocks from the first to the last that hold a query which sees one of them."""
+    len_q, len_k, left = shape
+    for block_m, block_n in ((64, 128), (32, 64), (16, 16)):
+        for window in ((left, 0), None):
+            case = replace(TINY, len_q=len_q, len_k=len_k, window=window)
+            position = torch.arange(len_q)[:, None] + len_k - len_q
+            exists = torch.arange(len_k)[None] <= position
+            if window:
+                exists &= torch.arange(len_k)[None] >= position - left
+            blocks = 0
+            for start in range(0, len_k, block_n):
+                blocks += len((exists[:, start : start + block_n].any(1).nonzero().flatten() // block_m).unique())
+            assert masks.visited_by_keys(case, block_m, block_n) == blocks * block_m * block_n
+
+
+def test_visited_by_the_sm_90_kernels():
+    """Forward 128 queries by the plan's keys, backward 64 queries by 128 keys, once: at 32K, 1024 keys before each."""
+    forward, backward = configs.HopperForwardConfig(128), configs.HopperBackwardConfig()
+    plan = Plan("hopper", "prepass", "", forward, backward)
+    full = replace(TINY, len_q=32768, len_k=32768)
+    window = replace(full, window=(1024, 0))
+    count = {(name, part): masks.visited(c, part, plan) for name, c in (("full", full), ("window", window))
+             for part in ("fwd", "bwd")}  # fmt: skip
+    assert count["full", "fwd"] == 256 * 257 // 2 * 128 * 128
+    # Nine blocks for each but the first tiles, which have 1, 2, ... 8.
+    assert count["window", "fwd"] == (256 * 9 - 36) * 128 * 128
+    # 18 query blocks for each key block but the last ones, which have 16, 14, ... 2.
+    assert count["full", "bwd"] == sum(512 - 2 * i for i in range(256)) * 64 * 128
+    assert count["window", "bwd"] == (256 * 18 - 72) * 64 * 128
+    assert masks.ran(plan, "fwd") == masks.ran(plan, "bwd") == "hopper"
+    mixed = Plan("hopper", "prepass", "", forward, configs.BackwardConfig("", *[configs.Tile(64, 64, 4, 2)] * 2))
+    assert masks.ran(mixed, "bwd") == "triton"
 
 
 def test_the_lines_that_are_run():

@@ -56,17 +56,19 @@ from fused_rope_attn.kernels.rotary import rotate_rows
 
 
 @triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "num_sequences", "position_limit"])
-def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr, q_rot_ptr, k_ptr, k_rot_ptr,
-                      cos_ptr, sin_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides, do_strides, q_strides, q_rot_strides,
-                      k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch, NK,
-                      num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr, k_ptr,
+                      k_rot_ptr, cos_ptr, sin_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides, do_strides, q_strides,
+                      q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch,
+                      NK, num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, BOUNDED: tl.constexpr,
-                      ROTATE: tl.constexpr, CLEAR: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, LONG: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
-    delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. With CLEAR ``accumulator``
-    (B, HQ, pitch, BLOCK_D) float32 is set to zero.
+    delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, where they are
+    not None: ``accumulator`` (B, HQ, pitch, BLOCK_D) float32, and ``progress`` (B * HKV + B * HQ * pitch /
+    PROGRESS_ROWS,) int32.
     """
     let_next_launch_start(PDL)
     pid = tl.program_id(0)
@@ -107,7 +109,10 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr,
                 # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
                 delta = tl.where(lse == float("inf"), 0.0, delta)
             tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * pitch + row_index, delta, mask=rows < padded - start)
-            if CLEAR:
+            if progress_ptr is not None:
+                words = progress_ptr + B * HKV + row_index // PROGRESS_ROWS
+                tl.store(words, 0, mask=(row_index % PROGRESS_ROWS == 0) & (rows < padded - start))
+            if accumulator_ptr is not None:
                 nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
                 cleared = accumulator_ptr + (bh * pitch + start) * BLOCK_D
                 store_tile(cleared, nothing, rows, pitch - start, BLOCK_D, 1, BLOCK_D, BLOCK_D, False)
@@ -128,6 +133,10 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, q_ptr,
             block = pid % k_blocks
             chunk = (pid // k_blocks) % k_chunks
             batch = (pid // (k_blocks * k_chunks)).to(tl.int64)
+            if progress_ptr is not None:
+                if block == 0:
+                    for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HKV)):
+                        tl.store(progress_ptr + batch * HKV + head, 0)
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             len_k = NK
             if lens_ptr is not None:
@@ -481,7 +490,9 @@ class BackwardCall:
                     o.stride(), do.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
                     batch, heads_q, heads_kv, len_q, len_q, len_k, sequences, cos.shape[-2],
                 ),
-                ordered(preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, CLEAR=False),
+                ordered(
+                    preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PROGRESS_ROWS=0
+                ),
                 {"num_warps": 4},
             )  # fmt: skip
         shared.update(IS_CAUSAL=causal, INLINE=inline, PRECISION=precision, TMA=tma)
@@ -536,7 +547,7 @@ class BackwardCall:
         stream = device.current_stream(q.device)
         sinks, starts, *lens_and_cu = mask_tensors
         if self.preprocess is not None:
-            self.preprocess(stream, o, do, lse, stats, stats, q, q_rot, k, k_rot, cos, sin, *lens_and_cu)
+            self.preprocess(stream, o, do, lse, stats, None, None, q, q_rot, k, k_rot, cos, sin, *lens_and_cu)
         if self.dkdv is not None:
             self.dkdv(
                 stream, self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv, starts,

@@ -31,6 +31,17 @@ def let_next_launch_start(PDL: tl.constexpr):
 
 
 @triton.jit
+def wait_until(pointer, count):
+    """Block until the word at ``pointer`` is ``count`` or more; what was written before it became so can be read."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred arrived; .reg .u32 found; "
+        "AGAIN: ld.acquire.gpu.global.u32 found, [$1]; setp.ge.u32 arrived, found, $2; @arrived bra ARRIVED; "
+        "nanosleep.u32 64; bra AGAIN; ARRIVED: mov.u32 $0, found; }",
+        "=r,l,r", [pointer.to(tl.uint64, bitcast=True), count], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def tile_range(N: tl.constexpr, AXIS: tl.constexpr, LAYOUT: tl.constexpr):
     """0 .. N along one axis of a tile. LAYOUT is the tile's in Gluon kernels, which spell layouts out; else None."""
     if LAYOUT is None:

@@ -31,6 +31,7 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     mbarrier,
     reinterpret,
     tma_reduce_add,
+    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -67,6 +68,7 @@ from fused_rope_attn.kernels.primitives import (
     store_tile,
     unpack_pairs,
     wait_for_previous_launch,
+    wait_until,
 )
 
 # Query and key rows of one block; the keys of one of its warpgroups, the M of a wgmma.
@@ -80,14 +82,14 @@ HIDDEN = gl.constexpr(-1e18)
 
 @jit
 def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):
-    """(first, masked, low, count, alive): the query blocks that see the key block, of pitch rows in all.
+    """(first, masked, count, alive): the query blocks that see the key block, of pitch rows in all.
 
-    Of ``count`` blocks from ``first`` on, those before number ``masked`` and from number ``low`` on need a mask: all of
-    them when the key block is partial, because a key that does not exist has score 0, and p = exp2(0 - lse) may be
-    infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing; without BOUNDED nobody
-    asks.
+    Of ``count`` blocks from ``first`` on, those before number ``masked`` need a mask (with ``left`` those at the other
+    end too): all of them when the key block is partial, because a key that does not exist has score 0, and
+    p = exp2(0 - lse) may be infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing;
+    without BOUNDED nobody asks.
     """
-    first, masked, low, last = query_range(
+    first, masked, _, last = query_range(
         start_n, NK - NQ, pitch, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
     )
     partial = start_n + BLOCK_N > NK
@@ -98,7 +100,7 @@ def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.const
         # The key block may begin before ``start``, and see rows that see nothing.
         alive = first_query(NK - NQ, start, right, IS_CAUSAL)
         first = gl.minimum(last, gl.maximum(first, alive // BLOCK_M))
-    return first, gl.where(partial, last, masked) - first, low - first, last - first, alive
+    return first, gl.where(partial, last, masked) - first, last - first, alive
 
 
 @jit
@@ -124,7 +126,7 @@ def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: 
 @jit
 def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw, batch, head, start_n,
          first, count, alive, start, NK, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr,
-         DO_STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+         DO_STAGES: gl.constexpr, OWNED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Load K and V once, and every query block with its statistics. What does not exist is zero.
 
     start and NK: of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``.
@@ -138,6 +140,9 @@ def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring
         zeroed = load_existing(v_desc, batch, head, start_n, v_smem, v_full, raw, zeroed, start, NK)
     # The pre-process writes all that follows, and every other warp waits for some of it.
     wait_for_previous_launch(PDL)
+    if OWNED:
+        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
+        let_next_launch_start(PDL)
     if raw is None:
         load_rows(k_desc, batch, head, start_n, k_smem, k_full)
     else:
@@ -163,20 +168,69 @@ def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring
 
 
 @jit
-def reduce(dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D: gl.constexpr):
-    """Add every dQ block to the accumulator through the TMA; each warpgroup brings half of the columns."""
+def fence_proxies():
+    """What this thread knows of memory holds for the TMA's next operations of its too."""
+    gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def announce(pointer):
+    """Add 1 to the word at ``pointer``, once this warp's stores and additions through the TMA are complete."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred one; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
+        "elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l", [pointer.to(gl.uint64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def send_block(dq_desc, dq_ring, batch, head_q, block, step, BLOCK_D: gl.constexpr, ADD: gl.constexpr):
+    """Store or add one block of dQ once it has arrived, and give its room back."""
     dq_smem, dq_full, dq_empty = dq_ring
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.wait(dq_full.index(part), step & 1)
+        where = [batch, head_q, block * BLOCK_M, part * (BLOCK_D // CONSUMERS)]
+        if ADD:
+            tma_reduce_add(dq_desc, where, dq_smem.index(part))
+        else:
+            tma_store(dq_desc, where, dq_smem.index(part))
+    tma_store_wait(0)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.arrive(dq_empty.index(part))
+
+
+@jit
+def reduce(dq_desc, dq_ring, progress_ptr, batch, head, bh, num_heads, first, owned, count, GROUP_SIZE, pitch,
+           BLOCK_D: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Add every dQ block to the accumulator through the TMA; each warpgroup brings half of the columns.
+
+    With progress_ptr the first ``owned`` query blocks are this program's to begin: it stores them and says so, and
+    whoever adds to a block waits for that. At the end the program counts itself among those of its key head.
+    """
     step = 0
+    if progress_ptr is not None:
+        wait_for_previous_launch(PDL)
     for member in range(GROUP_SIZE):
-        for i in range(count):
-            for part in gl.static_range(CONSUMERS):
-                mbarrier.wait(dq_full.index(part), step & 1)
-                where = [batch, head * GROUP_SIZE + member, (first + i) * BLOCK_M, part * (BLOCK_D // CONSUMERS)]
-                tma_reduce_add(dq_desc, where, dq_smem.index(part))
-            tma_store_wait(0)
-            for part in gl.static_range(CONSUMERS):
-                mbarrier.arrive(dq_empty.index(part))
-            step += 1
+        head_q = head * GROUP_SIZE + member
+        if progress_ptr is None:
+            for i in range(count):
+                send_block(dq_desc, dq_ring, batch, head_q, first + i, step, BLOCK_D, True)
+                step += 1
+        else:
+            words = progress_ptr + num_heads + (bh * GROUP_SIZE + member) * (pitch // BLOCK_M) + first
+            # Two loops: with one and a branch around operations of the TMA ptxas keeps addresses of ``fold_queries``'s
+            # products on the stack, 144 bytes instead of 64 and ten loads for each block.
+            for i in range(owned):
+                send_block(dq_desc, dq_ring, batch, head_q, first + i, step, BLOCK_D, False)
+                announce(words + i)
+                step += 1
+            for i in range(owned, count):
+                wait_until(words + i, 1)
+                fence_proxies()
+                send_block(dq_desc, dq_ring, batch, head_q, first + i, step, BLOCK_D, True)
+                step += 1
+    if progress_ptr is not None:
+        announce(progress_ptr + bh)
 
 
 @jit
@@ -221,17 +275,19 @@ def issue_product(a, b, b_full, phase, nothing):
 
 @jit
 def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first,
-                 masked, low, count, start_n, NQ, NK, left, right, qk_scale, cap_scale, BLOCK_D: gl.constexpr,
+                 masked, count, start_n, NQ, NK, left, right, qk_scale, cap_scale, BLOCK_D: gl.constexpr,
                  Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
     """Fold ``total`` > 0 query blocks, ``count`` of each head of the group from ``first`` on, into dk and dv.
 
-    Those before number ``masked``, and from ``low`` on (None: none), need a mask.
+    Those before number ``masked`` need a mask. With WINDOW a block's place says what it needs, and ``masked`` is
+    ``count`` where there may be keys that do not exist and that no window hides, None where there are none.
 
     dk, dv (KEYS, BLOCK_D) float32. The products in the order of their issue: dV, dQ, dK of this block, scores and dP of
     the next, which ``load`` provides after the last block too; early scores come before dQ.
     """
     # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
     EARLY_SCORES: gl.constexpr = BLOCK_D == 64
+    WINDOW: gl.constexpr = left is not None
     q_smem, lse_smem, q_full, q_empty = q_ring
     do_smem, delta_smem, do_full, do_empty = do_ring
     dq_smem, dq_full, dq_empty = dq_ring
@@ -257,6 +313,11 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
     block = 0
     q_slot = 0
     q_phase = 0
+    if WINDOW:
+        upper = KEYS - 1
+        if right is not None:
+            upper -= right
+        lower = left - (BLOCK_M - 1)
     for step in range(total):
         do_slot = step % DO_STAGES
         next_slot = gl.where(q_slot == Q_STAGES - 1, 0, q_slot + 1)
@@ -265,16 +326,21 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
         q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D))
         do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D))
         lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
-        needs_mask = block < masked
-        if low is not None:
-            needs_mask = needs_mask | (block >= low)
         diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
+        if WINDOW:
+            # What these 64 keys need: with a window few blocks need no mask.
+            needs_mask = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
+            if masked is not None:
+                needs_mask = needs_mask | (masked >= count)
+        else:
+            needs_mask = block < masked
         if cap_scale is None:
             p = gl.exp2(s * qk_scale - lse[None, :])
             if needs_mask:
                 p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
-                # Keys that do not exist have score 0 and need not stay below lse; finite is enough where K is zero.
-                p = gl.where(p > 1.0, 1.0, p)
+                if masked is not None:
+                    # Keys that do not exist have score 0 and need not stay below lse; finite is enough where K is zero.
+                    p = gl.where(p > 1.0, 1.0, p)
         else:
             # A branch after the exponential would keep the scores beside p, for which there are no registers.
             s = cap_scores(s, cap_scale, DTYPE)
@@ -335,13 +401,14 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
 
 @jit
 def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr,
-               sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, low,
-               count, GROUP_SIZE, NQ, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
+               sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count,
+               GROUP_SIZE, NQ, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
                R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
                INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
     """dk and dv of keys [64 * MEMBER, 64 * MEMBER + 64) of the block, and half the columns of its dQ.
 
-    Keys outside [start_k, len_k) do not exist; len_k None: NK, start_k None: from the first on.
+    Keys outside [start_k, len_k) do not exist, and get zeros; len_k None: NK, start_k None: from the first on, or a
+    window hides those before.
     """
     if len_k is None:
         len_k = NK
@@ -359,7 +426,7 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
     total = GROUP_SIZE * count
     if total > 0:
         dk, dv = fold_queries(
-            MEMBER, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first, masked, low, count,
+            MEMBER, dk, dv, k_tile, v_tile, ds_buffer, q_ring, do_ring, dq_ring, total, first, masked, count,
             start_n, NQ, len_k, left, right, qk_scale, cap_scale, BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
         )  # fmt: skip
 
@@ -407,27 +474,37 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
 
 @jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "left",
                         "right"])  # fmt: skip
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_ptr, sin_ptr, dk_ptr, dv_ptr, starts_ptr,
-                    lens_ptr, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, cap_scale, left, right,
-                    num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, stats_size, section, D: gl.constexpr,
+def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
+                    dv_ptr, starts_ptr, lens_ptr, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, cap_scale,
+                    left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, stats_size, section, D: gl.constexpr,
                     R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
-                    INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, LONG: gl.constexpr,
-                    PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, DS_LAYOUT: gl.constexpr):  # fmt: skip
+                    INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, TRIMMED: gl.constexpr,
+                    LONG: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                    DS_LAYOUT: gl.constexpr):  # fmt: skip
     """dk, dv of BLOCK_N keys of one key head, and their share of dQ. Grid: (key blocks * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
     (2 * B * HQ * pitch,) lse and delta; dq_desc (B, HQ, pitch, BLOCK_D) float32, zero before the first block. What a
-    call does not use is None: kv_starts and kv_lens (B,) int32, cap_scale to right as in the portable kernels.
+    call does not use is None: kv_starts and kv_lens (B,) int32, cap_scale to right as in the portable kernels. TRIMMED:
+    there are keys before the first query's window.
+
+    progress_ptr: None, or how many programs of each key head are done (B * HKV,) and which query blocks of dQ are begun
+    (B * HQ * pitch / BLOCK_M,), int32, zero before the first block; then dq_desc need not be zero. The last key block
+    that sees a query block begins it, and first of all. The others wait for it, and were launched later: programs
+    start in the order of their numbers, which CUB's scans rely on too.
     """
-    let_next_launch_start(PDL)
+    OWNED: gl.constexpr = progress_ptr is not None
+    if not OWNED:
+        let_next_launch_start(PDL)
     DTYPE: gl.constexpr = k_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # Instead of what a partition does not use: Triton 3.6 fails on arguments without a use.
     NONE: gl.constexpr = None
-    # Whether keys may not exist before the first or the last one of the tensor.
-    RANGED: gl.constexpr = starts_ptr is not None or lens_ptr is not None or left is not None
-    HAS_LOW: gl.constexpr = left is not None
-    tile, bh = scheduled_tile(gl.program_id(0), (NK + BLOCK_N - 1) // BLOCK_N, num_heads, section, LAST_FIRST=False)
+    # Whether there may be keys that do not exist, before or behind the others.
+    RANGED: gl.constexpr = BOUNDED or TRIMMED
+    # A causal window hides all keys that do not exist, but those before kv_starts.
+    CLAMPED: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
+    tile, bh = scheduled_tile(gl.program_id(0), (NK + BLOCK_N - 1) // BLOCK_N, num_heads, section, LAST_FIRST=OWNED)
     batch = bh // HKV
     head = bh % HKV
     start_n = tile * BLOCK_N
@@ -437,7 +514,12 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_pt
     start_k = None
     if starts_ptr is not None or left is not None:
         start_k = first_key(starts_ptr, batch, len_k - NQ, len_k, left)
-    first, masked, low, count, alive = query_blocks(start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+    first, masked, count, alive = query_blocks(start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+    owned = count
+    if OWNED:
+        if start_n + BLOCK_N < NK:
+            after, _, _, _ = query_blocks(start_n + BLOCK_N, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+            owned = gl.minimum(count, after - first)
     if start_k is None:
         start_k = first * 0
 
@@ -485,38 +567,45 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, cos_pt
     gl.warp_specialize([
         (accumulate, (
             0, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
-            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, low if HAS_LOW else NONE, count,
-            GROUP_SIZE, NQ, NK, len_k if RANGED else NONE, start_k if RANGED else NONE, left, right, qk_scale,
+            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked if CLAMPED else NONE, count,
+            GROUP_SIZE, NQ, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right, qk_scale,
             cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (accumulate, (
             1, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dk_strides,
-            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, low if HAS_LOW else NONE, count,
-            GROUP_SIZE, NQ, NK, len_k if RANGED else NONE, start_k if RANGED else NONE, left, right, qk_scale,
+            dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked if CLAMPED else NONE, count,
+            GROUP_SIZE, NQ, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right, qk_scale,
             cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (load, (
             q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw if RANGED else NONE,
             batch, head, start_n, first, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
-            len_k if RANGED else NONE, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, PDL,
+            len_k if RANGED else NONE, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, OWNED, PDL,
         )),
-        (reduce, (dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
+        (reduce, (
+            dq_desc, dq_ring, progress_ptr, batch, head, bh if OWNED else NONE, num_heads if OWNED else NONE, first,
+            owned if OWNED else NONE, count, GROUP_SIZE, pitch if OWNED else NONE, BLOCK_D, PDL,
+        )),
     ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["HQ", "NQ", "pitch", "NK", "stats_size"])
-def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr, lens_ptr,
-                       dq_strides, cos_strides, sin_strides, softmax_scale, HQ, NQ, pitch, NK, stats_size,
-                       HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
+@triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "key_blocks"])
+def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
+                       lens_ptr, dq_strides, cos_strides, sin_strides, softmax_scale, HQ, HKV, GROUP_SIZE, NQ, pitch,
+                       NK, stats_size, key_blocks, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, turned back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
     stats. Grid: (row blocks * head chunks * B).
+
+    With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
+    head are done, while those of other heads are at work, and rows that nobody began are zero.
     """
     num_blocks = tl.cdiv(NQ, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
+    num_batches = tl.num_programs(0) // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
@@ -530,11 +619,18 @@ def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sin
         NK = existing_keys(lens_ptr, batch, NK)
     cos, sin = load_angles(tables, rows + (start + NK - NQ), NK, R, BLOCK_D, True)
     columns = tl.arange(0, BLOCK_D)
-    wait_for_previous_launch(PDL)
+    if progress_ptr is None:
+        wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         h = tl.cast(head, tl.int64)
         row = (batch * HQ + h) * pitch + start
-        dq = tl.load(accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]) * softmax_scale
+        words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
+        if progress_ptr is None:
+            dq = tl.load(words) * softmax_scale
+        else:
+            wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
+            begun = tl.load(progress_ptr + (num_batches * HKV + row // BLOCK_M)) != 0
+            dq = tl.load(words, mask=begun, other=0.0) * softmax_scale
         first, second = unpack_pairs(dq)
         first, second = rotate(first, second, cos, sin, CONJUGATE=True)
         dq_rows = dq_ptr + batch * dq_strides[0] + h * dq_strides[1] + start64 * dq_strides[2]
@@ -546,6 +642,10 @@ def postprocess_kernel(accumulator_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sin
             delta = tl.load(stats_ptr + stats_size + row + rows, mask=rows < NQ - start, other=0.0)
             part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
             tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
+    if progress_ptr is not None:
+        # Whatever follows this launch finds dk and dv complete too.
+        if pid == tl.num_programs(0) - 1:
+            wait_for_previous_launch(PDL)
 
 
 class BlockSource(Source):
@@ -581,6 +681,12 @@ class BackwardCall:
         q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)
+        # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
+        # work. With wide ones both are little of the whole, and the long key blocks should come first.
+        self.progress_size = None
+        two_sided = masks.left is not None and (causal or masks.right is not None)
+        if two_sided and not masks.bounded and 4 * (masks.left + (masks.right or 0)) <= len_k:
+            self.progress_size = batch * heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = {
             "D": head_dim,
             "R": rotary_dim,
@@ -603,7 +709,8 @@ class BackwardCall:
                 batch, heads_q, heads_kv, len_q, pitch, len_k, None, cos.shape[-2],
             ),
             ordered(
-                preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=masks.bounded, ROTATE=True, CLEAR=True
+                preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=masks.bounded, ROTATE=True,
+                PROGRESS_ROWS=BLOCK_M.value,
             ),
             {"num_warps": 4},
         )  # fmt: skip
@@ -625,6 +732,7 @@ class BackwardCall:
                 DO_STAGES=config.do_stages,
                 IS_CAUSAL=causal,
                 BOUNDED=masks.bounded,
+                TRIMMED=masks.left is not None and len_k - len_q > masks.left,
                 CONSUMER_REGISTERS=config.consumer_registers,
                 DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([BLOCK_N.value, BLOCK_M.value], element),
             ),
@@ -636,7 +744,19 @@ class BackwardCall:
         self.postprocess = Launch(
             postprocess_kernel,
             batch * triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk),
-            (dq_strides, *tables, softmax_scale, heads_q, len_q, pitch, len_k, self.stats_size // 2),
+            (
+                dq_strides,
+                *tables,
+                softmax_scale,
+                heads_q,
+                heads_kv,
+                group_size,
+                len_q,
+                pitch,
+                len_k,
+                self.stats_size // 2,
+                triton.cdiv(len_k, BLOCK_N.value),
+            ),
             ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block),
             {"num_warps": 4, **pdl},
         )
@@ -667,18 +787,23 @@ class BackwardCall:
             do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=q.device)
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
+        cleared, progress = accumulator, None
+        if self.progress_size is not None:
+            cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=q.device)
         q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
         stream = device.current_stream(q.device)
-        self.preprocess(stream, o, do, lse, stats, accumulator, q, q_rot, k, k_rot, cos, sin, lens, None, None)
+        self.preprocess(
+            stream, o, do, lse, stats, cleared, progress, q, q_rot, k, k_rot, cos, sin, lens, None, None
+        )  # fmt: skip
         self.main(
             stream, self.q_source(q_rot), self.k_source(k_rot), self.v_source(v), self.do_source(do),
-            self.stats_source(stats), self.dq_source(accumulator), cos, sin, dk, dv, starts, lens,
+            self.stats_source(stats), self.dq_source(accumulator), progress, cos, sin, dk, dv, starts, lens,
         )  # fmt: skip
         if sinks is None:
-            self.postprocess(stream, accumulator, cos, sin, dq, None, None, None, lens)
+            self.postprocess(stream, accumulator, progress, cos, sin, dq, None, None, None, lens)
             return dq, dk, dv
         parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
-        self.postprocess(stream, accumulator, cos, sin, dq, stats, sinks, parts, lens)
+        self.postprocess(stream, accumulator, progress, cos, sin, dq, stats, sinks, parts, lens)
         return dq, dk, dv, parts.sum(0).to(sinks.dtype)
 
 

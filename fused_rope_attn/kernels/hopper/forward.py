@@ -65,7 +65,6 @@ from fused_rope_attn.kernels.primitives import (
     add_sink,
     head_tables,
     load_rotated,
-    visible,
     wait_for_previous_launch,
 )
 from fused_rope_attn.kernels.rotary import RotateKeys
@@ -155,18 +154,49 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
 
 
 @jit
-def mask_scores(scores, position, columns, i, blocks, bounds, NK, left, right, IS_CAUSAL: gl.constexpr,
+def hide_keys(scores, limit, columns, UPPER: gl.constexpr):
+    """-inf for the columns past ``limit`` (rows,), or without UPPER for those before it.
+
+    Relative to the thread's first column, so that the others are constants: one comparison for each score.
+    """
+    thread = columns & 6
+    others = (columns & ~6)[None, :]
+    bound = limit[:, None] - thread[None, :]
+    if UPPER:
+        return gl.where(others <= bound, scores, float("-inf"))
+    else:
+        return gl.where(others >= bound, scores, float("-inf"))
+
+
+@jit
+def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, right, IS_CAUSAL: gl.constexpr,
                 BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
     """-inf where a query at ``position`` (rows,) must not see a key of block ``i`` of the tile, as ``visible`` says.
 
-    Without STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
+    Of the conditions on each side of a row the narrowest is found first. A block that is whole on one side does not
+    pay for it. Without STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
     """
-    top, _, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-    if not STARTS:
-        start = None
-    keys = (top - i) * scores.shape[1] + columns
-    exists = visible(position[:, None], keys[None, :], len_k, IS_CAUSAL, start, left, right, BOUNDED)
-    return gl.where(exists, scores, float("-inf"))
+    top, low, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
+    first = (top - i) * scores.shape[1]
+    if i < masked:
+        last = position * 0 + (len_k - 1)
+        if IS_CAUSAL:
+            last = gl.minimum(last, position)
+        if right is not None:
+            last = gl.minimum(last, position + right)
+        if BOUNDED and not IS_CAUSAL:
+            last = gl.where(position >= 0, last, -1)
+        scores = hide_keys(scores, last - first, columns, True)
+    if left is not None or STARTS:
+        if i >= low:
+            if left is None:
+                least = position * 0 + start
+            else:
+                least = position - left
+                if STARTS:
+                    least = gl.maximum(least, start)
+            scores = hide_keys(scores, least - first, columns, False)
+    return scores
 
 
 @jit
@@ -254,7 +284,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
     mbarrier.arrive(k_empty.index(0))
     scores = cap_scores(scores, cap_scale, DTYPE)
     scores = mask_scores(
-        scores, position, columns, 0, blocks, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
+        scores, position, columns, 0, blocks, masked, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
     )
     p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
     p = pack_weights(p, DTYPE)
@@ -271,13 +301,10 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
                 q, acc, p, correction, step, k_smem, v_smem, k_full, k_empty, v_full, True, cap_scale, MEMBER, BLOCK_N,
                 STAGES,
             )  # fmt: skip
-            needs_mask = i < masked
-            if RANGED:
-                needs_mask = needs_mask | (i >= bounds[1])
-            if needs_mask:
-                scores = mask_scores(
-                    scores, position, columns, i, blocks, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
-                )  # fmt: skip
+            scores = mask_scores(
+                scores, position, columns, i, blocks, masked, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED,
+                STARTS,
+            )  # fmt: skip
             p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, qk_scale)
             if PIN:
                 pin(row_sum)
@@ -301,7 +328,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
             v_full, more, cap_scale, MEMBER, BLOCK_N, STAGES,
         )  # fmt: skip
         scores = mask_scores(
-            scores, position, columns, 0, blocks, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
+            scores, position, columns, 0, blocks, masked, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
         )
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), qk_scale)
 

@@ -19,8 +19,9 @@ def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr,
          IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
     """(first row, batch * HQ + head, batch, head, key head, key blocks, those of them that need a mask, bounds).
 
-    Key blocks are visited from the last one down; the first ``masked`` need a mask. ``bounds``: (the last key block,
-    how many blocks come before those at the other end that need a mask too, first key, number of keys).
+    Key blocks are visited from the last one down; the first ``masked`` hold keys behind some row's last one.
+    ``bounds``: (the last key block, how many blocks come before those that hold keys before some row's first one, first
+    key, number of keys). A block may be of both kinds.
     """
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, LAST_FIRST=IS_CAUSAL)
@@ -37,6 +38,9 @@ def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr,
     )
     if start is None:
         start = 0
+    else:
+        # That of the rows' last keys alone: where a window is narrower than a block, both ends may lie in the same one.
+        _, _, full_last, _ = key_range(start_m, NK - NQ, NK, None, None, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
     first_block = first // BLOCK_N
     blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
     top = first_block + blocks - 1
