@@ -45,6 +45,7 @@ class ForwardConfig:
     rotate_rows, rotate_heads: rows by heads that one program of the pre-pass turns.
     pdl: programmatic dependent launch (sm_90 and later).
     tma: read K and V through tensor descriptors where their strides allow (sm_90 and later, prepass only).
+    prefetch_rows: of V, a power of two or 0, that a program asks the L2 for while the pre-pass runs (with pdl alone).
     """
 
     strategy: str
@@ -54,6 +55,7 @@ class ForwardConfig:
     rotate_heads: int = 4
     pdl: bool = False
     tma: bool = False
+    prefetch_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Row:
     rotate_rows: int = 32
     rotate_heads: int = 4
     tma: bool = False
+    prefetch_rows: int = 0
 
     def matches(self, arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> bool:
         return (
@@ -175,16 +178,16 @@ class Row:
 
     def config(self, arch: str, strategy: str) -> ForwardConfig | BackwardConfig:
         """The launch configuration of this row."""
-        kind = ForwardConfig if len(self.tiles) == 1 else BackwardConfig
-        return kind(
-            strategy,
-            *self.tiles,
-            section_bytes=self.section_bytes,
-            rotate_rows=self.rotate_rows,
-            rotate_heads=self.rotate_heads,
-            pdl=arch in _PDL,
-            tma=self.tma and strategy == "prepass",
-        )
+        options = {
+            "section_bytes": self.section_bytes,
+            "rotate_rows": self.rotate_rows,
+            "rotate_heads": self.rotate_heads,
+            "pdl": arch in _PDL,
+            "tma": self.tma and strategy == "prepass",
+        }
+        if len(self.tiles) == 2:
+            return BackwardConfig(strategy, *self.tiles, **options)
+        return ForwardConfig(strategy, *self.tiles, **options, prefetch_rows=self.prefetch_rows)
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,10 @@ _CPU = "more than one tile in few rows, so that small tests cross every border"
 
 # fmt: off
 FORWARD: tuple[Row, ...] = (
-    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_SHORT, section_bytes=_WIDE, rotate_heads=2),
+    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_TINY, section_bytes=_WIDE, rotate_heads=1,
+        prefetch_rows=512),
+    Row(_HOPPER, 2, 64, (Tile(64, 64, 4, 3),), _H200, buckets=_SHORT, section_bytes=_WIDE, rotate_heads=1,
+        prefetch_rows=128),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, buckets=_MEDIUM, section_bytes=_NARROW, tma=True),
     Row(_HOPPER, 2, 128, (Tile(64, 64, 4, 3),), _H200, section_bytes=_WIDE, tma=True),
     Row(_HOPPER, 2, 256, (Tile(64, 32, 8, 2),), _UNTIMED, strategies=_INLINE, section_bytes=_NARROW),

@@ -35,6 +35,7 @@ from fused_rope_attn.kernels.primitives import (
     online_softmax,
     packed_partner,
     packed_tile,
+    prefetch_rows,
     scheduled_tile,
     store_tile,
     tanh,
@@ -123,7 +124,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
                    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
                    INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+                   PREFETCH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     What a call does not use is None, and costs nothing: sinks to cu_k, cap_scale to right, num_sequences.
@@ -179,6 +180,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if PREFETCH > 0:
+        # Values need no rotation: they come while the keys are turned.
+        prefetch_rows(v_source, first, last, v_strides[2], PREFETCH, BLOCK_D, LONG)
     wait_for_previous_launch(PDL)
     scores = score_block(
         q, positions_q, k_source, k_strides, tables, place_k, first, NK, start, left, right, cap_scale, D, R,
@@ -272,6 +276,7 @@ class ForwardCall:
                 "PRECISION": precision,
                 "TMA": tma,
                 "LONG": is_long(q.stride(), k.stride(), v.stride(), self.o_strides),
+                "PREFETCH": 0 if tma or not pdl else config.prefetch_rows,
                 "PDL": pdl,
             },
             {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,

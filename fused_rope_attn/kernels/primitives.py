@@ -313,6 +313,20 @@ def load_rotated_columns(base, rows, row_limit, strides, tables, position_offset
 
 
 @triton.jit
+def prefetch_rows(base, first, limit, stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LONG: tl.constexpr):
+    """Bring rows [first, first + ROWS) that are below ``limit`` into the L2, without waiting (NVIDIA's GPUs only)."""
+    ITEM: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = max(1, BLOCK_D * ITEM // 128)
+    # Those past the last row ask for it again.
+    rows = tl.minimum(first + tl.arange(0, ROWS), tl.maximum(limit - 1, 0))
+    columns = tl.arange(0, LINES) * (128 // ITEM)
+    addresses = tile_pointers(base, rows, columns, stride, 1, LONG).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def store_unrotated(base, gradient, rows, row_limit, strides, tables, position_offset, position_limit,
                     D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
                     LONG: tl.constexpr, LAYOUT: tl.constexpr = None, WHOLE: tl.constexpr = None):  # fmt: skip

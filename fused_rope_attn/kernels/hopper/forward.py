@@ -478,7 +478,8 @@ class ForwardCall:
                 "ATTEND_REGISTERS": config.attend_registers,
                 "ROTATE_REGISTERS": config.rotate_registers,
                 "LOAD_REGISTERS": 24,
-                "PIN": config.pin,
+                # With few blocks to a tile the registers that it takes cost more than it gives.
+                "PIN": config.pin and masks.left is None,
                 "Q_LAYOUT": gl.NVMMASharedLayout.get_default_for([ROWS.value, pad_d], element),
             },
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
