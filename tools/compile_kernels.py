@@ -131,7 +131,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
 
 # The pairs that models combine, and the most that one kernel can hold.
 _WINDOW, _PADDED, _MOST = ("window",), ("kv_starts", "kv_lens"), ("window", "softcap", "sinks", "packed")
-_HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED))
+_HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED), ("packed",), _MOST)
 _MASKED = (_WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
 
 

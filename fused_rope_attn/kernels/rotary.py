@@ -15,6 +15,7 @@ from fused_rope_attn.kernels.launch import (
 )
 from fused_rope_attn.kernels.primitives import (
     count_tiles,
+    describe_tiles,
     existing_keys,
     head_tables,
     let_next_launch_start,
@@ -26,12 +27,20 @@ from fused_rope_attn.kernels.primitives import (
     store_tile,
 )
 
+# int32 words of what is known of a tile of packed queries, and of the counter that lies before them all: 32 bytes.
+TABLE = tl.constexpr(8)
+
 
 @triton.jit
 def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, position_offset, position_limit, batch,
                 first_head, last_head, start, BLOCK_N: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """Rotate rows [start, start + BLOCK_N) of heads [first_head, last_head); the angles are read once for all heads."""
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr, written=None):  # fmt: skip
+    """Rotate rows [start, start + BLOCK_N) of heads [first_head, last_head); the angles are read once for all heads.
+
+    Of N rows; ``written``, None for N, is how many ``out`` has, of which those past N become zero.
+    """
+    if written is None:
+        written = N
     rows = tl.arange(0, BLOCK_N)
     cos, sin = load_angles(tables, rows + (start + position_offset), position_limit, R, BLOCK_D, CHECK_ROWS=True)
     start64 = tl.cast(start, tl.int64)
@@ -45,22 +54,27 @@ def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, positio
         )
         first, second = rotate(first, second, cos, sin, CONJUGATE=False)
         packed = pack_pairs(first * sign, second * sign)
-        store_tile(out, packed, rows, N - start, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
+        store_tile(out, packed, rows, written - start, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
 
 
-@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit"])
-def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_ptr, x_strides, out_strides, cos_strides,
-                  sin_strides, H, N, num_sequences, position_limit, COUNTER: tl.constexpr, HEADS: tl.constexpr,
-                  D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                  INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ"])
+def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_ptr, cu_q_ptr, x_strides, out_strides,
+                  cos_strides, sin_strides, H, N, num_sequences, position_limit, NQ, COUNTER: tl.constexpr,
+                  TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """Grid: (row blocks * head chunks * batch). With COUNTER also zeroes the next launch's counter.
 
     lens (B,) int32: rows past it are left alone; cu (sequences + 1,) int32: positions restart. Either may be None.
+    With cu_q, the same for NQ queries, the counter is followed, TABLE words from it, by a table of their tiles of
+    TILE_ROWS rows: ``describe_tiles``.
     """
     let_next_launch_start(PDL)
     if COUNTER:
         if tl.program_id(0) == 0:
             tl.store(counter_ptr, 0)
+    if cu_q_ptr is not None:
+        describe_tiles(counter_ptr + TABLE, cu_q_ptr, cu_ptr, num_sequences, NQ, N, TILE_ROWS, TABLE)
     num_blocks = count_tiles(N, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(H, HEADS)
     # Last head first: the attention kernel begins with the first ones, whose keys then still lie in the L2.
@@ -85,20 +99,29 @@ class RotateKeys:
     """Rotated copy of k ``(B, HKV, NK, D)``, contiguous, columns in pair order; key j uses table row j.
 
     counter: the call also zeroes an int32 word, in which the next launch counts. ``masks``: keys that do not exist are
-    not rotated, packed sequences begin at row 0 each.
+    not rotated, packed sequences begin at row 0 each. tiles: (NQ, rows of a tile), to describe packed queries' tiles
+    behind the counter, which then is ``counter_size`` words long.
     """
 
-    def __init__(self, k, cos, sin, rotary_dim, interleaved, config, counter=False, masks=NO_MASKS):
+    def __init__(self, k, cos, sin, rotary_dim, interleaved, config, counter=False, masks=NO_MASKS, tiles=None):
         batch, heads, length, head_dim = self.shape = k.shape
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         block_n, chunk = config.rotate_rows, config.rotate_heads
+        self.describes = tiles is not None and masks.packed
+        len_q, tile_rows = tiles if self.describes else (None, 0)
+        self.num_tiles = tile_count(len_q, masks.num_sequences, tile_rows) if self.describes else 0
+        self.counter_size = TABLE.value * (1 + self.num_tiles)
         out_strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
         self.launch = Launch(
             rotate_kernel,
             tile_count(length, masks.num_sequences, block_n) * triton.cdiv(heads, chunk) * batch,
-            (k.stride(), out_strides, cos_strides, sin_strides, heads, length, masks.num_sequences, cos.shape[-2]),
+            (
+                k.stride(), out_strides, cos_strides, sin_strides, heads, length, masks.num_sequences, cos.shape[-2],
+                len_q,
+            ),
             {
                 "COUNTER": counter,
+                "TILE_ROWS": tile_rows,
                 "HEADS": chunk,
                 "D": head_dim,
                 "R": rotary_dim,
@@ -109,10 +132,10 @@ class RotateKeys:
                 "PDL": config.pdl,
             },
             {"num_warps": 4},
-        )
+        )  # fmt: skip
 
     def __call__(self, stream, k, cos, sin, counter=None, mask_tensors=NO_TENSORS) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=k.dtype, device=k.device)
-        _, _, lens, _, cu = mask_tensors
-        self.launch(stream, k, out, cos, sin, counter, lens, cu)
+        _, _, lens, cu_q, cu = mask_tensors
+        self.launch(stream, k, out, cos, sin, counter, lens, cu, cu_q if self.describes else None)
         return out

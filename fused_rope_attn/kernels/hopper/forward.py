@@ -39,10 +39,13 @@ from fused_rope_attn.kernels.hopper.tiles import (
     BOUNDS,
     CONSUMERS,
     NUMBERS,
+    PACKED_BOUNDS,
     RING,
     ROWS,
     announce,
     next_tile,
+    packed_work,
+    query_limit,
     tile_bounds,
     work,
 )
@@ -58,6 +61,7 @@ from fused_rope_attn.kernels.launch import (
     output_strides,
     scale_and_sign,
     table_strides,
+    tile_count,
 )
 from fused_rope_attn.kernels.primitives import (
     LN2,
@@ -65,6 +69,7 @@ from fused_rope_attn.kernels.primitives import (
     add_sink,
     head_tables,
     load_rotated,
+    store_tile,
     wait_for_previous_launch,
 )
 from fused_rope_attn.kernels.rotary import RotateKeys
@@ -73,13 +78,22 @@ from fused_rope_attn.kernels.rotary import RotateKeys
 @jit
 def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
          tile_empty, raw, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK,
-         BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
+         slots, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
          RANGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Announce tiles and load their key and value blocks, the last (masked) block first."""
-    start_m, bh, batch, head, head_kv, blocks, masked, bounds = work(
-        gl.program_id(0), num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N,
-        IS_CAUSAL, BOUNDED,
-    )  # fmt: skip
+    PACKED: gl.constexpr = RANGED == PACKED_BOUNDS
+    if PACKED:
+        # The pre-pass has described the tiles.
+        wait_for_previous_launch(PDL)
+        start_m, bh, batch, head, head_kv, blocks, masked, bounds, origin = packed_work(
+            gl.program_id(0), num_tiles, counter_ptr, num_heads, section, GROUP_SIZE, slots, left, right, BLOCK_N,
+            IS_CAUSAL, BOUNDED,
+        )  # fmt: skip
+    else:
+        start_m, bh, batch, head, head_kv, blocks, masked, bounds = work(
+            gl.program_id(0), num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N,
+            IS_CAUSAL, BOUNDED,
+        )  # fmt: skip
     announce(tile_smem, tile_full, tile_empty, 0, start_m, bh, batch, head, blocks, masked, bounds, RANGED)
     # The counter and the keys are the pre-pass's; the rotating warps need neither.
     wait_for_previous_launch(PDL)
@@ -87,18 +101,27 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
     step = 0
     zeroed = 0
     while blocks > 0:
-        top, _, first_row, last_row = bounds
+        top, first_row, last_row = bounds[0], bounds[2], bounds[3]
+        if PACKED:
+            first_row += origin
+            last_row += origin
         turn += 1
         tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        another = tile < num_tiles
-        if lens_ptr is not None or starts_ptr is not None:
-            # There is nothing to read for a tile past the last one.
-            tile = gl.minimum(tile, num_tiles - 1)
-        start_m, bh, next_batch, head, next_head_kv, next_blocks, masked, bounds = work(
-            tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N, IS_CAUSAL,
-            BOUNDED,
-        )  # fmt: skip
-        next_blocks = gl.where(another, next_blocks, 0)
+        if PACKED:
+            start_m, bh, next_batch, head, next_head_kv, next_blocks, masked, bounds, next_origin = packed_work(
+                tile, num_tiles, counter_ptr, num_heads, section, GROUP_SIZE, slots, left, right, BLOCK_N, IS_CAUSAL,
+                BOUNDED,
+            )  # fmt: skip
+        else:
+            another = tile < num_tiles
+            if lens_ptr is not None or starts_ptr is not None:
+                # There is nothing to read for a tile past the last one.
+                tile = gl.minimum(tile, num_tiles - 1)
+            start_m, bh, next_batch, head, next_head_kv, next_blocks, masked, bounds = work(
+                tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N,
+                IS_CAUSAL, BOUNDED,
+            )  # fmt: skip
+            next_blocks = gl.where(another, next_blocks, 0)
         announce(
             tile_smem, tile_full, tile_empty, turn, start_m, bh, next_batch, head, next_blocks, masked, bounds, RANGED
         )
@@ -106,6 +129,8 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
             row = (top - i) * BLOCK_N
+            if PACKED:
+                row += origin
             mbarrier.wait(k_empty.index(slot), free)
             load_rows(k_desc, batch, head_kv, row, k_smem.index(slot), k_full.index(slot))
             mbarrier.wait(v_empty.index(slot), free)
@@ -119,6 +144,8 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
                 load_rows(v_desc, batch, head_kv, row, v_smem.index(slot), v_full.index(slot))
             step += 1
         batch, head_kv, blocks = next_batch, next_head_kv, next_blocks
+        if PACKED:
+            origin = next_origin
 
 
 @jit
@@ -135,6 +162,7 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
     start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
     while blocks > 0:
         _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
+        limit = query_limit(bounds, NQ, RANGED)
         tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
         base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         buffer = turn % 2
@@ -143,8 +171,8 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
             for chunk in gl.static_range(ROWS // CHUNK):
                 start = start_m + member * ROWS + chunk * CHUNK
                 q = load_rotated(
-                    base + start.to(gl.int64) * q_strides[2], rows, NQ - start, q_strides, tables, start + len_k - NQ,
-                    len_k, q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG, PAIRS, WHOLE,
+                    base + start.to(gl.int64) * q_strides[2], rows, limit - start, q_strides, tables,
+                    start + len_k - limit, len_k, q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG, PAIRS, WHOLE,
                 )  # fmt: skip
                 q_smem.index(buffer * CONSUMERS + member).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
@@ -203,7 +231,7 @@ def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, 
 def first_position(start_m, blocks, bounds, NQ, NK, RANGED: gl.constexpr):
     """The position of the tile's first query."""
     _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-    return start_m + len_k - NQ
+    return start_m + len_k - query_limit(bounds, NQ, RANGED)
 
 
 @jit
@@ -254,10 +282,33 @@ def multiply(q, acc, p, correction, k_step, k_smem, v_smem, k_full, k_empty, v_f
 
 
 @jit
-def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full,
-           k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ, NK,
-           BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-           BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
+def write_rows(o_desc, o_ptr, o_strides, o_tile, batch, head, row, limit, D: gl.constexpr, LONG: gl.constexpr,
+               RANGED: gl.constexpr):  # fmt: skip
+    """Send o_tile (1, 1, ROWS, BLOCK_D), fenced for the TMA, to rows [row, row + ROWS) of o, and to none from limit on.
+
+    The TMA knows where the tensor ends, but not where a packed sequence does: its last rows go through registers.
+    """
+    if RANGED == PACKED_BOUNDS:
+        if row + ROWS <= limit:
+            tma_store(o_desc, [batch, head, row, 0], o_tile)
+        elif row < limit:
+            BLOCK_D: gl.constexpr = o_tile.shape[3]
+            WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+            base = o_ptr + head.to(gl.int64) * o_strides[1] + row.to(gl.int64) * o_strides[2]
+            store_tile(
+                base, o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE), gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)),
+                limit - row, o_strides[2], o_strides[3], D, BLOCK_D, LONG, WHOLE,
+            )  # fmt: skip
+    else:
+        tma_store(o_desc, [batch, head, row, 0], o_tile)
+
+
+@jit
+def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full,
+           q_empty, k_full, k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left,
+           right, NQ, NK, D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+           LONG: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, RANGED: gl.constexpr,
+           STARTS: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
     """Rows [64 * MEMBER, 64 * MEMBER + 64) of every tile.
 
     ``step`` counts the key blocks of all tiles. One loop serves the blocks that need a mask and those that do not: of
@@ -276,12 +327,16 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
     step = 0
     start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
     position = first_position(start_m + MEMBER * ROWS, blocks, bounds, NQ, NK, RANGED) + rows
-    mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(k_full.index(0), 0)
+    some = True
+    if RANGED == PACKED_BOUNDS:
+        # How many tiles hold queries only the device knows.
+        some = blocks > 0
+    mbarrier.wait(q_full.index(0), 0, pred=some)
+    mbarrier.wait(k_full.index(0), 0, pred=some)
     k = k_smem.index(0).reshape((BLOCK_N, BLOCK_D))
     scores = warpgroup_mma(q_smem.index(MEMBER), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(k_empty.index(0), pred=some)
     scores = cap_scores(scores, cap_scale, DTYPE)
     scores = mask_scores(
         scores, position, columns, 0, blocks, masked, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED, STARTS
@@ -318,6 +373,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
         turn += 1
         step += 1
         old_m, old_bh, old_batch, old_head = start_m, bh, batch, head
+        limit = query_limit(bounds, NQ, RANGED)
         start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
         more = blocks > 0
         position = first_position(start_m + MEMBER * ROWS, blocks, bounds, NQ, NK, RANGED) + rows
@@ -342,7 +398,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
         divisor = gl.where(seen, row_sum, 1.0)
         lse = gl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
         lse_rows = old_m + MEMBER * ROWS + rows
-        gl.store(lse_ptr + old_bh.to(gl.int64) * NQ + lse_rows, lse, mask=lse_rows < NQ)
+        gl.store(lse_ptr + old_bh.to(gl.int64) * NQ + lse_rows, lse, mask=lse_rows < limit)
         factor = gl.convert_layout(gl.where(seen, weight / divisor, 0.0), gl.SliceLayout(1, OUT))
         seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT))
         tma_store_wait(0)
@@ -352,7 +408,7 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
         mbarrier.arrive(v_empty.index((step - 1) % STAGES))
         o_tile.reshape((ROWS, BLOCK_D)).store(gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE))
         fence_async_shared()
-        tma_store(o_desc, [old_batch, old_head, old_m + MEMBER * ROWS, 0], o_tile)
+        write_rows(o_desc, o_ptr, o_strides, o_tile, old_batch, old_head, old_m + MEMBER * ROWS, limit, D, LONG, RANGED)
         p = pack_weights(p, DTYPE)
         row_max, row_sum = new_max, new_sum
     if MEMBER == 0:
@@ -361,30 +417,33 @@ def attend(MEMBER: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_s
     tma_store_wait(0)
 
 
-@jit(do_not_specialize=["num_tiles", "num_heads", "section", "HQ", "GROUP_SIZE", "NQ", "NK", "left", "right"])
-def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, counter_ptr, sinks_ptr, starts_ptr,
-                   lens_ptr, q_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, left, right, num_tiles,
-                   num_heads, section, HQ, GROUP_SIZE, NQ, NK, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
-                   BLOCK_D: gl.constexpr, STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                   BOUNDED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
-                   ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PIN: gl.constexpr,
-                   Q_LAYOUT: gl.constexpr):  # fmt: skip
+@jit(do_not_specialize=["num_tiles", "num_heads", "section", "HQ", "GROUP_SIZE", "NQ", "NK", "slots", "left", "right"])
+def forward_kernel(q_ptr, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_ptr, counter_ptr, sinks_ptr, starts_ptr,
+                   lens_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, left, right,
+                   num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, slots, D: gl.constexpr, R: gl.constexpr,
+                   BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
+                   IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr,
+                   ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+                   PIN: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """Grid: one block per multiprocessor. counter_ptr: int32, zero when the pre-pass has finished.
 
     What a call does not use is None, and costs nothing: sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to
-    right as in the portable kernel.
+    right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its descriptor, and
+    ``slots`` tiles of a head, of which the table behind the counter says which hold queries.
     """
     # Instead of what a partition does not use: Triton 3.6 fails on arguments without a use.
     NONE: gl.constexpr = None
     STARTS: gl.constexpr = starts_ptr is not None
-    # Whether a tile's keys may begin after key 0, or end before NK: then a tile is announced with them.
-    RANGED: gl.constexpr = STARTS or lens_ptr is not None or left is not None
+    PACKED: gl.constexpr = slots is not None
+    # Where a tile's keys may begin after key 0, or end before NK, it is announced with them.
+    SOME: gl.constexpr = STARTS or lens_ptr is not None or left is not None
+    RANGED: gl.constexpr = PACKED_BOUNDS if PACKED else BOUNDS if SOME else 0
     DTYPE: gl.constexpr = k_desc.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
     o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [RING * (NUMBERS + RANGED * BOUNDS), 1], mbarrier.MBarrierLayout())
+    tile_smem = gl.allocate_shared_memory(gl.int32, [RING * (NUMBERS + RANGED), 1], mbarrier.MBarrierLayout())
     tile_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     tile_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -409,23 +468,25 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, cos_ptr, sin_ptr, lse_ptr, cou
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     gl.warp_specialize([
         (attend, (
-            0, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full,
-            v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ, NONE if RANGED else NK,
-            BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
+            0, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full,
+            k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ,
+            NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
         )),
         (attend, (
-            1, o_desc, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full,
-            v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ, NONE if RANGED else NK,
-            BLOCK_N, BLOCK_D, STAGES, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
+            1, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full,
+            k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ,
+            NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
         )),
         (rotate_queries, (
             q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides, cos_strides,
-            sin_strides, q_sign, NQ, NONE if RANGED else NK, D, R, BLOCK_D, INTERLEAVED, RANGED, LONG,
+            sin_strides, q_sign, NONE if PACKED else NQ, NONE if RANGED else NK, D, R, BLOCK_D, INTERLEAVED, RANGED,
+            LONG,
         )),
         (load, (
             k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
-            tile_empty, raw if RANGED else NONE, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section, HQ,
-            GROUP_SIZE, NQ, NK, BLOCK_N, STAGES, IS_CAUSAL, BOUNDED, RANGED, PDL,
+            tile_empty, raw if RANGED else NONE, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section,
+            NONE if PACKED else HQ, GROUP_SIZE, NONE if PACKED else NQ, NONE if PACKED else NK, slots, BLOCK_N, STAGES,
+            IS_CAUSAL, BOUNDED, RANGED, PDL,
         )),
     ], [4, 4, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
@@ -443,7 +504,9 @@ class ForwardCall:
             return
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         block_n = config.block_n
-        self.rotate_keys = RotateKeys(k, cos, sin, rotary_dim, interleaved, config, counter=True, masks=masks)
+        self.rotate_keys = RotateKeys(
+            k, cos, sin, rotary_dim, interleaved, config, counter=True, masks=masks, tiles=(len_q, BLOCK_M)
+        )
         k_like = k.new_empty(k.shape)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         key_layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_n, pad_d], element)
@@ -454,15 +517,18 @@ class ForwardCall:
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
-        num_tiles = -(-len_q // BLOCK_M) * num_heads
-        kv_bytes = 2 * len_k * head_dim * k.element_size()
+        self.packed = masks.packed
+        slots = tile_count(len_q, masks.num_sequences, BLOCK_M)
+        num_tiles = slots * num_heads
+        kv_bytes = 2 * masks.longest(len_k) * head_dim * k.element_size()
         section = heads_per_section(num_heads, group_size, kv_bytes, config.section_bytes)
         self.launch = Launch(
             forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
             (
-                q.stride(), cos_strides, sin_strides, qk_scale, q_sign, cap_scale, masks.left, masks.right, num_tiles,
-                num_heads, section, heads_q, group_size, len_q, len_k,
+                q.stride(), self.o_strides if masks.packed else None, cos_strides, sin_strides, qk_scale, q_sign,
+                cap_scale, masks.left, masks.right, num_tiles, num_heads, section, heads_q, group_size, len_q, len_k,
+                slots if masks.packed else None,
             ),
             {
                 "D": head_dim,
@@ -473,13 +539,14 @@ class ForwardCall:
                 "INTERLEAVED": interleaved,
                 "IS_CAUSAL": causal,
                 "BOUNDED": masks.bounded,
-                "LONG": is_long(q.stride()),
+                "LONG": is_long(q.stride(), self.o_strides),
                 "PDL": config.pdl,
                 "ATTEND_REGISTERS": config.attend_registers,
                 "ROTATE_REGISTERS": config.rotate_registers,
                 "LOAD_REGISTERS": 24,
-                # With few blocks to a tile the registers that it takes cost more than it gives.
-                "PIN": config.pin and masks.left is None,
+                # With few blocks to a tile the registers that it takes cost more than it gives, and packed calls have
+                # none to spare: 168 bytes of stack with it.
+                "PIN": config.pin and masks.left is None and not masks.packed,
                 "Q_LAYOUT": gl.NVMMASharedLayout.get_default_for([ROWS.value, pad_d], element),
             },
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
@@ -491,11 +558,12 @@ class ForwardCall:
         if self.empty:
             return o, lse
         stream = device.current_stream(q.device)
-        counter = torch.empty(1, dtype=torch.int32, device=q.device)
+        counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
         k = self.rotate_keys(stream, k, cos, sin, counter, mask_tensors)
         self.launch(
-            stream, q, self.k_source(k), self.v_source(v), self.o_source(o), cos, sin, lse, counter, *mask_tensors[:3]
-        )
+            stream, q, self.k_source(k), self.v_source(v), self.o_source(o), o if self.packed else None, cos, sin, lse,
+            counter, *mask_tensors[:3],
+        )  # fmt: skip
         return o, lse
 
 
@@ -504,6 +572,6 @@ _prepared = PreparedCalls(ForwardCall)
 
 def attention_forward(q, k, v, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config, masks=NO_MASKS,
                       mask_tensors=NO_TENSORS):  # fmt: skip
-    """As the portable ``attention_forward``, without packed sequences; ``config`` a ``configs.HopperForwardConfig``."""
+    """As the portable ``attention_forward``; ``config`` a ``configs.HopperForwardConfig``."""
     options = (causal, softmax_scale, rotary_dim, interleaved, masks)
     return _prepared((q, k, v, cos, sin), options, config)(q, k, v, cos, sin, mask_tensors)
