@@ -43,6 +43,7 @@ from fused_rope_attn.kernels.primitives import (
     load_tile,
     packed_partner,
     packed_tile,
+    padded_row,
     query_range,
     scheduled_tile,
     sink_gradient,
@@ -61,7 +62,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
                       q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch,
                       NK, num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, BOUNDED: tl.constexpr,
-                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, LONG: tl.constexpr,
+                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, PADDED: tl.constexpr, LONG: tl.constexpr,
                       PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
 
@@ -69,25 +70,41 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
     delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, where they are
     not None: ``accumulator`` (B, HQ, pitch, BLOCK_D) float32, and ``progress`` (B * HKV + B * HQ * pitch /
     PROGRESS_ROWS,) int32.
+
+    PADDED, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
+    ``padded_row`` on, up to a multiple of PADDED, where rows without a query are 0 too; pitch is that of
+    ``count_tiles`` tiles.
     """
     let_next_launch_start(PDL)
     pid = tl.program_id(0)
-    q_blocks = count_tiles(pitch, num_sequences, BLOCK_N)
+    if PADDED:
+        q_blocks = pitch // BLOCK_N
+    else:
+        q_blocks = count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
     if pid < q_blocks * q_chunks * B:
         block = pid % q_blocks
         chunk = (pid // q_blocks) % q_chunks
         batch = (pid // (q_blocks * q_chunks)).to(tl.int64)
         first_row = 0
+        place = 0
         len_q = NQ
         padded = pitch
         len_k = NK
         if lens_ptr is not None:
             len_k = existing_keys(lens_ptr, batch, NK)
         if cu_q_ptr is not None:
-            sequence, first_row, len_q, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+            if PADDED:
+                PARTS: tl.constexpr = PADDED // BLOCK_N
+                sequence, first_row, len_q, tile = packed_tile(block // PARTS, cu_q_ptr, num_sequences, NQ, PADDED)
+                block = tile * PARTS + block % PARTS
+                place = padded_row(first_row, sequence, PADDED)
+                padded = tl.cdiv(len_q, PADDED) * PADDED
+            else:
+                sequence, first_row, len_q, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+                place = first_row
+                padded = len_q
             first_k, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-            padded = len_q
         start = block * BLOCK_N
         start64 = tl.cast(first_row + start, tl.int64)
         rows = tl.arange(0, BLOCK_N)
@@ -102,7 +119,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             bh = batch * HQ + h
             lse = tl.load(lse_ptr + bh * NQ + first_row + start + rows, mask=rows < left, other=0.0)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            row_index = bh * pitch + first_row + start + rows
+            row_index = bh * pitch + place + start + rows
             tl.store(stats_ptr + row_index, lse, mask=rows < padded - start)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
             if BOUNDED:
@@ -114,16 +131,19 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
                 tl.store(words, 0, mask=(row_index % PROGRESS_ROWS == 0) & (rows < padded - start))
             if accumulator_ptr is not None:
                 nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-                cleared = accumulator_ptr + (bh * pitch + start) * BLOCK_D
-                store_tile(cleared, nothing, rows, pitch - start, BLOCK_D, 1, BLOCK_D, BLOCK_D, False)
+                cleared = accumulator_ptr + (bh * pitch + place + start) * BLOCK_D
+                store_tile(cleared, nothing, rows, padded - start, BLOCK_D, 1, BLOCK_D, BLOCK_D, False)
         if ROTATE:
             tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
             if cu_q_ptr is not None:
                 q_ptr += tl.cast(first_row, tl.int64) * q_strides[2]
-                q_rot_ptr += tl.cast(first_row, tl.int64) * q_rot_strides[2]
+                q_rot_ptr += tl.cast(place, tl.int64) * q_rot_strides[2]
+            written = len_q
+            if PADDED:
+                written = padded
             rotate_rows(
                 q_ptr, q_rot_ptr, q_strides, q_rot_strides, tables, q_sign, len_q, len_k - len_q, position_limit, batch,
-                chunk * HEADS, last_head, start, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
+                chunk * HEADS, last_head, start, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG, written,
             )  # fmt: skip
     else:
         if ROTATE:
@@ -491,7 +511,7 @@ class BackwardCall:
                     batch, heads_q, heads_kv, len_q, len_q, len_k, sequences, cos.shape[-2],
                 ),
                 ordered(
-                    preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PROGRESS_ROWS=0
+                    preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PROGRESS_ROWS=0, PADDED=0,
                 ),
                 {"num_warps": 4},
             )  # fmt: skip

@@ -51,15 +51,20 @@ from fused_rope_attn.kernels.launch import (
     output_strides,
     scale_and_sign,
     table_strides,
+    tile_count,
 )
 from fused_rope_attn.kernels.primitives import (
     LN2,
+    count_tiles,
     existing_keys,
     first_key,
     first_query,
     head_tables,
     let_next_launch_start,
     load_angles,
+    packed_partner,
+    packed_tile,
+    padded_row,
     query_range,
     rotate,
     scheduled_tile,
@@ -104,10 +109,11 @@ def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.const
 
 
 @jit
-def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, raw, zeroed, alive):
-    """Query block ``step`` of a ring: Q with lse, dO with delta, rows before ``alive`` zero. Returns ``zeroed``.
+def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, raw, zeroed, alive,
+               limit=None):  # fmt: skip
+    """Query block ``step`` of a ring: Q with lse, dO with delta. Rows before ``alive`` and from ``limit`` on are zero.
 
-    stats_desc None: the tile alone; alive None: all rows as they are.
+    Returns ``zeroed``. stats_desc None: the tile alone; alive None: all rows as they are; limit None: to the last.
     """
     smem, stats_smem, full, empty = ring
     slot = step % STAGES
@@ -116,20 +122,23 @@ def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: 
     if alive is None:
         load_rows(desc, batch, head, start_m, smem.index(slot), full.index(slot), stats_desc, row, stats)
     else:
+        if limit is None:
+            limit = start_m + BLOCK_M
         zeroed = load_existing(
-            desc, batch, head, start_m, smem.index(slot), full.index(slot), raw, zeroed, alive, start_m + BLOCK_M,
-            stats_desc, row, stats,
+            desc, batch, head, start_m, smem.index(slot), full.index(slot), raw, zeroed, alive, limit, stats_desc, row,
+            stats,
         )  # fmt: skip
     return zeroed
 
 
 @jit
 def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw, batch, head, start_n,
-         first, count, alive, start, NK, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr,
+         first, count, alive, start, NK, shift, limit, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr,
          DO_STAGES: gl.constexpr, OWNED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Load K and V once, and every query block with its statistics. What does not exist is zero.
 
-    start and NK: of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``.
+    start and NK: of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``. Packed
+    sequences, otherwise None: dO lies ``shift`` rows from Q, which is padded, and ends at row ``limit``.
     """
     k_smem, k_full = k_buffer
     v_smem, v_full = v_buffer
@@ -157,9 +166,14 @@ def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring
                 q_desc, batch, head_q + member, start_m, stats_desc, row, q_ring, step, Q_STAGES, raw, zeroed, alive
             )
             row += stats_size
+            alive_do = alive
+            if shift is not None:
+                start_m += shift
+                alive_do += shift
             zeroed = load_block(
-                do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, raw, zeroed, alive
-            )
+                do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, raw, zeroed,
+                alive_do, limit,
+            )  # fmt: skip
             step += 1
     # Scores and dP of a block after the last are computed and dropped: rows past the end, which read as zeros.
     if step > 0:
@@ -473,20 +487,21 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
 
 
 @jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "left",
-                        "right"])  # fmt: skip
+                        "num_sequences", "right"])  # fmt: skip
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
-                    dv_ptr, starts_ptr, lens_ptr, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, cap_scale,
-                    left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, stats_size, section, D: gl.constexpr,
-                    R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
-                    INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, TRIMMED: gl.constexpr,
-                    LONG: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr):  # fmt: skip
-    """dk, dv of BLOCK_N keys of one key head, and their share of dQ. Grid: (key blocks * B * HKV).
+                    dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, dk_strides, dv_strides, cos_strides, sin_strides,
+                    qk_scale, cap_scale, left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
+                    stats_size, section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+                    Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
+                    IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, TRIMMED: gl.constexpr, LONG: gl.constexpr,
+                    PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, DS_LAYOUT: gl.constexpr):  # fmt: skip
+    """dk, dv of BLOCK_N keys of one key head, and their share of dQ. Grid: (``count_tiles`` of the keys * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
     (2 * B * HQ * pitch,) lse and delta; dq_desc (B, HQ, pitch, BLOCK_D) float32, zero before the first block. What a
     call does not use is None: kv_starts and kv_lens (B,) int32, cap_scale to right as in the portable kernels. TRIMMED:
-    there are keys before the first query's window.
+    there are keys before the first query's window. Packed sequences, B = 1: q, stats and dq are padded to whole query
+    blocks, as the pre-process does by BLOCK_M, so that what adds to dq in blocks stays within a sequence.
 
     progress_ptr: None, or how many programs of each key head are done (B * HKV,) and which query blocks of dQ are begun
     (B * HQ * pitch / BLOCK_M,), int32, zero before the first block; then dq_desc need not be zero. The last key block
@@ -504,17 +519,28 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
     RANGED: gl.constexpr = BOUNDED or TRIMMED
     # A causal window hides all keys that do not exist, but those before kv_starts.
     CLAMPED: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
-    tile, bh = scheduled_tile(gl.program_id(0), (NK + BLOCK_N - 1) // BLOCK_N, num_heads, section, LAST_FIRST=OWNED)
+    PACKED: gl.constexpr = num_sequences is not None
+    tiles = count_tiles(NK, num_sequences, BLOCK_N)
+    tile, bh = scheduled_tile(gl.program_id(0), tiles, num_heads, section, LAST_FIRST=OWNED)
     batch = bh // HKV
     head = bh % HKV
-    start_n = tile * BLOCK_N
     len_k = NK
+    if PACKED:
+        # A block behind its sequence's end sees no query, and writes nothing.
+        EIGHTS: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, num_sequences, NK, BLOCK_N, EIGHTS)
+        first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
+        len_k = NK
+        dk_ptr += first_k.to(gl.int64) * dk_strides[2]
+        dv_ptr += first_k.to(gl.int64) * dv_strides[2]
+    rows_q = NQ if PACKED else pitch
+    start_n = tile * BLOCK_N
     if lens_ptr is not None:
         len_k = existing_keys(lens_ptr, batch, NK)
     start_k = None
     if starts_ptr is not None or left is not None:
         start_k = first_key(starts_ptr, batch, len_k - NQ, len_k, left)
-    first, masked, count, alive = query_blocks(start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
+    first, masked, count, alive = query_blocks(start_n, NQ, rows_q, len_k, start_k, left, right, IS_CAUSAL, BOUNDED)
     owned = count
     if OWNED:
         if start_n + BLOCK_N < NK:
@@ -522,6 +548,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
             owned = gl.minimum(count, after - first)
     if start_k is None:
         start_k = first * 0
+    # What the TMA addresses: rows of the packed tensors, and of what is padded.
+    row_n, block_m, shift, limit = start_n, first, None, None
+    if PACKED:
+        place = padded_row(first_q, sequence, BLOCK_M)
+        row_n, block_m, shift, limit = start_n + first_k, first + place // BLOCK_M, first_q - place, first_q + NQ
 
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
@@ -579,38 +610,47 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
         )),
         (load, (
             q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw if RANGED else NONE,
-            batch, head, start_n, first, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
-            len_k if RANGED else NONE, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, OWNED, PDL,
+            batch, head, row_n, block_m, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
+            len_k if RANGED else NONE, shift, limit, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, OWNED, PDL,
         )),
         (reduce, (
-            dq_desc, dq_ring, progress_ptr, batch, head, bh if OWNED else NONE, num_heads if OWNED else NONE, first,
+            dq_desc, dq_ring, progress_ptr, batch, head, bh if OWNED else NONE, num_heads if OWNED else NONE, block_m,
             owned if OWNED else NONE, count, GROUP_SIZE, pitch if OWNED else NONE, BLOCK_D, PDL,
         )),
     ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "key_blocks"])
+@triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size",
+                               "key_blocks"])  # fmt: skip
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
-                       lens_ptr, dq_strides, cos_strides, sin_strides, softmax_scale, HQ, HKV, GROUP_SIZE, NQ, pitch,
-                       NK, stats_size, key_blocks, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+                       lens_ptr, cu_q_ptr, cu_k_ptr, dq_strides, cos_strides, sin_strides, softmax_scale, HQ, HKV,
+                       GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size, key_blocks, HEADS: tl.constexpr,
+                       D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                       INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, turned back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
-    stats. Grid: (row blocks * head chunks * B).
+    stats. Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded
+    as for ``backward_kernel``.
 
     With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
     head are done, while those of other heads are at work, and rows that nobody began are zero.
     """
-    num_blocks = tl.cdiv(NQ, BLOCK_N)
+    num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
     num_batches = tl.num_programs(0) // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
-    start = (pid % num_blocks) * BLOCK_N
-    start64 = tl.cast(start, tl.int64)
+    block = pid % num_blocks
+    first_row = 0
+    place = 0
+    if cu_q_ptr is not None:
+        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+        _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        place = padded_row(first_row, sequence, BLOCK_M)
+    start = block * BLOCK_N
+    start64 = tl.cast(first_row + start, tl.int64)
     rows = tl.arange(0, BLOCK_N)
     # Where ``stage_rows`` put them.
     staged = (rows // 8) * 8 + (rows % 4) * 2 + (rows // 4) % 2
@@ -623,9 +663,12 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         h = tl.cast(head, tl.int64)
-        row = (batch * HQ + h) * pitch + start
+        row = (batch * HQ + h) * pitch + place + start
         words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
-        if progress_ptr is None:
+        if cu_q_ptr is not None:
+            # The block may lie behind its sequence's end, and behind that of the accumulator.
+            dq = tl.load(words, mask=rows[:, None] < NQ - start, other=0.0) * softmax_scale
+        elif progress_ptr is None:
             dq = tl.load(words) * softmax_scale
         else:
             wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
@@ -667,7 +710,8 @@ class BackwardCall:
         group_size = heads_q // heads_kv
         pad_d = max(64, block_d(head_dim))
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
-        pitch = triton.cdiv(len_q, BLOCK_M.value) * BLOCK_M.value
+        sequences = masks.num_sequences
+        pitch = tile_count(len_q, sequences, BLOCK_M.value) * BLOCK_M.value
         self.dsinks_shape = None
         self.empty = batch * heads_q * len_q * len_k == 0
         if self.empty:
@@ -678,7 +722,8 @@ class BackwardCall:
         # A copy of dO for the rare gradient that the TMA cannot address.
         self.copy_do = not has_descriptor(do)
         do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
-        q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
+        self.q_rot_shape = (batch, heads_q, pitch if masks.packed else len_q, head_dim)
+        q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)
         # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
@@ -702,27 +747,27 @@ class BackwardCall:
             batch
             * (
                 triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
-                + triton.cdiv(len_k, block) * triton.cdiv(heads_kv, chunk)
+                + tile_count(len_k, sequences, block) * triton.cdiv(heads_kv, chunk)
             ),
             (
                 o.stride(), do_like.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
-                batch, heads_q, heads_kv, len_q, pitch, len_k, None, cos.shape[-2],
+                batch, heads_q, heads_kv, len_q, pitch, len_k, sequences, cos.shape[-2],
             ),
             ordered(
                 preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=masks.bounded, ROTATE=True,
-                PROGRESS_ROWS=BLOCK_M.value,
+                PROGRESS_ROWS=BLOCK_M.value, PADDED=BLOCK_M.value if masks.packed else 0,
             ),
             {"num_warps": 4},
         )  # fmt: skip
         self._describe(q_rot, k_rot, v, do_like, element)
         heads = batch * heads_kv
-        query_bytes = (2 * head_dim * q.element_size() + 4 * pad_d) * group_size * len_q
+        query_bytes = (2 * head_dim * q.element_size() + 4 * pad_d) * group_size * masks.longest(len_q)
         self.main = Launch(
             backward_kernel,
-            triton.cdiv(len_k, BLOCK_N.value) * heads,
+            tile_count(len_k, sequences, BLOCK_N.value) * heads,
             (
                 dk_strides, dv_strides, *tables, qk_scale, cap_scale, masks.left, masks.right, heads, heads_q,
-                heads_kv, group_size, len_q, pitch, len_k, self.stats_size // 2,
+                heads_kv, group_size, len_q, pitch, len_k, sequences, self.stats_size // 2,
                 heads_per_section(heads, 1, query_bytes, config.section_bytes),
             ),
             ordered(
@@ -740,10 +785,10 @@ class BackwardCall:
         )  # fmt: skip
         chunk, block = config.post_heads, config.post_rows
         if masks.tensors[0] is not None:
-            self.dsinks_shape = (batch * triton.cdiv(len_q, block), heads_q)
+            self.dsinks_shape = (batch * tile_count(len_q, sequences, block), heads_q)
         self.postprocess = Launch(
             postprocess_kernel,
-            batch * triton.cdiv(len_q, block) * triton.cdiv(heads_q, chunk),
+            batch * tile_count(len_q, sequences, block) * triton.cdiv(heads_q, chunk),
             (
                 dq_strides,
                 *tables,
@@ -754,6 +799,7 @@ class BackwardCall:
                 len_q,
                 pitch,
                 len_k,
+                sequences,
                 self.stats_size // 2,
                 triton.cdiv(len_k, BLOCK_N.value),
             ),
@@ -779,7 +825,7 @@ class BackwardCall:
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             for x, strides in zip((q, k, v), self.strides)
         )
-        sinks, starts, lens, _, _ = mask_tensors
+        sinks, starts, lens, cu_q, cu_k = mask_tensors
         if self.empty:
             gradients = dq.zero_(), dk.zero_(), dv.zero_()
             return gradients if sinks is None else (*gradients, torch.zeros_like(sinks))
@@ -790,20 +836,21 @@ class BackwardCall:
         cleared, progress = accumulator, None
         if self.progress_size is not None:
             cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=q.device)
-        q_rot, k_rot = q.new_empty(q.shape), k.new_empty(k.shape)
+        q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
         stream = device.current_stream(q.device)
         self.preprocess(
-            stream, o, do, lse, stats, cleared, progress, q, q_rot, k, k_rot, cos, sin, lens, None, None
+            stream, o, do, lse, stats, cleared, progress, q, q_rot, k, k_rot, cos, sin, lens, cu_q, cu_k
         )  # fmt: skip
         self.main(
             stream, self.q_source(q_rot), self.k_source(k_rot), self.v_source(v), self.do_source(do),
-            self.stats_source(stats), self.dq_source(accumulator), progress, cos, sin, dk, dv, starts, lens,
+            self.stats_source(stats), self.dq_source(accumulator), progress, cos, sin, dk, dv, starts, lens, cu_q,
+            cu_k,
         )  # fmt: skip
         if sinks is None:
-            self.postprocess(stream, accumulator, progress, cos, sin, dq, None, None, None, lens)
+            self.postprocess(stream, accumulator, progress, cos, sin, dq, None, None, None, lens, cu_q, cu_k)
             return dq, dk, dv
         parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
-        self.postprocess(stream, accumulator, progress, cos, sin, dq, stats, sinks, parts, lens)
+        self.postprocess(stream, accumulator, progress, cos, sin, dq, stats, sinks, parts, lens, cu_q, cu_k)
         return dq, dk, dv, parts.sum(0).to(sinks.dtype)
 
 
@@ -812,7 +859,7 @@ _prepared = PreparedCalls(BackwardCall)
 
 def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config,
                        masks=NO_MASKS, mask_tensors=NO_TENSORS):  # fmt: skip
-    """As the portable ``attention_backward``, without packed sequences; ``config`` a ``configs.HopperBackwardConfig``.
+    """As the portable ``attention_backward``; ``config`` a ``configs.HopperBackwardConfig``.
 
     Not deterministic.
     """
