@@ -520,8 +520,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
     # A causal window hides all keys that do not exist, but those before kv_starts.
     CLAMPED: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
     PACKED: gl.constexpr = num_sequences is not None
+    pid = gl.program_id(0)
     tiles = count_tiles(NK, num_sequences, BLOCK_N)
-    tile, bh = scheduled_tile(gl.program_id(0), tiles, num_heads, section, LAST_FIRST=OWNED)
+    tile, bh = scheduled_tile(pid, tiles, num_heads, section, LAST_FIRST=OWNED)
     batch = bh // HKV
     head = bh % HKV
     len_k = NK
