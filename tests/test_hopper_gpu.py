@@ -27,7 +27,7 @@ from test_gpu import (
     run_with_late_inputs,
 )
 
-from fused_rope_attn import configs, plan, planning, rope_attention
+from fused_rope_attn import configs, plan, planning, rope_attention, rope_attention_varlen
 from fused_rope_attn.testing import (
     Case,
     Inputs,
@@ -218,6 +218,132 @@ def test_nan_in_keys_that_nobody_reaches(case):
         dead = max(0, (first if case.causal and case.window is None else 0) - last + case.len_q)
         q[b, :, :dead], do[b, :, :dead] = math.nan, math.nan
     agree(run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER), expected)
+
+
+@pytest.fixture
+def packed_calls(monkeypatch):
+    """Planning refuses packed calls until these tests have passed."""
+    monkeypatch.setattr(planning, "HOPPER_PACKED", True)
+    planning._plan.cache_clear()
+    yield
+    planning._plan.cache_clear()
+
+
+def packed(seqlens, behind=(0, 0), **changes):
+    """A packed case; ``behind``: rows of q and k behind the last sequence."""
+    pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
+    total_q, total_k = (sum(n[i] for n in pairs) + behind[i] for i in range(2))
+    return replace(HORSE, batch=1, len_q=total_q, len_k=total_k, seqlens=pairs, **changes)
+
+
+# Tiles of 128 queries, 64 of a warpgroup, and 128 keys, query blocks of 64: cut by a row, whole, empty, and alone.
+UNEVEN = ((10, 700), (400, 7), (0, 20), (20, 0), (1, 333), (129, 129), (65, 191), (128, 256))
+PACKINGS = (
+    packed((700, 1, 333, 64, 128, 129, 63)),
+    packed((700, 1, 333, 64, 128, 129, 63), causal=False),
+    packed((256, 128, 384)),
+    packed((1000,)),
+    packed((5,)),
+    packed(UNEVEN),
+    packed(UNEVEN, causal=False),
+    packed(UNEVEN, head_dim=64),
+    packed((0, 0, 200, 0, 333, 0)),
+    packed((20, 333), behind=(400, 700)),
+    packed((), behind=(5, 9)),
+    packed((16, 2, 3, 1) * 50 + (0,) * 1000),  # mostly tiles without queries; lengths are read in two turns
+    packed((700, 500, 90), window=(200, 0)),
+    packed((700, 500, 90), window=(100, 50), causal=False, softcap=3.0, sinks=True),
+    packed(UNEVEN, window=(90, 0), sinks=True, head_dim=96),
+    packed(UNEVEN, softcap=20.0, head_dim=64, causal=False, sinks=True),
+    packed((300, 401), interleaved=True, rotary_dim=64, full_width=True, tables="random"),
+    packed((300, 401), softmax_scale=-0.3, table_dtype=BF16),
+    packed((1500, 40, 2000, 900), heads_q=16, heads_kv=4),
+)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("number", range(len(PACKINGS)))
+def test_packed_sequences_against_float64(packed_calls, number, dtype):
+    case = replace(PACKINGS[number], dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    out = run_op(inputs, case, **HOPPER)
+    hold(case, inputs, out)
+    if case.sinks:
+        dsinks = (
+            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
+        )
+        result = compare("dsinks", *dsinks, grad=True, dtype=dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
+@pytest.mark.parametrize("case", [packed((300, 65, 200)), packed((300, 65, 200), causal=False, head_dim=64)])
+def test_nan_stays_in_its_sequence(packed_calls, case):
+    """Each sequence in turn is NaN: the others, whose tiles read its rows, are what they were."""
+    inputs = make_inputs(case, "cuda")
+    expected = run_op(inputs, case, **HOPPER)
+    first = 0
+    for length, _ in case.seqlens:
+        rows = slice(first, first + length)
+        q, k, v, do = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+        for x in (q, k, v, do):
+            x[:, :, rows] = math.nan
+        out = run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER)
+        assert not bool(torch.isfinite(out.o[:, :, rows]).any())
+        for x, y in zip(out, expected):
+            x[:, :, rows] = y[:, :, rows]
+        agree(out, expected)
+        first += length
+
+
+def test_packed_reruns(packed_calls):
+    """Tiles are taken in any order, and what nobody has written is poisoned each time."""
+    case = packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4)
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, **HOPPER)
+    for _ in range(50):
+        agree(run_op(inputs, case, **HOPPER), first)
+    hold(case, inputs, first)
+
+
+def test_packed_lengths_change_under_a_graph(packed_calls):
+    """cu_seqlens are read on the device: no synchronisation, and a replay sees the new ones."""
+    case = packed((300, 0, 401, 99))
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3])
+    do = inputs.do[0].transpose(0, 1)
+    ends = torch.zeros(5, dtype=torch.int32, device="cuda")
+
+    def fill(lengths):
+        ends.copy_(torch.tensor((0, *lengths)).cumsum(0))
+
+    def step():
+        o, lse = rope_attention_varlen(
+            q, k, v, inputs.cos, inputs.sin, ends, ends, 800, 800, True, return_lse=True, **HOPPER
+        )
+        return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do)
+
+    fill((300, 0, 401, 99))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ((300, 0, 401, 99), (800, 0, 0, 0), (1, 64, 65, 600)):
+        fill(lengths)
+        graph.replay()
+        o, lse, *rest = captured
+        whole = [x.transpose(0, 1)[None] for x in (o, *rest)]
+        seqlens = tuple((n, n) for n in lengths)
+        hold(replace(case, seqlens=seqlens), inputs, Results(whole[0], lse[None], *whole[1:]))
 
 
 def test_masked_passes_of_different_backends_fit_together():

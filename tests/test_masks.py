@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_kernels import F16, F32, both, cases, hold
 
-from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
+from fused_rope_attn import configs, cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.kernels.launch import describe_masks
 from fused_rope_attn.kernels.primitives import key_range, query_range
@@ -158,6 +158,105 @@ PACKINGS = (
 @cases(*PACKINGS)
 def test_packed_sequences(case, strategy):
     hold_all(case, strategy)
+
+
+def packed_masks(case):
+    """(masks, their tensors) of a packed case as launchers take them."""
+    lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
+    tensors = (masks_of(case)["sinks"], None, None, ends[:, 0].contiguous(), ends[:, 1].contiguous())
+    return describe_masks(case.causal, -1, -1, 0.0, tensors, max((max(n) for n in case.seqlens), default=0)), tensors
+
+
+def sequences_of(case):
+    """(first query, queries, first key, keys) of each sequence, and of the rows behind the last, which see nothing."""
+    first_q = first_k = 0
+    for len_q, len_k in case.seqlens:
+        yield first_q, len_q, first_k, len_k
+        first_q, first_k = first_q + len_q, first_k + len_k
+    yield first_q, case.len_q - first_q, first_k, 0
+
+
+SM_90 = (
+    packed((70, 1, 33, 64)),
+    packed(((10, 70), (40, 7), (0, 20), (20, 0), (1, 33), (129, 3))),
+    packed((20, 33), behind=(90, 70)),
+    packed((), behind=(5, 9)),
+    packed((2, 3) * 4 + (0,) * 8),
+)
+
+
+@interpreted
+@cases(*SM_90)
+def test_the_table_of_packed_tiles(case):
+    """What the sm_90 forward reads instead of searching: every query in one tile, with its sequence."""
+    from fused_rope_attn.kernels.rotary import TABLE, RotateKeys
+
+    masks, tensors = packed_masks(case)
+    inputs = make_inputs(case)
+    config = configs.HopperForwardConfig(128, rotate_rows=64, pdl=False)
+    options = (case.rotary, False, config, True, masks)
+    rotate = RotateKeys(inputs.k, inputs.cos, inputs.sin, *options, tiles=(case.len_q, 32))
+    counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
+    rotate(0, inputs.k, inputs.cos, inputs.sin, counter, tensors)
+    table = [tuple(row[:5]) for row in counter.reshape(-1, TABLE.value)[1:].tolist()]
+    expected = [
+        (first_q + start, first_q + len_q, first_k, len_k, len_q)
+        for first_q, len_q, first_k, len_k in sequences_of(case)
+        for start in range(0, len_q, 32)
+    ]
+    assert counter[0] == 0 and [row for row in table if row[0] < row[1]] == expected
+
+
+@interpreted
+@quiet
+@cases(*(replace(case, sinks=True) for case in SM_90[:4]))
+def test_the_padded_buffers_of_packed_sequences(case):
+    """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
+    from fused_rope_attn.kernels.hopper.backward import BackwardCall
+
+    masks, tensors = packed_masks(case)
+    inputs = make_inputs(case)
+    q, k, v, cos, sin, do = inputs
+    exact = run_reference(inputs, case, torch.float64)
+    o, lse = exact.o.to(case.dtype), exact.lse.float()
+    options = (case.causal, case.scale, case.rotary, False, masks, configs.HopperBackwardConfig(pdl=False))
+    run = BackwardCall(do, q, k, v, o, cos, sin, *options)
+    group = case.heads_q // case.heads_kv
+
+    def main(stream, q_rot, k_rot, v, do, stats, dq, *rest):
+        q_rot, k_rot, v, do, stats, dq = (x.base for x in (q_rot, k_rot, v, do, stats, dq))
+        lse, delta = stats.reshape(2, case.heads_q, -1)
+        for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
+            first, size = (first_q // 64 + s) * 64, -(-len_q // 64) * 64
+            rows, keys = slice(first, first + size), slice(first_k, first_k + len_k)
+            behind = slice(first + len_q, first + size)
+            assert not (
+                dq[0, :, rows].any() or q_rot[0, :, behind].any() or lse[:, behind].any() or delta[:, behind].any()
+            )
+            position = torch.arange(size)[:, None] + len_k - len_q
+            hidden = (position < 0) | (torch.arange(len_k) > position if case.causal else False)
+            # Where ``stage_rows`` puts them.
+            row = torch.arange(size)
+            staged = first + row // 8 * 8 + row % 4 * 2 + row // 4 % 2
+            for h in range(case.heads_q):
+                do_rows = torch.zeros(size, case.head_dim)
+                do_rows[:len_q] = do[0, h, first_q : first_q + len_q]
+                k_rows, v_rows = k_rot[0, h // group, keys].float(), v[0, h // group, keys].float()
+                scores = q_rot[0, h, rows].float() @ k_rows.T * case.scale
+                p = torch.exp(scores - lse[h, rows, None] * math.log(2)).masked_fill(hidden, 0.0)
+                ds = p * (do_rows @ v_rows.T - delta[h, rows, None])
+                dq[0, h, staged, : case.head_dim] += ds @ k_rows
+
+    run.main = main
+    dq, _, _, dsinks = run(do, q, k, v, o, lse, cos, sin, tensors)
+    eager = run_reference(inputs, case)
+    for name, x, y, z in (
+        ("dq", dq, exact.dq, eager.dq),
+        ("dsinks", dsinks[None], exact.dsinks[None], eager.dsinks[None]),
+    ):
+        result = compare(name, x, y, z, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"
 
 
 @cases(*PACKINGS)
