@@ -143,7 +143,7 @@ def results(rows: list[Row]) -> str:
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
         f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
         *(["~: outside the tolerance that ours is held to."] if loose else []),
-        _provenance(rows),
+        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, D).",
     ]
     return "\n\n".join([*blocks, "\n".join(notes)])
 
@@ -282,26 +282,26 @@ def _count(found: list[tuple[str, str, float]], part: str) -> str:
     return f"{sum(value >= _EVEN for value in ratios)} of {len(ratios)}"
 
 
-def _provenance(rows: list[Row]) -> str:
+def provenance(rows: list[Row], *packages: str) -> str:
+    """Where rows come from, for under a table: card, dtype where they share one, versions, dates and commits.
+
+    ``packages``: which of the others are named where the rows have them, "cuDNN" among them.
+    """
     row = rows[0]
-    packages = {name: version for r in rows for name, version in (r.get("packages") or {}).items()}
-    wanted = [f"{name} {packages[name]}" for name in ("liger-kernel", "flash-attn", "flash-attn-4") if name in packages]
+    versions = {name: version for r in rows for name, version in (r.get("packages") or {}).items()}
     cudnn = row.get("cudnn") or 0
-    versions = ", ".join(
-        [
-            f"driver {row.get('driver')}",
-            f"torch {row.get('torch')}",
-            f"triton {row.get('triton')}",
-            *([f"cuDNN {cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"] if cudnn else []),
-            *wanted,
-        ]
-    )
+    if cudnn:
+        versions["cuDNN"] = f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
+    dtypes = {r.get("dtype") for r in rows}
+    facts = [
+        row["gpu"],
+        *(dtypes if len(dtypes) == 1 and None not in dtypes else ()),
+        *(f"{name} {row.get(name)}" for name in ("driver", "torch", "triton")),
+        *(f"{name} {versions[name]}" for name in packages if name in versions),
+    ]
     dates = sorted({r.get("date", "")[:10] for r in rows} - {""})
     commits = sorted({r.get("commit") or "not recorded" for r in rows})
-    return (
-        f"{row['gpu']}, {row['dtype']}, {versions}. Measured {' and '.join(dates)}, "
-        f"commit {' and '.join(commits)}. Shapes are (B, HQ/HKV, N, D)."
-    )
+    return f"{', '.join(facts)}. Measured {' and '.join(dates)}, commit {' and '.join(commits)}."
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
