@@ -222,14 +222,10 @@ def block(rows: list[Row]) -> str:
     mine = [row for row in report.timed(rows) if row["ours"]]
     if not mine or len({row["gpu"] for row in rows}) != 1:
         raise ValueError(f"rows must hold times of {OURS}, on one card")
-    first = mine[0]
-    dates = sorted({row.get("date", "")[:10] for row in rows} - {""})
-    commits = sorted({row.get("commit") or "not recorded" for row in rows})
     return (
         f"{readme.markdown(_HEADER, _lines(rows))}\n\n"
         "×: their time over ours. Memory is beyond the inputs, for forward and backward, o and gradients included. "
-        f"{first['gpu']}, {first['dtype']}, driver {first.get('driver')}, torch {first.get('torch')}, triton "
-        f"{first.get('triton')}. Measured {' and '.join(dates)}, commit {' and '.join(commits)}."
+        f"{readme.provenance(rows)}"
     )
 
 

@@ -49,7 +49,7 @@ class DecodeProvider:
     """``make(step)`` prepares and returns a function that runs one step and returns o (B, HQ, 1, D).
 
     raw: the cache holds keys as they came. bare: attends only; nothing is rotated or written. rounded_tables: rotates
-    by tables in q's dtype.
+    by tables in q's dtype. copies: no attention, but what memory gives at most.
     """
 
     name: str

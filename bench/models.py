@@ -352,17 +352,13 @@ def block(rows: list[report.Row]) -> str:
         gains = [f"{ratio(row['rounds'], mine['rounds']):.2f}×" if row else "-" for row in rivals]
         left_out = f" ({mine['layers_left_out']} layers left out)" if mine["layers_left_out"] else ""
         lines.append([model + left_out, work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
-    commits = sorted({group[OURS].get("commit") or "not recorded" for group in groups.values()})
-    dates = sorted({group[OURS]["date"][:10] for group in groups.values()})
-    first = next(iter(groups.values()))[OURS]
+    ours = [group[OURS] for group in groups.values()]
     return (
         f"{readme.markdown(_HEADER, lines)}\n\n"
         "Tokens per second in eager mode, random bfloat16 weights, one after the other in one process; ×: their time "
         "over ours, below 1 a loss; MiB: peak memory beyond the weights. train: forward, loss and backward; prefill: "
         "into an empty dynamic cache; decode: one token onto one. With few tokens the host is the limit, and most of "
-        f"its time is the model's own. {first['gpu']}, driver {first.get('driver')}, torch {first.get('torch')}, "
-        f"triton {first.get('triton')}, transformers {first.get('packages', {}).get('transformers')}. Measured "
-        f"{' and '.join(dates)}, commit {' and '.join(commits)}."
+        f"its time is the model's own. {readme.provenance(ours, 'transformers', 'liger-kernel')}"
     )
 
 

@@ -109,17 +109,11 @@ def block(rows: list[Row]) -> str:
             loose = " ~" * any(row["status"] == "loose" for _, row in values)
             lines[-1].append(" / ".join(f"{value:.2f}" for value, _ in values) + "×" * bool(values) + loose)
     table = readme.markdown(header, lines)
-    first = next(iter(found.values()))[OURS]
     loose = any(row["status"] == "loose" for group in found.values() for row in group.values())
-    dates = sorted({row.get("date", "")[:10] for row in rows} - {""})
-    commits = sorted({row.get("commit") or "not recorded" for row in rows})
-    versions = [f"{name} {version}" for name, version in (first.get("packages") or {}).items()]
     notes = (
         "Forward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 flushed. "
         + ("~: outside the tolerance that ours is held to. " if loose else "")
-        + f"{first['gpu']}, driver {first.get('driver')}, torch {first.get('torch')}, triton {first.get('triton')}"
-        + "".join(f", {version}" for version in versions)
-        + f". Measured {' and '.join(dates)}, commit {' and '.join(commits)}."
+        + readme.provenance(rows, "transformers", "liger-kernel", "flash-attn")
     )
     return f"{' '.join(words)}\n\n{table}\n\n{notes}"
 

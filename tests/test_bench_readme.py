@@ -115,6 +115,11 @@ def test_results_name_what_is_missing_and_what_is_loose():
         readme.results([row for row in rows if (row["case"], row["provider"]) != ("Long-64K", "fused")])
 
 
+def test_results_compare_with_what_was_measured():
+    text = readme.results([row for row in _measured() if row["provider"] != "liger_flash"])
+    assert "| HF rope + SDPA |" in text and "not measured" not in text
+
+
 def test_standing_counts_every_shape():
     rows = _change(_measured(), 1.9, provider="liger_flash", mode="graph", case="Llama7B-4K", **{"pass": "bwd"})
     text = readme.standing(rows)

@@ -6,7 +6,6 @@ projections and norms: whatever stands in their place (LoRA, quantised layers) s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -141,7 +140,6 @@ def convention_of(module: nn.Module) -> Convention | None:
     return SUPPORTED.get(name_of(type(module)))
 
 
-@functools.cache
 def name_of(cls: type) -> str:
     """A class of transformers as SUPPORTED names it."""
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix(_PREFIX)
