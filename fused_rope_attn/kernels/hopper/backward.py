@@ -131,8 +131,8 @@ def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring
          DO_STAGES: gl.constexpr, OWNED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Load K and V once, and every query block with its statistics. What does not exist is zero.
 
-    start and NK: of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``. Packed
-    sequences, otherwise None: dO lies ``shift`` rows from Q, which is padded, and ends at row ``limit``.
+    start and NK: the rows of k of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``.
+    Packed sequences, otherwise None: dO lies ``shift`` rows from Q, which is padded, and ends at row ``limit``.
     """
     k_smem, k_full = k_buffer
     v_smem, v_full = v_buffer
@@ -465,11 +465,12 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
             owned = gl.minimum(count, after - first)
     if start_k is None:
         start_k = first * 0
-    # What the TMA addresses: rows of the packed tensors, and of what is padded.
-    row_n, block_m, shift, limit = start_n, first, None, None
+    # What the TMA addresses, and what of it exists: rows of the packed tensors, and of what is padded.
+    row_n, block_m, first_n, last_n, alive_m, shift, limit = start_n, first, start_k, len_k, alive, None, None
     if PACKED:
         place = padded_row(first_q, sequence, BLOCK_M)
-        row_n, block_m, shift, limit = start_n + first_k, first + place // BLOCK_M, first_q - place, first_q + NQ
+        row_n, first_n, last_n = start_n + first_k, start_k + first_k, len_k + first_k
+        block_m, alive_m, shift, limit = first + place // BLOCK_M, alive + place, first_q - place, first_q + NQ
 
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
@@ -527,8 +528,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
         )),
         (load, (
             q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw if RANGED else NONE,
-            batch, head, row_n, block_m, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
-            len_k if RANGED else NONE, shift, limit, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, OWNED, PDL,
+            batch, head, row_n, block_m, count, alive_m if BOUNDED else NONE, first_n if RANGED else NONE,
+            last_n if RANGED else NONE, shift, limit, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, OWNED,
+            PDL,
         )),
         (reduce, (
             dq_desc, dq_ring, progress_ptr, batch, head, bh if OWNED else NONE, num_heads if OWNED else NONE, block_m,
