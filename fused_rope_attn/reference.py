@@ -176,6 +176,57 @@ def visible_keys(
     return position, low, torch.where(position < 0, 0, high)
 
 
+class _VisibleProduct(torch.autograd.Function):
+    """``weights @ x`` in which a row is made of what it sees only: (B, H, n, d) in x's dtype.
+
+    weights (B, H, n, m), 0 where visible (1|B, 1, n, m) is False; x (B, H, m, d). 0 times NaN or infinity is NaN, so
+    that a plain product would carry what one row of x holds into every row. Here what is not finite is left out, and
+    makes NaN of the elements that see it. Gradients, of any order, do the same: x's is such a product itself.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+        bad = ~torch.isfinite(x)
+        seen = torch.einsum("bxnm,bhmd->bhnd", visible.float(), bad.float())
+        return torch.matmul(weights, x.masked_fill(bad, 0)).masked_fill(seen > 0, float("nan"))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weights, x, visible = ctx.saved_tensors
+        turned = weights.transpose(-1, -2), grad, visible.transpose(-1, -2)
+        return _VisibleScores.apply(grad, x, visible), _VisibleProduct.apply(*turned), None
+
+
+class _VisibleScores(torch.autograd.Function):
+    """``a @ b^T`` of the pairs that see each other, 0 elsewhere: (B, H, n, m) of a (B, H, n, d) and b (B, H, m, d).
+
+    The other half of `_VisibleProduct`, each the gradient of the other; visible as there.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
+        return torch.matmul(a, b.transpose(-1, -2)).masked_fill(~visible, 0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        a, b, visible = ctx.saved_tensors
+        grad = grad.masked_fill(~visible, 0)
+        turned = grad.transpose(-1, -2), a, visible.transpose(-1, -2)
+        return _VisibleProduct.apply(grad, b, visible), _VisibleProduct.apply(*turned), None
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -186,12 +237,16 @@ def attend(
     softmax_scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
 
     Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q), not differentiable.
     Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
     of a group are folded into the rows.
+
+    apart: NaN and infinities reach the rows that see them and no others, in either direction, at twice the products.
+    Without, a key that any row of its batch entry sees must be finite for all of them, and those that none sees zero.
     """
     softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads_kv, len_q, len_k = k.shape[1], q.shape[2], k.shape[2]
@@ -205,7 +260,9 @@ def attend(
     # Under autocast the dtypes are the caller's choice already: no product here may be cast a second time.
     with torch.autocast(q.device.type, enabled=False):
         grouped = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
-        scores = torch.matmul(grouped, k.transpose(-1, -2)).to(softmax_dtype) * softmax_scale
+        folded = visible.repeat(1, 1, rows["g"], 1) if apart else None
+        scores = _VisibleScores.apply(grouped, k, folded) if apart else torch.matmul(grouped, k.transpose(-1, -2))
+        scores = scores.to(softmax_dtype) * softmax_scale
         scores = rearrange(scores, "b h (g n) m -> b (h g) n m", **rows)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -214,9 +271,11 @@ def attend(
         if sinks is not None:
             logit = rearrange(sinks.to(softmax_dtype), "h -> 1 h 1 1").expand(q.shape[0], -1, len_q, 1)
             scores = torch.cat((scores, logit), dim=-1)
-        weights = F.softmax(scores, dim=-1)[..., :len_k].masked_fill(dead, 0.0).to(q.dtype)
+        # Not only dead rows: a row of NaN, or a gradient do v^T that overflows, must not reach what it does not see.
+        weights = F.softmax(scores, dim=-1)[..., :len_k].masked_fill(~visible, 0.0).to(q.dtype)
         weights = rearrange(weights, "b (h g) n m -> b h (g n) m", h=heads_kv)
-        o = rearrange(torch.matmul(weights, v), "b h (g n) d -> b (h g) n d", **rows)
+        o = _VisibleProduct.apply(weights, v, folded) if apart else torch.matmul(weights, v)
+        o = rearrange(o, "b h (g n) d -> b (h g) n d", **rows)
     o = o.masked_fill(dead, 0)  # also stops a NaN in `do` of a dead row
     lse = torch.logsumexp(scores.detach(), dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
     return o, lse
@@ -283,7 +342,8 @@ def packed_attention(
     """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
 
     `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so that the whole
-    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there.
+    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there. NaN
+    and infinities of a sequence, and of what lies behind the last, stay there, in o and in the gradients.
     """
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
 
@@ -310,7 +370,7 @@ def packed_attention(
     first = cu_seqlens_k.long()[sequence]
     return attend(
         q_rot, k_rot, v, (low + first)[None], (high + first)[None], softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks,
+        sinks=sinks, apart=True,
     )  # fmt: skip
 
 

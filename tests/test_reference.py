@@ -287,6 +287,17 @@ def test_lse_is_not_differentiable():
     assert o.requires_grad and not lse.requires_grad
 
 
+def test_what_overflows_where_nothing_is_visible_stays_there():
+    """float16: do v^T is infinite for the last key, which the first query does not see; its gradients are finite."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 1, 1, 3, 3, dtype=torch.float16))
+    with torch.no_grad():
+        v[:, :, 2] = 300.0
+    do = torch.zeros_like(q)
+    do[:, :, 0] = 300.0
+    o, _ = reference.attention(q, k, v, *tables(3, 8), True, softmax_scale=1.0, rotary_dim=8)
+    assert all(bool(torch.isfinite(x).all()) for x in (o, *torch.autograd.grad(o, (q, k, v), do)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_nan_outside_the_bounds_never_leaks(dtype, sinks):
