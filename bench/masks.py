@@ -291,7 +291,10 @@ class Subject:
             backend, reason = planning.choose_backend(q, k, backend, "auto", "cu_seqlens_q")
             if backend == "reference":
                 return planning.Plan("reference", None, reason)
-            return planning.plan_for(q, k, v, True, "auto", backend, False, "cu_seqlens_q", self.problem.longest)
+            longest, count = self.problem.longest, len(self.problem.lengths)
+            return planning.plan_for(
+                q, k, v, True, "auto", backend, False, "cu_seqlens_q", longest, num_sequences=count
+            )
         masks = self._masks if line.form == "dense" else {}
         masks = masks | ({"kv_starts": self.problem.starts} if line.form == "left" else {})
         x = self.problem.inputs

@@ -1,8 +1,8 @@
 """Launch configurations: records and the committed tables. Data, with a reason for each row.
 
 Rows of the portable kernels are found by (architecture, element size, head dimension, strategy, causal, length bucket,
-GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA), those of the generation step by
-(architecture, element size, head dimension, rotated cache), never by exact length; the first row that matches wins.
+GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA, packed), those of the generation step
+by (architecture, element size, head dimension, rotated cache), never by exact length; the first row that matches wins.
 ``python -m bench tune`` proposes rows of the portable kernels, ``python -m bench decode --tune`` those of the
 generation step.
 """
@@ -230,13 +230,15 @@ class HopperRow:
     buckets: tuple[str, ...] | None = None
     gqa: bool | None = None
     much_work: bool = False
+    packed: bool | None = None
 
-    def matches(self, head_dim, causal, length_bucket, gqa) -> bool:
+    def matches(self, head_dim, causal, length_bucket, gqa, packed) -> bool:
         return (
             head_dim <= self.head_dim
             and self.causal in (None, causal)
             and (self.buckets is None or length_bucket in self.buckets)
             and self.gqa in (None, gqa)
+            and self.packed in (None, packed)
         )
 
 
@@ -372,6 +374,7 @@ _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/log.md)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _SLOWER = f"{_TIMED}: up to 2048 tokens the portable kernels are 3 to 9 % faster"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
+_MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): many short sequences fill the card, one does not"
 
 # fmt: off
 HOPPER_FORWARD: tuple[HopperRow, ...] = (
@@ -381,6 +384,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _TIMED, buckets=("long",)),
     HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), _MEDIUM, _TILES, buckets=_MEDIUM,
               much_work=True),
+    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
+              much_work=True, packed=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
 )
 
@@ -404,6 +409,13 @@ LAUNCH_BOUND_WORK = 2**26
 # ends. H200, 2026-11-21: .124 ms against .140 at (2, 64/64, 1024, 128), 2**34, but .042 against .037 at
 # (1, 32/8, 1024, 128), 2**32.
 MUCH_WORK = 2**33
+
+# Packed sequences that are shorter than this, tokens over sequences (empty ones too), are left to the portable kernels.
+# Half of a forward tile of the sm_90 ones is empty then where a portable one is full, and their backward adds up to 64
+# rows a sequence to rotated Q and float32 dQ, so that more memory would go to padding than to tokens. H200, 2026-11-22,
+# heads 32/8, D 128: 4096 of 16 tokens take 5.43 + 9.14 ms there against 5.04 + 8.53, 256 of 512 2.57 + 6.87 against
+# 3.43 + 8.51; between the two nobody has looked.
+LEAST_MEAN_LENGTH = 64
 
 
 def work_class(multiply_adds: int) -> int:
@@ -455,11 +467,11 @@ def decode(arch, element_size, head_dim, rotated) -> DecodeConfig:
     return replace(_find(DECODE, arch, element_size, head_dim, rotated).config, pdl=arch in _PDL)
 
 
-def hopper_forward(head_dim, causal, length_bucket, gqa) -> HopperRow:
+def hopper_forward(head_dim, causal, length_bucket, gqa, packed=False) -> HopperRow:
     """The row of the sm_90 backend's forward pass for these properties."""
-    return _find(HOPPER_FORWARD, head_dim, causal, length_bucket, gqa)
+    return _find(HOPPER_FORWARD, head_dim, causal, length_bucket, gqa, packed)
 
 
-def hopper_backward(head_dim, causal, length_bucket, gqa) -> HopperRow:
+def hopper_backward(head_dim, causal, length_bucket, gqa, packed=False) -> HopperRow:
     """The row of the sm_90 backend's backward pass for these properties."""
-    return _find(HOPPER_BACKWARD, head_dim, causal, length_bucket, gqa)
+    return _find(HOPPER_BACKWARD, head_dim, causal, length_bucket, gqa, packed)

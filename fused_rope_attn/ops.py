@@ -66,7 +66,8 @@ def _launcher(q, k, v, options):
             "masks": describe_masks(causal, left, right, softcap, tensors, max_seqlen),
             "mask_tensors": tensors,
         }
-    plan = planning.plan_for(q, k, v, causal, strategy, backend, deterministic, feature, max_seqlen, window)
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    plan = planning.plan_for(q, k, v, causal, strategy, backend, deterministic, feature, max_seqlen, window, sequences)
     return plan, keywords
 
 

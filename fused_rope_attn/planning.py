@@ -31,9 +31,7 @@ class Plan:
     backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
 
 
-# Whether the sm_90 kernels take packed sequences: they compile, and no GPU has run them yet (tests/test_hopper_gpu.py).
-HOPPER_PACKED = False
-# What ``mask_feature`` finds, and the generation step's lengths: served by the portable kernels and the reference only.
+# The generation step's lengths: served by its own portable kernel and the reference only.
 PORTABLE_FEATURES = ("cache_seqlens",)
 
 
@@ -93,7 +91,7 @@ def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layou
     The one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot address it. feature: what
     ``mask_feature`` found.
     """
-    if feature in PORTABLE_FEATURES or (feature == "cu_seqlens_q" and not HOPPER_PACKED):
+    if feature in PORTABLE_FEATURES:
         return NotImplementedError, f"{feature} is not served by backend='hopper' yet, but by the portable kernels"
     if dtype not in HOPPER_DTYPES:
         return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
@@ -152,16 +150,17 @@ def choose_backend(q, k, backend, strategy, feature: str = "") -> tuple[str, str
 
 def plan_for(
     q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool, feature: str = "", max_seqlen: int = 0,
-    window: tuple[int, int] | None = None,
+    window: tuple[int, int] | None = None, num_sequences: int = 0,
 ) -> Plan:  # fmt: skip
     """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length.
 
-    max_seqlen: the longest of packed sequences. window: as in the call, for how much work there is. Raises where an
-    explicit ``backend="hopper"`` cannot address v.
+    max_seqlen, num_sequences: the longest of packed sequences, and how many there are, empty ones included. window: as
+    in the call, for how much work there is. Raises where an explicit ``backend="hopper"`` cannot address v.
     """
     length = k.shape[2]
     longest = max(q.shape[2], length)
     visited = length
+    short_sequences = longest < configs.LEAST_MEAN_LENGTH * num_sequences
     if feature == "cu_seqlens_q":
         longest, visited = min(max_seqlen, longest), min(max_seqlen, length)
     visited = visited_keys(visited, causal, window)
@@ -178,6 +177,7 @@ def plan_for(
         length == 0,
         configs.work_class(q.numel() * visited),
         feature,
+        short_sequences,
     )
     plan, tma = _plan(*key)
     if tma and not has_descriptor(v) and q.numel() > 0:
@@ -192,14 +192,20 @@ def plan_for(
 @functools.cache
 def _plan(
     arch, dtype, head_dim, strategy, backend, deterministic, causal, length_bucket, gqa, no_keys, work, feature,
-    v_layout=None,
+    short_sequences, v_layout=None,
 ) -> tuple[Plan, bool]:  # fmt: skip
-    """(the plan, whether kernels of sm_90 are in it, which read v through the TMA)."""
+    """(the plan, whether kernels of sm_90 are in it, which read v through the TMA).
+
+    short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on average.
+    """
     shape = (causal, length_bucket, gqa)
     row, row_backward = None, None
     obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout, feature)
     if obstacle is None:
-        row, row_backward = (find(head_dim, *shape) for find in (configs.hopper_forward, configs.hopper_backward))
+        packed = feature == "cu_seqlens_q"
+        row, row_backward = (
+            find(head_dim, *shape, packed) for find in (configs.hopper_forward, configs.hopper_backward)
+        )
     elif backend == "hopper":
         raise obstacle[0](obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
@@ -209,6 +215,9 @@ def _plan(
         forward = backward = (False, obstacle[1])
     elif work == 0:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
+    elif short_sequences:
+        mean = f"packed sequences of less than {configs.LEAST_MEAN_LENGTH} tokens on average"
+        forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
     if deterministic and backward[0]:

@@ -10,7 +10,7 @@ from baselines.rotations import LIGER
 from bench import masks, report
 from bench.__main__ import main
 from bench.timing import Options
-from fused_rope_attn import apply_rope_qk, configs
+from fused_rope_attn import apply_rope_qk, configs, device
 from fused_rope_attn.planning import Plan
 from fused_rope_attn.testing import Case
 from tests.test_bench import WallClock
@@ -177,6 +177,20 @@ def test_visited_by_the_sm_90_kernels():
     assert masks.ran(plan, "fwd") == masks.ran(plan, "bwd") == "hopper"
     mixed = Plan("hopper", "prepass", "", forward, configs.BackwardConfig("", *[configs.Tile(64, 64, 4, 2)] * 2))
     assert masks.ran(mixed, "bwd") == "triton"
+
+
+def test_packed_lines_name_the_kernels_that_ran(monkeypatch):
+    """By the plan of the call itself, which looks at the number of sequences and the longest."""
+    monkeypatch.setattr(device, "arch", lambda where: "sm_90")
+    case = replace(TINY, dtype=torch.bfloat16)
+    for backend, expected in (("hopper", "hopper"), ("triton", "triton"), ("auto", "reference")):
+        line = masks.packed_lines(case, LENGTHS)[0]
+        plan = masks.Subject(line, masks.Problem(line.case, torch.device("cpu")), backend).plan()
+        assert {masks.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
+    asked = []
+    monkeypatch.setattr(masks.planning, "plan_for", lambda *args, **options: asked.append((args[8], options)))
+    masks.Subject(line, masks.Problem(line.case, torch.device("cpu")), "triton").plan()
+    assert asked == [(max(LENGTHS), {"num_sequences": len(LENGTHS)})]
 
 
 def test_the_lines_that_are_run():

@@ -220,15 +220,6 @@ def test_nan_in_keys_that_nobody_reaches(case):
     agree(run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER), expected)
 
 
-@pytest.fixture
-def packed_calls(monkeypatch):
-    """Planning refuses packed calls until these tests have passed."""
-    monkeypatch.setattr(planning, "HOPPER_PACKED", True)
-    planning._plan.cache_clear()
-    yield
-    planning._plan.cache_clear()
-
-
 def packed(seqlens, behind=(0, 0), **changes):
     """A packed case; ``behind``: rows of q and k behind the last sequence."""
     pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
@@ -238,32 +229,45 @@ def packed(seqlens, behind=(0, 0), **changes):
 
 # Tiles of 128 queries, 64 of a warpgroup, and 128 keys, query blocks of 64: cut by a row, whole, empty, and alone.
 UNEVEN = ((10, 700), (400, 7), (0, 20), (20, 0), (1, 333), (129, 129), (65, 191), (128, 256))
+EMPTY = (16, 2, 3, 1) * 50 + (0,) * 1000  # mostly tiles without queries; lengths are read in two turns
 PACKINGS = (
     packed((700, 1, 333, 64, 128, 129, 63)),
     packed((700, 1, 333, 64, 128, 129, 63), causal=False),
     packed((256, 128, 384)),
     packed((1000,)),
     packed((5,)),
+    packed((1000, 40)),  # shorter than the row that it begins at, where limits and rows are easily confused
+    packed(((64, 1000), (300, 20), (40, 40)), causal=False),
     packed(UNEVEN),
     packed(UNEVEN, causal=False),
     packed(UNEVEN, head_dim=64),
     packed((0, 0, 200, 0, 333, 0)),
     packed((20, 333), behind=(400, 700)),
+    packed((20, 333), behind=(400, 700), causal=False),
     packed((), behind=(5, 9)),
-    packed((16, 2, 3, 1) * 50 + (0,) * 1000),  # mostly tiles without queries; lengths are read in two turns
+    packed(((0, 20), (0, 300))),
+    packed(EMPTY),
+    packed(EMPTY, head_dim=64),
     packed((700, 500, 90), window=(200, 0)),
+    packed((700, 500), window=(0, 0)),
+    packed(UNEVEN, window=(33, 0)),
+    packed(UNEVEN, window=(20, 300), causal=False, softcap=3.0, sinks=True),
     packed((700, 500, 90), window=(100, 50), causal=False, softcap=3.0, sinks=True),
     packed(UNEVEN, window=(90, 0), sinks=True, head_dim=96),
     packed(UNEVEN, softcap=20.0, head_dim=64, causal=False, sinks=True),
     packed((300, 401), interleaved=True, rotary_dim=64, full_width=True, tables="random"),
     packed((300, 401), softmax_scale=-0.3, table_dtype=BF16),
+    packed((300, 401), softmax_scale=0.0),
+    packed((300, 401), layout="bhnd"),
     packed((1500, 40, 2000, 900), heads_q=16, heads_kv=4),
+    packed((1500, 40, 0, 2000, 1, 900, 127, 4096), causal=False),
+    packed(tuple(1 + 37 * i % 300 for i in range(300)), heads_q=4, heads_kv=4),
 )
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("number", range(len(PACKINGS)))
-def test_packed_sequences_against_float64(packed_calls, number, dtype):
+def test_packed_sequences_against_float64(number, dtype):
     case = replace(PACKINGS[number], dtype=dtype)
     inputs = make_inputs(case, "cuda")
     out = run_op(inputs, case, **HOPPER)
@@ -276,36 +280,83 @@ def test_packed_sequences_against_float64(packed_calls, number, dtype):
         assert result.ok, f"{case.name}: {result}"
 
 
-@pytest.mark.parametrize("case", [packed((300, 65, 200)), packed((300, 65, 200), causal=False, head_dim=64)])
-def test_nan_stays_in_its_sequence(packed_calls, case):
-    """Each sequence in turn is NaN: the others, whose tiles read its rows, are what they were."""
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "case",
+    [
+        packed((300, 65, 200)),
+        packed((300, 65, 200), causal=False, head_dim=64),
+        packed(UNEVEN, behind=(90, 150)),
+        packed(UNEVEN, behind=(90, 150), causal=False, softcap=20.0),
+        packed((300, 65, 200), behind=(0, 30), window=(50, 0), dtype=F16),
+    ],
+    ids=lambda case: case.name,
+)
+def test_nan_stays_in_its_sequence(case, bad):
+    """Each sequence in turn, and the rows behind the last: the others, whose tiles read those rows, are what they
+    were."""
     inputs = make_inputs(case, "cuda")
     expected = run_op(inputs, case, **HOPPER)
-    first = 0
-    for length, _ in case.seqlens:
-        rows = slice(first, first + length)
+    total_q, total_k = (sum(n[i] for n in case.seqlens) for i in range(2))
+    first_q = first_k = 0
+    for len_q, len_k in (*case.seqlens, (case.len_q - total_q, case.len_k - total_k)):
+        rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
         q, k, v, do = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
-        for x in (q, k, v, do):
-            x[:, :, rows] = math.nan
+        q[:, :, rows_q], do[:, :, rows_q], k[:, :, rows_k], v[:, :, rows_k] = bad, bad, bad, bad
         out = run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER)
-        assert not bool(torch.isfinite(out.o[:, :, rows]).any())
-        for x, y in zip(out, expected):
+        if len_q <= len_k and first_q < total_q:
+            assert not bool(torch.isfinite(out.o[:, :, rows_q]).any())
+        if first_q >= total_q and first_k >= total_k:
+            assert not any(bool(x.any()) for x in (out.o[:, :, rows_q], out.dq[:, :, rows_q], out.dk[:, :, rows_k]))
+        for name, x, y in zip(out._fields, out, expected):
+            rows = rows_k if name in ("dk", "dv") else rows_q
             x[:, :, rows] = y[:, :, rows]
         agree(out, expected)
-        first += length
+        first_q, first_k = first_q + len_q, first_k + len_k
 
 
-def test_packed_reruns(packed_calls):
+def test_packed_reruns():
     """Tiles are taken in any order, and what nobody has written is poisoned each time."""
     case = packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4)
     inputs = make_inputs(case, "cuda")
     first = run_op(inputs, case, **HOPPER)
+    fixed = run_op(inputs, case, **HOPPER, deterministic=True)
+    equal(fixed[:2], first[:2])
     for _ in range(50):
         agree(run_op(inputs, case, **HOPPER), first)
+        equal(run_op(inputs, case, **HOPPER, deterministic=True), fixed)
     hold(case, inputs, first)
+    hold(case, inputs, fixed)
 
 
-def test_packed_lengths_change_under_a_graph(packed_calls):
+def test_auto_takes_them_for_packed_sequences():
+    """The same bits as when they are asked for, which the portable kernels' are not."""
+    case = packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4)
+    inputs = make_inputs(case, "cuda")
+    auto, asked, portable = (run_op(inputs, case, backend=name) for name in ("auto", "hopper", "triton"))
+    agree(auto, asked)
+    assert not torch.equal(auto.dk, portable.dk) and not torch.equal(auto.o, portable.o)
+    alike(auto, portable, 2e-2)
+
+
+def test_packed_passes_of_different_backends_fit_together():
+    case = packed(UNEVEN, window=(150, 0), softcap=30.0, sinks=True)
+    inputs = make_inputs(case, "cuda")
+    q, k, v, cos, sin, do = inputs
+    ends = torch.tensor(((0, 0), *case.seqlens)).cumsum(0).int().cuda()
+    options = (True, case.scale, case.rotary, False, "auto")
+    masks = (
+        masks_of(case, "cuda")["sinks"], None, None, ends[:, 0].contiguous(), ends[:, 1].contiguous(), *case.window,
+        case.softcap, 700,
+    )  # fmt: skip
+    operators = torch.ops.fused_rope_attn
+    for first, second in (("hopper", "triton"), ("triton", "hopper")):
+        o, lse = operators.attention_forward(q, k, v, cos, sin, *options, first, False, *masks)
+        dq, dk, dv, _ = operators.attention_backward(do, q, k, v, o, lse, cos, sin, *options, second, False, *masks)
+        hold(case, inputs, Results(o, lse, dq, dk, dv))
+
+
+def test_packed_lengths_change_under_a_graph():
     """cu_seqlens are read on the device: no synchronisation, and a replay sees the new ones."""
     case = packed((300, 0, 401, 99))
     inputs = make_inputs(case, "cuda")
@@ -417,6 +468,9 @@ cases = [
     if causal or length[0] <= length[1]
 ]
 cases.append(Case(1, 1, 1, 131072, 131072, 128, dtype=torch.bfloat16))
+for lengths in ((16, 2, 3, 1) * 50 + (0,) * 1000, (4097, 1, 0, 63, 129, 1000), (20000, 7, 300)):
+    total, pairs = sum(lengths), tuple((n, n) for n in lengths)
+    cases.append(Case(1, 6, 2, total, total, 128, dtype=torch.bfloat16, seqlens=pairs))
 found = []
 for case in cases:  # back to back: nothing waits for the GPU
     inputs = make_inputs(case, "cuda")

@@ -337,7 +337,7 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
     for masks in ({"window": None, "softcap": 0.0}, {"window": (100, 0), "softcap": 5.0}):
         feature = planning.mask_feature(*masks.values(), None, None, None, cu_seqlens=many["q"])
         assert feature == "cu_seqlens_q"
-        qkv = (many["q"], many["k"], many["v"], True, "auto", "auto", False, feature)
+        qkv = (many["q"], many["k"], many["v"], True, "auto", "triton", False, feature)
         long, short = planning.plan_for(*qkv, 1 << 16), planning.plan_for(*qkv, 300)
         assert long.forward == configs.forward("sm_90", 2, 64, "prepass", True, "long", False, True)
         assert short.forward == configs.forward("sm_90", 2, 64, "prepass", True, "tiny", False, True)
@@ -345,6 +345,42 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
     few = [x[:, :, :4096] for x in (many["q"], many["k"], many["v"])]
     assert planning.plan_for(*few, True, "auto", "auto", False, feature, 2).strategy == "inline"  # 2**21 * 2 at most
     assert planning.plan_for(*few, True, "auto", "auto", False, feature, 4096).strategy == "prepass"
+
+
+def packed_plan(sequences, tokens, longest, tokens_k=None, heads=(32, 8), backend="auto", strategy="auto", **changes):
+    """What `rope_attention_varlen` runs for so many sequences and tokens: the operators' own plan."""
+    given = call(tokens, tokens_k, batch=1, heads=heads, **changes)
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    options = (True, 0.1, given["q"].shape[3], False, strategy, backend, changes.get("deterministic", False))
+    masks = (None, None, None, ends, ends, -1, -1, 0.0, longest)
+    chosen, keywords = ops._launcher(given["q"], given["k"], given["v"], (*options, *masks))
+    assert keywords["masks"].packed
+    return chosen
+
+
+def test_packed_calls_take_the_sm_90_kernels(arch):
+    """Measured: 64 of 16 to 4096 tokens, 256 of 512, 32 of 4096 and 1 of 32768 are faster there in both passes."""
+    for sequences, tokens, longest in ((64, 145930, 4096), (256, 131072, 512), (32, 131072, 4096), (1, 32768, 32768)):
+        chosen = packed_plan(sequences, tokens, longest)
+        assert kinds(chosen) == HOPPER and chosen.backend == "hopper", (sequences, tokens, longest)
+        assert kinds(packed_plan(sequences, tokens, longest, backend="triton")) == PORTABLE
+        assert kinds(packed_plan(sequences, tokens, longest, deterministic=True)) == (HOPPER[0], PORTABLE[1])
+        inline = packed_plan(sequences, tokens, longest, strategy="inline")
+        assert kinds(inline) == PORTABLE and inline.strategy == "inline"
+    # A short sequence alone is no work for them forward; many are.
+    assert kinds(packed_plan(2, 1024, 512)) == (PORTABLE[0], HOPPER[1])
+    assert kinds(packed_plan(1, 200, 200, heads=(1, 1))) == PORTABLE
+
+
+def test_short_packed_sequences_stay_portable(arch):
+    """Shorter than half a tile on average, empty ones included: 4096 of 16 are slower on the sm_90 kernels."""
+    chosen = packed_plan(4096, 65536, 16)
+    assert kinds(chosen) == PORTABLE and "less than 64 tokens on average" in chosen.reason
+    least = 1024 * configs.LEAST_MEAN_LENGTH
+    assert kinds(packed_plan(1024, least, 4096)) == HOPPER
+    assert kinds(packed_plan(1025, least, 4096)) == PORTABLE
+    assert kinds(packed_plan(1025, 4000, 4096, tokens_k=least + 64)) == HOPPER  # the longer length counts
+    assert kinds(packed_plan(4096, 65536, 16, backend="hopper")) == HOPPER
 
 
 def test_masked_calls_have_tiles_of_their_own(arch):

@@ -101,6 +101,7 @@ SMALL = (
     _small("sinks + window", sinks=True, window=(20, 0)),
     _small("packed sequences, an empty one", seqlens=((50, 50), (0, 0), (30, 30))),
     _small("packed, NQ and NK differ, not causal", seqlens=((10, 50), (40, 25)), len_q=50, len_k=75, causal=False),
+    _small("packed, a short one behind a long one", seqlens=((50, 50), (7, 7), (23, 23)), heads_q=4),
     _small("packed + window", seqlens=((50, 50), (30, 30)), window=(20, 0)),
     _small("packed + window + softcap + sinks, identical reruns", rerun=True, seqlens=((45, 45), (35, 35)),
            window=(20, 0), softcap=5.0, sinks=True),
@@ -139,6 +140,8 @@ LARGE = (
     _large("4K window (127, 0), D 64 GQA", 1, 16, 2, 4096, 64, window=(127, 0)),
     _large("4K kv_starts + kv_lens", 2, 8, 2, 4096, 128, kv_starts=(1000, 0), kv_lens=(4096, 2049)),
     _large("64 packed sequences of 16 to 4096 tokens", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED))),
+    _large("64 packed sequences, window (256, 0)", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED)),
+           window=(256, 0)),
     # 32-bit offsets: across heads, and within one head, whose rows are 16640 elements apart
     _large("q, k, v of 2**31 + 2**24 elements", 129, 256, 256, 512, 128, scale="huge", only=(torch.bfloat16,)),
     _large("128K positions in a packed tensor of 2**31 + 2**25 elements", 1, 4, 2, 131072, 128, scale="huge",

@@ -105,5 +105,6 @@ def test_the_sm_90_tables_answer_every_call():
             for bucket in configs.BUCKETS:
                 for gqa in (True, False):
                     for find in (configs.hopper_forward, configs.hopper_backward):
-                        row = find(head_dim, causal, bucket, gqa)
-                        assert set(row.auto) <= set(configs.BUCKETS) and row.note
+                        for packed in (True, False):
+                            row = find(head_dim, causal, bucket, gqa, packed)
+                            assert set(row.auto) <= set(configs.BUCKETS) and row.note
