@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_rope_attn
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_tables
+from fused_rope_attn.api import _with_kvcache
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
 
@@ -242,11 +243,15 @@ def test_tables_have_no_gradient(name, backend):
 
 
 def test_what_the_sm_90_kernels_do_not_serve():
+    """float32, of packed sequences too, and the generation step, which has a kernel of its own."""
     q, k, v, cos, sin, _ = make_inputs(SMALL)
     cu_q, cu_k = (torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k))
     packed = (x[0].transpose(0, 1) for x in (q, k, v))
-    with pytest.raises(NotImplementedError, match="^cu_seqlens_q .*hopper.*portable"):
+    with pytest.raises(NotImplementedError, match="^q must be float16 or bfloat16 for backend='hopper'"):
         rope_attention_varlen(*packed, cos, sin, cu_q, cu_k, 7, 9, True, backend="hopper")
+    lengths = torch.tensor([9, 5], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="^cache_seqlens .*hopper.*portable"):
+        _with_kvcache(q, k, v, cos, sin, cache_seqlens=lengths, backend="hopper")
 
 
 @interpreted
