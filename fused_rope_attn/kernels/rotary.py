@@ -1,4 +1,4 @@
-"""Rotation alone: the pre-pass that writes rotated keys (and, in backward, queries) once, in pair order."""
+"""Rotation alone: the pre-pass that writes rotated keys (and where asked, queries) once, in pair order."""
 
 import torch
 import triton
@@ -22,9 +22,11 @@ from fused_rope_attn.kernels.primitives import (
     load_angles,
     load_pairs,
     pack_pairs,
+    packed_partner,
     packed_tile,
     rotate,
     store_tile,
+    wait_for_previous_launch,
 )
 
 # int32 words of what is known of a tile of packed queries, and of the counter that lies before them all: 32 bytes.
@@ -57,17 +59,20 @@ def rotate_rows(x_ptr, out_ptr, x_strides, out_strides, tables, sign, N, positio
         store_tile(out, packed, rows, written - start, out_strides[2], out_strides[3], D, BLOCK_D, LONG)
 
 
-@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ"])
-def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_ptr, cu_q_ptr, x_strides, out_strides,
-                  cos_strides, sin_strides, H, N, num_sequences, position_limit, NQ, COUNTER: tl.constexpr,
-                  TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK"])
+def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, x_strides,
+                  out_strides, cos_strides, sin_strides, sign, H, N, num_sequences, position_limit, NQ, NK,
+                  COUNTER: tl.constexpr, TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+                  R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  LONG: tl.constexpr, FOLLOWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid: (row blocks * head chunks * batch). With COUNTER also zeroes the next launch's counter.
 
-    lens (B,) int32: rows past it are left alone; cu (sequences + 1,) int32: positions restart. Either may be None.
-    With cu_q, the same for NQ queries, the counter is followed, TABLE words from it, by a table of their tiles of
-    TILE_ROWS rows: ``describe_tiles``.
+    Rows are N keys, or with NK, queries of as many keys, times ``sign``; sign and NK are None for keys. lens (B,) int32:
+    the keys that exist: those past them are left alone, queries end with them; cu (sequences + 1,) int32: positions
+    restart, and for queries cu_k says where their keys end. Either may be None. With cu_q, the same for NQ queries, the
+    counter is followed, TABLE words from it, by a table of their tiles of TILE_ROWS rows: ``describe_tiles``.
+
+    FOLLOWS: launched while another pre-pass runs, to end after it, so that who waits for this one has both.
     """
     let_next_launch_start(PDL)
     if COUNTER:
@@ -84,15 +89,79 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_pt
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
     tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
     if lens_ptr is not None:
-        N = existing_keys(lens_ptr, batch, N)
+        if NK is None:
+            N = existing_keys(lens_ptr, batch, N)
+        else:
+            NK = existing_keys(lens_ptr, batch, NK)
     if cu_ptr is not None:
         sequence, first_row, N, block = packed_tile(block, cu_ptr, num_sequences, N, BLOCK_N)
         x_ptr += tl.cast(first_row, tl.int64) * x_strides[2]
         out_ptr += tl.cast(first_row, tl.int64) * out_strides[2]
+        if NK is not None:
+            _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
     rotate_rows(
-        x_ptr, out_ptr, x_strides, out_strides, tables, 1.0, N, 0, position_limit, batch, chunk * HEADS,
-        tl.minimum(chunk * HEADS + HEADS, H), block * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
+        x_ptr, out_ptr, x_strides, out_strides, tables, 1.0 if sign is None else sign, N, 0 if NK is None else NK - N,
+        position_limit, batch, chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, H), block * BLOCK_N, BLOCK_N, D, R,
+        BLOCK_D, INTERLEAVED, LONG,
     )  # fmt: skip
+    wait_for_previous_launch(FOLLOWS)
+
+
+def _contiguous(shape):
+    """Strides of the rotated copy of a (B, H, N, D) tensor."""
+    _, heads, length, head_dim = shape
+    return (heads * length * head_dim, length * head_dim, head_dim, 1)
+
+
+def _rotation(
+    x, cos, sin, rotary_dim, interleaved, config, num_sequences, sign=None, len_q=None, len_k=None, counter=False,
+    tile_rows=0, follows=False,
+) -> Launch:  # fmt: skip
+    """The launch of ``rotate_kernel`` over x ``(B, H, N, D)``."""
+    batch, heads, length, head_dim = x.shape
+    cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
+    block_n, chunk = config.rotate_rows, config.rotate_heads
+    return Launch(
+        rotate_kernel,
+        tile_count(length, num_sequences, block_n) * triton.cdiv(heads, chunk) * batch,
+        (
+            x.stride(), _contiguous(x.shape), cos_strides, sin_strides, sign, heads, length, num_sequences,
+            cos.shape[-2], len_q, len_k,
+        ),
+        {
+            "COUNTER": counter,
+            "TILE_ROWS": tile_rows,
+            "HEADS": chunk,
+            "D": head_dim,
+            "R": rotary_dim,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d(head_dim),
+            "INTERLEAVED": interleaved,
+            "LONG": is_long(x.stride()),
+            "FOLLOWS": follows,
+            "PDL": config.pdl,
+        },
+        {"num_warps": 4, **({"launch_pdl": True} if follows else {})},
+    )  # fmt: skip
+
+
+class RotateQueries:
+    """Rotated copy of q ``(B, HQ, NQ, D)`` times ``sign``, as ``RotateKeys`` makes it, for len_k keys.
+
+    Query i uses table row len_k - NQ + i, or what ``masks`` make of len_k.
+    """
+
+    def __init__(self, q, len_k, cos, sin, rotary_dim, interleaved, config, sign, masks=NO_MASKS):
+        self.shape = q.shape
+        self.launch = _rotation(
+            q, cos, sin, rotary_dim, interleaved, config, masks.num_sequences, sign, len_k=len_k
+        )  # fmt: skip
+
+    def __call__(self, stream, q, cos, sin, mask_tensors=NO_TENSORS) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=q.dtype, device=q.device)
+        _, _, lens, cu_q, cu_k = mask_tensors
+        self.launch(stream, q, out, cos, sin, None, lens, cu_q, None, cu_k)
+        return out
 
 
 class RotateKeys:
@@ -100,42 +169,24 @@ class RotateKeys:
 
     counter: the call also zeroes an int32 word, in which the next launch counts. ``masks``: keys that do not exist are
     not rotated, packed sequences begin at row 0 each. tiles: (NQ, rows of a tile), to describe packed queries' tiles
-    behind the counter, which then is ``counter_size`` words long.
+    behind the counter, which then is ``counter_size`` words long. follows: as FOLLOWS of ``rotate_kernel``.
     """
 
-    def __init__(self, k, cos, sin, rotary_dim, interleaved, config, counter=False, masks=NO_MASKS, tiles=None):
-        batch, heads, length, head_dim = self.shape = k.shape
-        cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
-        block_n, chunk = config.rotate_rows, config.rotate_heads
+    def __init__(
+        self, k, cos, sin, rotary_dim, interleaved, config, counter=False, masks=NO_MASKS, tiles=None, follows=False
+    ):
+        self.shape = k.shape
         self.describes = tiles is not None and masks.packed
         len_q, tile_rows = tiles if self.describes else (None, 0)
         self.num_tiles = tile_count(len_q, masks.num_sequences, tile_rows) if self.describes else 0
         self.counter_size = TABLE.value * (1 + self.num_tiles)
-        out_strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
-        self.launch = Launch(
-            rotate_kernel,
-            tile_count(length, masks.num_sequences, block_n) * triton.cdiv(heads, chunk) * batch,
-            (
-                k.stride(), out_strides, cos_strides, sin_strides, heads, length, masks.num_sequences, cos.shape[-2],
-                len_q,
-            ),
-            {
-                "COUNTER": counter,
-                "TILE_ROWS": tile_rows,
-                "HEADS": chunk,
-                "D": head_dim,
-                "R": rotary_dim,
-                "BLOCK_N": block_n,
-                "BLOCK_D": block_d(head_dim),
-                "INTERLEAVED": interleaved,
-                "LONG": is_long(k.stride()),
-                "PDL": config.pdl,
-            },
-            {"num_warps": 4},
+        self.launch = _rotation(
+            k, cos, sin, rotary_dim, interleaved, config, masks.num_sequences, len_q=len_q, counter=counter,
+            tile_rows=tile_rows, follows=follows and config.pdl,
         )  # fmt: skip
 
     def __call__(self, stream, k, cos, sin, counter=None, mask_tensors=NO_TENSORS) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=k.dtype, device=k.device)
         _, _, lens, cu_q, cu = mask_tensors
-        self.launch(stream, k, out, cos, sin, counter, lens, cu, cu_q if self.describes else None)
+        self.launch(stream, k, out, cos, sin, counter, lens, cu, cu_q if self.describes else None, None)
         return out

@@ -7,6 +7,10 @@ One block per multiprocessor runs four kinds of warps, which meet only at barrie
 - ``attend``, two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et al. 2024), one block
   behind with the values, and one tile ahead with the first scores, so that the tensor cores work through the ends of
   the tiles.
+
+Head dims beyond 128 ("wide") leave neither registers for warps that rotate nor room for a second buffer of queries: the
+pre-pass rotates Q too, and the loading warp brings each warpgroup its 64 rows as soon as that one has done with the
+last ones. O leaves in two halves of its columns, through the same memory.
 """
 
 import torch
@@ -72,16 +76,17 @@ from fused_rope_attn.kernels.primitives import (
     store_tile,
     wait_for_previous_launch,
 )
-from fused_rope_attn.kernels.rotary import RotateKeys
+from fused_rope_attn.kernels.rotary import RotateKeys, RotateQueries
 
 
 @jit
-def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
-         tile_empty, raw, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK,
-         slots, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
-         RANGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Announce tiles and load their key and value blocks, the last (masked) block first."""
+def load(q_desc, k_desc, v_desc, counter_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
+         v_empty, tile_smem, tile_full, tile_empty, raw, starts_ptr, lens_ptr, left, right, num_tiles, num_heads,
+         section, HQ, GROUP_SIZE, NQ, NK, slots, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+         BOUNDED: gl.constexpr, RANGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Announce tiles and load their key and value blocks, the last (masked) block first, and with q_desc queries."""
     PACKED: gl.constexpr = RANGED == PACKED_BOUNDS
+    WIDE: gl.constexpr = q_desc is not None
     if PACKED:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(PDL)
@@ -105,6 +110,7 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
         if PACKED:
             first_row += origin
             last_row += origin
+        first_query, head_q = start_m, head
         turn += 1
         tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
         if PACKED:
@@ -133,6 +139,15 @@ def load(k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v
                 row += origin
             mbarrier.wait(k_empty.index(slot), free)
             load_rows(k_desc, batch, head_kv, row, k_smem.index(slot), k_full.index(slot))
+            if WIDE:
+                # Behind the keys, whose slot is free before the last tile's queries have been used.
+                if i == 0:
+                    for member in gl.static_range(CONSUMERS):
+                        mbarrier.wait(q_empty.index(member), turn & 1)
+                        load_rows(
+                            q_desc, batch, head_q, first_query + member * ROWS, q_smem.index(member),
+                            q_full.index(member),
+                        )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), free)
             if RANGED:
                 # Scores of keys that do not exist are masked; values would meet weights of zero.
@@ -282,25 +297,49 @@ def multiply(q, acc, p, correction, k_step, k_smem, v_smem, k_full, k_empty, v_f
 
 
 @jit
-def write_rows(o_desc, o_ptr, o_strides, o_tile, batch, head, row, limit, D: gl.constexpr, LONG: gl.constexpr,
-               RANGED: gl.constexpr):  # fmt: skip
-    """Send o_tile (1, 1, ROWS, BLOCK_D), fenced for the TMA, to rows [row, row + ROWS) of o, and to none from limit on.
+def write_rows(o_desc, o_ptr, o_strides, o_tile, batch, head, row, limit, COLUMN: gl.constexpr, D: gl.constexpr,
+               LONG: gl.constexpr, RANGED: gl.constexpr):  # fmt: skip
+    """Send o_tile (1, 1, ROWS, columns), fenced for the TMA, to rows [row, row + ROWS) of o, and to none from limit on;
+    to its columns from COLUMN on.
 
     The TMA knows where the tensor ends, but not where a packed sequence does: its last rows go through registers.
     """
     if RANGED == PACKED_BOUNDS:
         if row + ROWS <= limit:
-            tma_store(o_desc, [batch, head, row, 0], o_tile)
+            tma_store(o_desc, [batch, head, row, COLUMN], o_tile)
         elif row < limit:
             BLOCK_D: gl.constexpr = o_tile.shape[3]
             WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
             base = o_ptr + head.to(gl.int64) * o_strides[1] + row.to(gl.int64) * o_strides[2]
+            if COLUMN:
+                base += COLUMN * o_strides[3]
             store_tile(
                 base, o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE), gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)),
-                limit - row, o_strides[2], o_strides[3], D, BLOCK_D, LONG, WHOLE,
+                limit - row, o_strides[2], o_strides[3], D - COLUMN, BLOCK_D, LONG, WHOLE,
             )  # fmt: skip
     else:
-        tma_store(o_desc, [batch, head, row, 0], o_tile)
+        tma_store(o_desc, [batch, head, row, COLUMN], o_tile)
+
+
+@jit
+def halves(x):
+    """The left and the right half of the columns of x (ROWS, columns); they lie in the same threads."""
+    COLUMNS: gl.constexpr = x.shape[1] // 2
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    left, right = gl.split(x.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
+    return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
+
+
+@jit
+def query_slot(turn, MEMBER: gl.constexpr, WIDE: gl.constexpr):
+    """(the barriers, the tile of shared memory) of a warpgroup's queries of this turn, and how often both have served.
+
+    Two buffers for all queries of a tile, with barriers of their own; WIDE: one, with barriers for each warpgroup.
+    """
+    if WIDE:
+        return MEMBER, MEMBER, turn
+    else:
+        return turn % 2, (turn % 2) * CONSUMERS + MEMBER, turn // 2
 
 
 @jit
@@ -308,7 +347,7 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
            q_empty, k_full, k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left,
            right, NQ, NK, D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
            LONG: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, RANGED: gl.constexpr,
-           STARTS: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
+           STARTS: gl.constexpr, WIDE: gl.constexpr, PIN: gl.constexpr):  # fmt: skip
     """Rows [64 * MEMBER, 64 * MEMBER + 64) of every tile.
 
     ``step`` counts the key blocks of all tiles. One loop serves the blocks that need a mask and those that do not: of
@@ -331,10 +370,11 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
     if RANGED == PACKED_BOUNDS:
         # How many tiles hold queries only the device knows.
         some = blocks > 0
-    mbarrier.wait(q_full.index(0), 0, pred=some)
+    mbarrier.wait(q_full.index(MEMBER if WIDE else 0), 0, pred=some)
     mbarrier.wait(k_full.index(0), 0, pred=some)
     k = k_smem.index(0).reshape((BLOCK_N, BLOCK_D))
-    scores = warpgroup_mma(q_smem.index(MEMBER), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    q = q_smem.index(MEMBER).reshape((ROWS, BLOCK_D))
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0), pred=some)
     scores = cap_scores(scores, cap_scale, DTYPE)
@@ -348,14 +388,18 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
     while blocks > 0:
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
         correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
-        buffer = turn % 2
-        q = q_smem.index(buffer * CONSUMERS + MEMBER)
+        buffer, tile, _ = query_slot(turn, MEMBER, WIDE)
+        q = q_smem.index(tile).reshape((ROWS, BLOCK_D))
         for i in range(1, blocks):
             step += 1
             scores, acc = multiply(
                 q, acc, p, correction, step, k_smem, v_smem, k_full, k_empty, v_full, True, cap_scale, MEMBER, BLOCK_N,
                 STAGES,
             )  # fmt: skip
+            if WIDE:
+                # The next tile's queries can come while this one's last softmax is computed.
+                if i + 1 == blocks:
+                    mbarrier.arrive(q_empty.index(buffer))
             scores = mask_scores(
                 scores, position, columns, i, blocks, masked, bounds, NK, left, right, IS_CAUSAL, BOUNDED, RANGED,
                 STARTS,
@@ -366,7 +410,10 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
             p = pack_weights(p, DTYPE)
-        mbarrier.arrive(q_empty.index(buffer))
+        if WIDE:
+            mbarrier.arrive(q_empty.index(buffer), pred=blocks == 1)
+        else:
+            mbarrier.arrive(q_empty.index(buffer))
 
         # The next tile's first scores run beside this tile's last values. After the last tile they are computed from
         # whatever the buffers hold, and dropped.
@@ -377,10 +424,10 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
         start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
         more = blocks > 0
         position = first_position(start_m + MEMBER * ROWS, blocks, bounds, NQ, NK, RANGED) + rows
-        buffer = turn % 2
-        mbarrier.wait(q_full.index(buffer), (turn // 2) & 1, pred=more)
+        buffer, tile, served = query_slot(turn, MEMBER, WIDE)
+        mbarrier.wait(q_full.index(buffer), served & 1, pred=more)
         scores, acc = multiply(
-            q_smem.index(buffer * CONSUMERS + MEMBER), acc, p, correction, step, k_smem, v_smem, k_full, k_empty,
+            q_smem.index(tile).reshape((ROWS, BLOCK_D)), acc, p, correction, step, k_smem, v_smem, k_full, k_empty,
             v_full, more, cap_scale, MEMBER, BLOCK_N, STAGES,
         )  # fmt: skip
         scores = mask_scores(
@@ -406,9 +453,23 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
             pin(new_sum)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((step - 1) % STAGES))
-        o_tile.reshape((ROWS, BLOCK_D)).store(gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE))
-        fence_async_shared()
-        write_rows(o_desc, o_ptr, o_strides, o_tile, old_batch, old_head, old_m + MEMBER * ROWS, limit, D, LONG, RANGED)
+        o = gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
+        row = old_m + MEMBER * ROWS
+        if WIDE:
+            left_half, right_half = halves(o)
+            o_tile.reshape((ROWS, BLOCK_D // 2)).store(left_half)
+            fence_async_shared()
+            write_rows(o_desc, o_ptr, o_strides, o_tile, old_batch, old_head, row, limit, 0, D, LONG, RANGED)
+            tma_store_wait(0)
+            o_tile.reshape((ROWS, BLOCK_D // 2)).store(right_half)
+            fence_async_shared()
+            write_rows(
+                o_desc, o_ptr, o_strides, o_tile, old_batch, old_head, row, limit, BLOCK_D // 2, D, LONG, RANGED
+            )  # fmt: skip
+        else:
+            o_tile.reshape((ROWS, BLOCK_D)).store(o)
+            fence_async_shared()
+            write_rows(o_desc, o_ptr, o_strides, o_tile, old_batch, old_head, row, limit, 0, D, LONG, RANGED)
         p = pack_weights(p, DTYPE)
         row_max, row_sum = new_max, new_sum
     if MEMBER == 0:
@@ -418,14 +479,16 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
 
 
 @jit(do_not_specialize=["num_tiles", "num_heads", "section", "HQ", "GROUP_SIZE", "NQ", "NK", "slots", "left", "right"])
-def forward_kernel(q_ptr, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_ptr, counter_ptr, sinks_ptr, starts_ptr,
-                   lens_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, left, right,
+def forward_kernel(q_ptr, q_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_ptr, counter_ptr, sinks_ptr,
+                   starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, left, right,
                    num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, slots, D: gl.constexpr, R: gl.constexpr,
                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                    IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """Grid: one block per multiprocessor. counter_ptr: int32, zero when the pre-pass has finished.
+
+    Queries either as they are, at q_ptr, to be rotated here, or as q_desc, rotated.
 
     What a call does not use is None, and costs nothing: sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to
     right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its descriptor, and
@@ -439,8 +502,13 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_p
     SOME: gl.constexpr = STARTS or lens_ptr is not None or left is not None
     RANGED: gl.constexpr = PACKED_BOUNDS if PACKED else BOUNDS if SOME else 0
     DTYPE: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
-    o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
+    WIDE: gl.constexpr = q_desc is not None
+    if WIDE:
+        q_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D // 2], o_desc.layout)
+    else:
+        q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
+        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     tile_smem = gl.allocate_shared_memory(gl.int32, [RING * (NUMBERS + RANGED), 1], mbarrier.MBarrierLayout())
@@ -457,38 +525,63 @@ def forward_kernel(q_ptr, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_p
         mbarrier.init(raw, count=1)
     for i in gl.static_range(RING):
         mbarrier.init(tile_full.index(i), count=1)
-        mbarrier.init(tile_empty.index(i), count=CONSUMERS + 1)
+        mbarrier.init(tile_empty.index(i), count=CONSUMERS if WIDE else CONSUMERS + 1)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+        mbarrier.init(q_empty.index(i), count=1 if WIDE else CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    gl.warp_specialize([
-        (attend, (
-            0, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full,
-            k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ,
-            NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
-        )),
-        (attend, (
-            1, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full,
-            k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right, NQ,
-            NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS, PIN,
-        )),
-        (rotate_queries, (
-            q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides, cos_strides,
-            sin_strides, q_sign, NONE if PACKED else NQ, NONE if RANGED else NK, D, R, BLOCK_D, INTERLEAVED, RANGED,
-            LONG,
-        )),
-        (load, (
-            k_desc, v_desc, counter_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, tile_full,
-            tile_empty, raw if RANGED else NONE, starts_ptr, lens_ptr, left, right, num_tiles, num_heads, section,
-            NONE if PACKED else HQ, GROUP_SIZE, NONE if PACKED else NQ, NONE if PACKED else NK, slots, BLOCK_N, STAGES,
-            IS_CAUSAL, BOUNDED, RANGED, PDL,
-        )),
-    ], [4, 4, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    # Twice, because constants stay constants in literal tuples only, and lists cannot be added.
+    if WIDE:
+        gl.warp_specialize([
+            (attend, (
+                0, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right,
+                NQ, NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS,
+                WIDE, PIN,
+            )),
+            (attend, (
+                1, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right,
+                NQ, NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS,
+                WIDE, PIN,
+            )),
+            (load, (
+                q_desc, k_desc, v_desc, counter_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, tile_smem, tile_full, tile_empty, raw if RANGED else NONE, starts_ptr, lens_ptr, left,
+                right, num_tiles, num_heads, section, NONE if PACKED else HQ, GROUP_SIZE, NONE if PACKED else NQ,
+                NONE if PACKED else NK, slots, BLOCK_N, STAGES, IS_CAUSAL, BOUNDED, RANGED, PDL,
+            )),
+        ], [4, 1], [ATTEND_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (attend, (
+                0, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right,
+                NQ, NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS,
+                WIDE, PIN,
+            )),
+            (attend, (
+                1, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_smem, tile_full, tile_empty, qk_scale, cap_scale, left, right,
+                NQ, NONE if RANGED else NK, D, BLOCK_N, BLOCK_D, STAGES, LONG, IS_CAUSAL, BOUNDED, RANGED, STARTS,
+                WIDE, PIN,
+            )),
+            (rotate_queries, (
+                q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides,
+                cos_strides, sin_strides, q_sign, NONE if PACKED else NQ, NONE if RANGED else NK, D, R, BLOCK_D,
+                INTERLEAVED, RANGED, LONG,
+            )),
+            (load, (
+                NONE, k_desc, v_desc, counter_ptr, NONE, k_smem, v_smem, NONE, NONE, k_full, k_empty,
+                v_full, v_empty, tile_smem, tile_full, tile_empty, raw if RANGED else NONE, starts_ptr, lens_ptr, left,
+                right, num_tiles, num_heads, section, NONE if PACKED else HQ, GROUP_SIZE, NONE if PACKED else NQ,
+                NONE if PACKED else NK, slots, BLOCK_N, STAGES, IS_CAUSAL, BOUNDED, RANGED, PDL,
+            )),
+        ], [4, 4, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 class ForwardCall:
@@ -498,23 +591,31 @@ class ForwardCall:
         batch, heads_q, len_q, head_dim = q.shape
         heads_kv, len_k = k.shape[1], k.shape[2]
         pad_d = max(64, block_d(head_dim))
+        wide = pad_d > 128
         self.empty = batch * len_q == 0
         self.o_strides = output_strides(q)
         if self.empty:
             return
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         block_n = config.block_n
+        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
+        rotation = (cos, sin, rotary_dim, interleaved, config)
+        self.rotate_queries = RotateQueries(q, len_k, *rotation, q_sign, masks) if wide else None
         self.rotate_keys = RotateKeys(
-            k, cos, sin, rotary_dim, interleaved, config, counter=True, masks=masks, tiles=(len_q, BLOCK_M)
+            k, *rotation, counter=True, masks=masks, tiles=(len_q, BLOCK_M), follows=wide
         )
         k_like = k.new_empty(k.shape)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         key_layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_n, pad_d], element)
-        o_layout = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS.value, pad_d], element)
+        # Columns of O that leave together.
+        columns = pad_d // 2 if wide else pad_d
+        o_layout = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS.value, columns], element)
         self.k_source = Source(k_like, block_n, pad_d, True, key_layout)
         self.v_source = Source(v, block_n, pad_d, True, key_layout)
-        self.o_source = Source(o_like, ROWS.value, pad_d, True, o_layout)
-        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
+        self.o_source = Source(o_like, ROWS.value, columns, True, o_layout)
+        if wide:
+            q_layout = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS.value, pad_d], element)
+            self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
         self.packed = masks.packed
@@ -559,9 +660,12 @@ class ForwardCall:
             return o, lse
         stream = device.current_stream(q.device)
         counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
+        q_desc = None
+        if self.rotate_queries is not None:
+            q_desc, q = self.q_source(self.rotate_queries(stream, q, cos, sin, mask_tensors)), None
         k = self.rotate_keys(stream, k, cos, sin, counter, mask_tensors)
         self.launch(
-            stream, q, self.k_source(k), self.v_source(v), self.o_source(o), o if self.packed else None, cos, sin, lse,
+            stream, q, q_desc, self.k_source(k), self.v_source(v), self.o_source(o), o if self.packed else None, cos, sin, lse,
             counter, *mask_tensors[:3],
         )  # fmt: skip
         return o, lse

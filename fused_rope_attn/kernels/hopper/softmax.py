@@ -35,7 +35,7 @@ def _rescale_constraints(values: int) -> str:
     return ",".join(["=f"] * values + [str(i) for i in range(values)] + ["f"] * values)
 
 
-# A thread holds 32 or 64 values of the output's 64 rows.
+# A thread holds 32 or 64 values of the output's 64 rows, or twice 64.
 RESCALE_32 = gl.constexpr(_rescale_asm(32))
 RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_constraints(32))
 RESCALE_64 = gl.constexpr(_rescale_asm(64))
