@@ -102,7 +102,8 @@ class HopperForwardConfig:
     """How one forward call of the sm_90 backend runs: 128 query rows by block_n keys, ``stages`` blocks in flight.
 
     attend_registers, rotate_registers: of one thread of the warps that attend and that rotate queries; with 24 for the
-    loading warps, two of the first and one of the second fill the register file at 512. pin: keep the softmax beside
+    loading warps, two of the first and one of the second fill the register file at 512. Head dims beyond 128 have no
+    warps that rotate, and room for 64 keys and two stages. pin: keep the softmax beside
     the product of the block before (``hopper.softmax.pin``), which takes more registers. The rest as in
     ``ForwardConfig``.
     """
@@ -364,8 +365,9 @@ DECODE: tuple[DecodeRow, ...] = (
 )
 # fmt: on
 
-# Largest head dimension of the sm_90 backend.
+# Largest head dimension of the sm_90 backend, and of its wide kernels, which share a file and little else.
 HOPPER_HEAD_DIM = 128
+HOPPER_WIDE_HEAD_DIM = 256
 
 # What the sm_90 backend keeps together in the L2 of 50 MB.
 _WIDEST = 32 << 20
@@ -374,6 +376,7 @@ _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/log.md)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _SLOWER = f"{_TIMED}: up to 2048 tokens the portable kernels are 3 to 9 % faster"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
+_WIDE_TILES = "untimed: the registers hold 64 keys beside 256 columns of O; not with few tiles to a multiprocessor"
 _MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): many short sequences fill the card, one does not"
 
 # fmt: off
@@ -387,6 +390,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
               much_work=True, packed=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
+    HopperRow(256, HopperForwardConfig(64, attend_registers=240, section_bytes=_WIDEST), _BEYOND_TINY, _WIDE_TILES,
+              much_work=True),
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (

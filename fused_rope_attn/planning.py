@@ -15,6 +15,9 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
 
+# Whether the sm_90 forward serves head dims beyond configs.HOPPER_HEAD_DIM; off until it has run on a GPU.
+HOPPER_WIDE_FORWARD = False
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -86,19 +89,20 @@ def _device_obstacle(where: torch.device) -> Obstacle | None:
 
 
 def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layout: str | None = None, feature=""):
-    """Why the sm_90 kernels cannot serve a call, as ``kernel_obstacle`` says it.
+    """Why the sm_90 kernels cannot serve a call, as ``kernel_obstacle`` says it; at least its forward pass.
 
-    The one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot address it. feature: what
-    ``mask_feature`` found.
+    With ``_serves_backward`` the one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot
+    address it. feature: what ``mask_feature`` found.
     """
     if feature in PORTABLE_FEATURES:
         return NotImplementedError, f"{feature} is not served by backend='hopper' yet, but by the portable kernels"
     if dtype not in HOPPER_DTYPES:
         return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
-    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= configs.HOPPER_HEAD_DIM:
+    largest = configs.HOPPER_WIDE_HEAD_DIM if HOPPER_WIDE_FORWARD else configs.HOPPER_HEAD_DIM
+    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= largest:
         return NotImplementedError, (
-            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
-            f"{configs.HOPPER_HEAD_DIM} for backend='hopper', but has {head_dim}"
+            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {largest} for "
+            f"backend='hopper', but has {head_dim}"
         )
     if strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
@@ -112,6 +116,11 @@ def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layou
             f"backend='hopper', which reads it through the TMA, but has {v_layout}"
         )
     return None
+
+
+def _serves_backward(head_dim: int) -> bool:
+    """Whether the sm_90 backward serves a head dim whose forward ``hopper_obstacle`` admits."""
+    return head_dim <= configs.HOPPER_HEAD_DIM
 
 
 def _arch(where: torch.device) -> str:
@@ -203,9 +212,9 @@ def _plan(
     obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout, feature)
     if obstacle is None:
         packed = feature == "cu_seqlens_q"
-        row, row_backward = (
-            find(head_dim, *shape, packed) for find in (configs.hopper_forward, configs.hopper_backward)
-        )
+        row = configs.hopper_forward(head_dim, *shape, packed)
+        if _serves_backward(head_dim):
+            row_backward = configs.hopper_backward(head_dim, *shape, packed)
     elif backend == "hopper":
         raise obstacle[0](obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
@@ -220,6 +229,8 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
+    if backward[0] and row_backward is None:
+        backward = _NO_BACKWARD
     if deterministic and backward[0]:
         backward = (False, "deterministic=True, and the sm_90 kernels add dQ in any order")
 
@@ -242,8 +253,13 @@ def _plan(
     return plan, forward[0] or backward[0]
 
 
-def _prefer(row: configs.HopperRow, length_bucket: str, work: int) -> tuple[bool, str]:
-    """(whether ``"auto"`` takes the sm_90 kernels, why)."""
+_NO_BACKWARD = (False, f"the sm_90 ones have no backward pass for head dims beyond {configs.HOPPER_HEAD_DIM}")
+
+
+def _prefer(row: configs.HopperRow | None, length_bucket: str, work: int) -> tuple[bool, str]:
+    """(whether ``"auto"`` takes the sm_90 kernels, why); row None: they do not have the pass."""
+    if row is None:
+        return _NO_BACKWARD
     if length_bucket in row.auto and row.much_work and work < 2:
         return False, f"too little work for the sm_90 ones ({row.note})"
     if length_bucket in row.auto:

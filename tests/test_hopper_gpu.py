@@ -70,6 +70,17 @@ def alike(xs, ys, limit=5e-3):
         assert bool(torch.isfinite(x).all()) and (x - y).norm() <= limit * y.norm() + 1e-30, (x - y).norm() / y.norm()
 
 
+def hold_all(case, inputs, out):
+    """``hold``, and the gradient of the sinks, which is one row."""
+    hold(case, inputs, out)
+    if case.sinks:
+        dsinks = (
+            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
+        )
+        result = compare("dsinks", *dsinks, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
 def agree(xs, ys):
     """Two runs of o, lse, dq, dk, dv by the same kernels: all but dq bitwise."""
     o, lse, dq, dk, dv = xs
@@ -144,13 +155,7 @@ def test_masks_against_float64(case, dtype):
     case = replace(case, dtype=dtype)
     inputs = make_inputs(case, "cuda")
     out = run_op(inputs, case, **HOPPER)
-    hold(case, inputs, out)
-    if case.sinks:
-        dsinks = (
-            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
-        )
-        result = compare("dsinks", *dsinks, grad=True, dtype=dtype)
-        assert result.ok, f"{case.name}: {result}"
+    hold_all(case, inputs, out)
 
 
 # A quarter of the keys at most, and more key blocks than run at a time: dQ is begun by the last key block that sees it,
@@ -271,13 +276,69 @@ def test_packed_sequences_against_float64(number, dtype):
     case = replace(PACKINGS[number], dtype=dtype)
     inputs = make_inputs(case, "cuda")
     out = run_op(inputs, case, **HOPPER)
-    hold(case, inputs, out)
-    if case.sinks:
-        dsinks = (
-            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
-        )
-        result = compare("dsinks", *dsinks, grad=True, dtype=dtype)
-        assert result.ok, f"{case.name}: {result}"
+    hold_all(case, inputs, out)
+
+
+# Head dims beyond 128: Q comes rotated from the pre-pass, one buffer for each warpgroup, O leaves in two halves.
+GEMMA = replace(HORSE, head_dim=256)
+WIDE = (
+    GEMMA,
+    replace(GEMMA, causal=False),
+    replace(GEMMA, head_dim=192),
+    replace(GEMMA, head_dim=136, causal=False, heads_q=4, heads_kv=4),
+    replace(GEMMA, len_q=1),
+    replace(GEMMA, len_q=1, len_k=1, causal=False),
+    replace(GEMMA, len_q=700, len_k=333),  # rows that see nothing
+    replace(GEMMA, batch=1, len_q=1024, len_k=1024, layout="bhnd"),
+    replace(GEMMA, len_q=65, len_k=64),
+    replace(GEMMA, rotary_dim=64, full_width=True, interleaved=True, tables="random"),
+    replace(GEMMA, rotary_dim=128, tables="yarn", extra_rows=100, table_batch=True),
+    replace(GEMMA, softmax_scale=-0.3),
+    replace(GEMMA, softmax_scale=0.0, table_dtype=BF16),
+    replace(GEMMA, batch=4, heads_q=16, heads_kv=8, len_q=1111, len_k=1111),  # several tiles a multiprocessor
+    replace(GEMMA, len_q=1111, len_k=1111, window=(300, 0), softcap=50.0),  # Gemma 2
+    replace(GEMMA, window=(0, 0)),
+    replace(GEMMA, len_q=300, len_k=700, window=(100, 50), causal=False, softcap=3.0, sinks=True),
+    replace(GEMMA, sinks=True, len_q=700, len_k=333, head_dim=192),
+    replace(GEMMA, kv_lens=(129, 640), causal=False, len_q=300, len_k=700),
+    replace(GEMMA, kv_starts=(5, 600), kv_lens=(0, 650), len_q=300, len_k=700, rotary_dim=128, interleaved=True),
+    packed((700, 1, 333, 64, 128, 129, 63), head_dim=256),
+    packed(UNEVEN, head_dim=256, causal=False),
+    packed(UNEVEN, behind=(90, 150), head_dim=192, window=(90, 0), sinks=True, softcap=20.0),
+    packed(EMPTY, head_dim=256),
+)
+
+
+@pytest.fixture
+def wide_forward(monkeypatch):
+    monkeypatch.setattr(planning, "HOPPER_WIDE_FORWARD", True)
+    planning._plan.cache_clear()
+    yield
+    planning._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("wide_forward")
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("number", range(len(WIDE)))
+def test_wide_heads_against_float64(number, dtype):
+    case = replace(WIDE[number], dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    before = [x.clone() for x in inputs]
+    out = run_op(inputs, case, **HOPPER)
+    equal(before, inputs)
+    hold_all(case, inputs, out)
+
+
+@pytest.mark.usefixtures("wide_forward")
+def test_wide_heads_again_and_again():
+    """The order in which tiles are taken varies, what nobody has written is poisoned: the same bits each time."""
+    case = replace(GEMMA, batch=4, heads_q=16, heads_kv=8, len_q=1111, len_k=1111)
+    inputs = make_inputs(case, "cuda")
+    assert type(plan(*inputs[:5], True, **HOPPER).forward) is configs.HopperForwardConfig
+    first = run_op(inputs, case, **HOPPER)
+    for _ in range(30):
+        again = run_op(inputs, case, **HOPPER)
+        equal((first.o, first.lse), (again.o, again.lse))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

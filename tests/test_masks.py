@@ -208,6 +208,37 @@ def test_the_table_of_packed_tiles(case):
     assert counter[0] == 0 and [row for row in table if row[0] < row[1]] == expected
 
 
+LENGTHS = (replace(PAIR, dtype=F32), replace(PAIR, dtype=F32, kv_lens=(100, 3)), replace(PAIR, len_q=130, dtype=F32))
+
+
+@interpreted
+@cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
+def test_rotated_queries(case):
+    """What the sm_90 forward of wide heads reads: the queries that exist, at their positions, times a sign."""
+    from fused_rope_attn.kernels.rotary import RotateQueries
+
+    inputs = make_inputs(case)
+    if case.seqlens is None:
+        tensors = (None, None, masks_of(case)["kv_lens"], None, None)
+        masks = describe_masks(case.causal, -1, -1, 0.0, tensors)
+        lens = case.kv_lens or (case.len_k,) * case.batch
+        sequences = [(b, 0, case.len_q, min(n, case.len_k)) for b, n in enumerate(lens)]
+    else:
+        masks, tensors = packed_masks(case)
+        sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
+    config = configs.HopperForwardConfig(64, pdl=False)
+    rotate = RotateQueries(inputs.q, case.len_k, inputs.cos, inputs.sin, case.rotary, False, config, -1.0, masks)
+    out = rotate(0, inputs.q, inputs.cos, inputs.sin, tensors)
+    for batch, first, len_q, len_k in sequences:
+        position = torch.arange(len_q) + len_k - len_q
+        seen = position >= 0  # others see no key, and may be anything
+        rows = slice(first, first + len_q)
+        one, two = inputs.q[batch, :, rows][:, seen].chunk(2, -1)
+        cos, sin = (table[position[seen]] for table in (inputs.cos, inputs.sin))
+        expected = -torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
+        torch.testing.assert_close(out[batch, :, rows][:, seen], expected, rtol=1e-6, atol=1e-6)
+
+
 @interpreted
 @quiet
 @cases(*(replace(case, sinks=True) for case in SM_90[:4]))

@@ -129,6 +129,37 @@ def test_deterministic_gradients_are_the_portable_kernels(arch, tables):
     assert "deterministic" not in plan(**call(deterministic=True)).reason  # nothing to replace
 
 
+@pytest.fixture
+def wide_forward(monkeypatch):
+    """Turn the sm_90 forward of head dims beyond 128 on or off."""
+
+    def turn(on):
+        monkeypatch.setattr(planning, "HOPPER_WIDE_FORWARD", on)
+        planning._plan.cache_clear()
+
+    yield turn
+    planning._plan.cache_clear()
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_wide_heads_have_a_forward_alone(arch, wide_forward, head_dim):
+    wide_forward(True)
+    auto = plan(**call(8192, head_dim=head_dim))
+    for chosen in (auto, plan(**call(8192, head_dim=head_dim, backend="hopper"))):
+        assert kinds(chosen) == (HOPPER[0], PORTABLE[1]) and chosen.backend == "hopper"
+        assert "backward, portable kernels: the sm_90 ones have no backward pass" in chosen.reason
+        # 64 keys in two stages are what 227 KB of shared memory hold beside 128 rows of Q and half of those of O.
+        assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
+    assert configs.hopper_forward(head_dim, True, "long", False).note in auto.reason
+    assert kinds(plan(**call(100, head_dim=head_dim))) == PORTABLE
+    with pytest.raises(NotImplementedError, match="^q must have a head dim .* from 16 to 256 .*hopper.* but has 264"):
+        plan(**call(head_dim=264, backend="hopper"))
+    wide_forward(False)
+    assert kinds(plan(**call(8192, head_dim=head_dim))) == PORTABLE
+    with pytest.raises(NotImplementedError, match="^q must have a head dim .* from 16 to 128 .*hopper"):
+        plan(**call(8192, head_dim=head_dim, backend="hopper"))
+
+
 def test_launch_bound_calls_stay_portable(arch):
     """However long the sequence: (1, 4/4, 1, 4096, 128) is over before a second launch."""
     chosen = plan(**call(1, 4096, heads=(4, 4), batch=1))
@@ -169,7 +200,7 @@ def refusals():
     """(what is changed, error, pattern): what the sm_90 kernels do not serve, and the portable ones do."""
     return [
         ({"dtype": F32}, NotImplementedError, "^q must be float16 or bfloat16 for backend='hopper', but is .*float32"),
-        ({"head_dim": 136}, NotImplementedError, "^q must have a head dim .* from 16 to 128 .*hopper.* but has 136"),
+        ({"head_dim": 264}, NotImplementedError, "^q must have a head dim .* from 16 to .*hopper.* but has 264"),
         ({"strategy": "inline"}, NotImplementedError, "^strategy must be .*'prepass' .*hopper.* but is 'inline'"),
         ({"len_k": 0}, NotImplementedError, "^k must have at least one position .*hopper.* but has 0"),
     ]

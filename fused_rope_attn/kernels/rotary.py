@@ -67,10 +67,11 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_pt
                   LONG: tl.constexpr, FOLLOWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid: (row blocks * head chunks * batch). With COUNTER also zeroes the next launch's counter.
 
-    Rows are N keys, or with NK, queries of as many keys, times ``sign``; sign and NK are None for keys. lens (B,) int32:
-    the keys that exist: those past them are left alone, queries end with them; cu (sequences + 1,) int32: positions
-    restart, and for queries cu_k says where their keys end. Either may be None. With cu_q, the same for NQ queries, the
-    counter is followed, TABLE words from it, by a table of their tiles of TILE_ROWS rows: ``describe_tiles``.
+    Rows are N keys, or with NK, queries of as many keys, times ``sign``; sign and NK are None for keys. lens (B,)
+    int32: the keys that exist; those past them are left alone, queries end with them. cu (sequences + 1,) int32:
+    positions restart, and for queries cu_k says where their keys end. Either may be None. With cu_q, the same for NQ
+    queries, the counter is followed, TABLE words from it, by a table of their tiles of TILE_ROWS rows:
+    ``describe_tiles``.
 
     FOLLOWS: launched while another pre-pass runs, to end after it, so that who waits for this one has both.
     """

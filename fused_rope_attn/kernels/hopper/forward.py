@@ -480,9 +480,10 @@ def attend(MEMBER: gl.constexpr, o_desc, o_ptr, o_strides, lse_ptr, sinks_ptr, q
 
 @jit(do_not_specialize=["num_tiles", "num_heads", "section", "HQ", "GROUP_SIZE", "NQ", "NK", "slots", "left", "right"])
 def forward_kernel(q_ptr, q_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_ptr, counter_ptr, sinks_ptr,
-                   starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, left, right,
-                   num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, slots, D: gl.constexpr, R: gl.constexpr,
-                   BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
+                   starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale,
+                   left, right, num_tiles, num_heads, section, HQ, GROUP_SIZE, NQ, NK, slots, D: gl.constexpr,
+                   R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+                   INTERLEAVED: gl.constexpr,
                    IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
@@ -601,9 +602,7 @@ class ForwardCall:
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         rotation = (cos, sin, rotary_dim, interleaved, config)
         self.rotate_queries = RotateQueries(q, len_k, *rotation, q_sign, masks) if wide else None
-        self.rotate_keys = RotateKeys(
-            k, *rotation, counter=True, masks=masks, tiles=(len_q, BLOCK_M), follows=wide
-        )
+        self.rotate_keys = RotateKeys(k, *rotation, counter=True, masks=masks, tiles=(len_q, BLOCK_M), follows=wide)
         k_like = k.new_empty(k.shape)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         key_layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_n, pad_d], element)
@@ -665,8 +664,8 @@ class ForwardCall:
             q_desc, q = self.q_source(self.rotate_queries(stream, q, cos, sin, mask_tensors)), None
         k = self.rotate_keys(stream, k, cos, sin, counter, mask_tensors)
         self.launch(
-            stream, q, q_desc, self.k_source(k), self.v_source(v), self.o_source(o), o if self.packed else None, cos, sin, lse,
-            counter, *mask_tensors[:3],
+            stream, q, q_desc, self.k_source(k), self.v_source(v), self.o_source(o), o if self.packed else None, cos,
+            sin, lse, counter, *mask_tensors[:3],
         )  # fmt: skip
         return o, lse
 
