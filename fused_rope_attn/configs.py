@@ -390,8 +390,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
               much_work=True, packed=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
-    HopperRow(256, HopperForwardConfig(64, attend_registers=240, section_bytes=_WIDEST), _BEYOND_TINY, _WIDE_TILES,
-              much_work=True),
+    HopperRow(256, HopperForwardConfig(64, attend_registers=240, pin=True, section_bytes=_WIDEST), _BEYOND_TINY,
+              _WIDE_TILES, much_work=True),
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
