@@ -432,8 +432,9 @@ def compare(name: str, out: Tensor, ref64: Tensor, eager: Tensor, *, grad: bool,
     The row rule is `rms(out - ref64) <= 2.5 * rms(eager - ref64) + eps`. A row of eager is one draw, and may be exact
     by luck (a single visible key; two roundings that cancel), which no other correct program repeats. So eps is the
     unit roundoff of the row, plus eager's rms error around that position (all batches and heads, 16 positions either
-    side) 2.5 times, 5 times for gradients: delta = rowsum(o * do) from the rounded o costs rows with few keys more than
-    eager pays. It stays local, so that late rows of dk, far smaller than the early ones, are held to their own size.
+    side, those that are zero left out) 2.5 times, 5 times for gradients: delta = rowsum(o * do) from the rounded o
+    costs rows with few keys more than eager pays. It stays local, so that late rows of dk, far smaller than the early
+    ones, are held to their own size.
     """
     if out.shape != ref64.shape or eager.shape != ref64.shape:
         raise ValueError(
@@ -481,7 +482,11 @@ def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype) 
     rms, unit = float(ref64.square().mean().sqrt()), torch.finfo(dtype).eps / 2
     mean = eager_row.square().reshape(-1, eager_row.shape[-1]).mean(dim=0)
     reach = min(16, mean.numel() - 1)
-    around = F.avg_pool1d(mean[None], 2 * reach + 1, stride=1, padding=reach, count_include_pad=False)[0].sqrt()
+    # Positions that are zero throughout, such as queries that see nothing, say nothing about their neighbours.
+    alive = (ref64 != 0).any(-1).reshape(-1, mean.numel()).any(0).to(mean.dtype)
+    sums = torch.stack((mean * alive, alive))
+    sums = F.avg_pool1d(sums, 2 * reach + 1, stride=1, padding=reach, count_include_pad=False)
+    around = (sums[0] / sums[1].clamp(min=1e-300)).sqrt()
     eps_row = unit * _rms(ref64) + (5.0 if grad else 2.5) * around
     # The last term is for what is zero in exact arithmetic: with one key ds = p * (dp - delta), where dp = delta.
     eps = max((1e-5 if dtype in (torch.float32, torch.float64) else unit) * rms, _ZERO)
