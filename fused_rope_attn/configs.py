@@ -120,7 +120,7 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """How one backward call of the sm_90 backend runs: key blocks of 128, query blocks of 64.
+    """How one backward call of the sm_90 backend runs: key blocks of 128 (64 beyond head dim 128), query blocks of 64.
 
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
     in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
@@ -396,6 +396,7 @@ HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _TIMED),
+    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST), BUCKETS, "untimed"),
 )
 # fmt: on
 

@@ -13,6 +13,8 @@ from fused_rope_attn.kernels.launch import has_descriptor
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
+# Whether "auto" may take the sm_90 backward for head dims beyond configs.HOPPER_HEAD_DIM.
+HOPPER_WIDE_BACKWARD = False
 Obstacle = tuple[type[Exception], str]
 
 
@@ -114,6 +116,13 @@ def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layou
     return None
 
 
+def wide_backward(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layout: str | None, feature: str) -> bool:
+    """Whether the sm_90 backward serves a call of a head dim beyond ``hopper_obstacle``'s: it knows no packed ones."""
+    if not HOPPER_WIDE_BACKWARD or head_dim <= configs.HOPPER_HEAD_DIM or feature == "cu_seqlens_q":
+        return False
+    return hopper_obstacle(arch, dtype, configs.HOPPER_HEAD_DIM, no_keys, strategy, v_layout, feature) is None
+
+
 def _arch(where: torch.device) -> str:
     return device.arch(where)
 
@@ -213,6 +222,9 @@ def _plan(
         forward = backward = (backend == "hopper", "asked for")
     elif obstacle is not None:
         forward = backward = (False, obstacle[1])
+        if work > 0 and wide_backward(arch, dtype, head_dim, no_keys, strategy, v_layout, feature):
+            row_backward = configs.hopper_backward(head_dim, *shape)
+            backward = _prefer(row_backward, length_bucket, work)
     elif work == 0:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:

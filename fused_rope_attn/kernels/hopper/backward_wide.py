@@ -1,0 +1,336 @@
+"""The main kernel of the sm_90 backward for head dims 129 to 256; what comes before and behind is ``backward``'s.
+
+dK and dV of 64 keys are all that two warpgroups' registers hold, and so a block is shared by columns: each warpgroup
+owns half of the columns of dK, dV and dQ. The scores are the first one's and dP is the second's, whole: a product of 64
+by 64 takes as long to read from shared memory as to compute, and two halves of it would read half as much again. P
+passes through shared memory, in the 16 bits in which dV reads it too, and dS comes back.
+
+The warpgroups work in turns: while the second makes dS of a block, the first has dV of it and the scores of the next in
+flight; while the first is at the next softmax, the second multiplies. Each has a warp that adds its quarters of dQ to
+the accumulator; together with two blocks of Q and of dO their rooms fill the shared memory. With a softcap, whose
+derivative times P is a tile of its own, there is room for one block of dO.
+"""
+
+from fused_rope_attn.kernels.hopper.backward import (
+    KEYS,
+    drop_keys,
+    issue_product,
+    load,
+    needs_mask,
+    query_blocks,
+    store_dk,
+    store_dv,
+    weigh,
+)
+from fused_rope_attn.kernels.hopper.dq import BLOCK_M, CONSUMERS, stage_rows
+from fused_rope_attn.kernels.hopper.gluon_compat import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    tma_reduce_add,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fused_rope_attn.kernels.primitives import (
+    LN2,
+    existing_keys,
+    first_key,
+    let_next_launch_start,
+    scheduled_tile,
+)
+
+# Key rows of one block; columns of dQ that a warpgroup hands over at a time.
+BLOCK_N = KEYS
+PART = gl.constexpr(32)
+
+
+@jit
+def add_parts(MEMBER: gl.constexpr, dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D: gl.constexpr):
+    """Add one warpgroup's dQ to the accumulator through the TMA, part by part."""
+    dq_smem, dq_full, dq_empty = dq_ring
+    OWN: gl.constexpr = BLOCK_D // CONSUMERS
+    PARTS: gl.constexpr = OWN // PART
+    for member in range(GROUP_SIZE):
+        for i in range(count):
+            for part in gl.static_range(PARTS):
+                # An even number of parts: every block begins with the same phase.
+                mbarrier.wait(dq_full.index(MEMBER), part % 2)
+                where = [batch, head * GROUP_SIZE + member, (first + i) * BLOCK_M, MEMBER * OWN + part * PART]
+                tma_reduce_add(dq_desc, where, dq_smem.index(MEMBER))
+                tma_store_wait(0)
+                mbarrier.arrive(dq_empty.index(MEMBER))
+
+
+@jit
+def hand_over(MEMBER: gl.constexpr, dq, dq_ring):
+    """Give ``add_parts`` two parts of dQ (BLOCK_M, 2 * PART), one after the other."""
+    dq_smem, dq_full, dq_empty = dq_ring
+    parts = gl.split(stage_rows(dq).reshape((BLOCK_M, 2, PART)).permute((0, 2, 1)))
+    for part in gl.static_range(2):
+        mbarrier.wait(dq_empty.index(MEMBER), part ^ 1)
+        dq_smem.index(MEMBER).reshape((BLOCK_M, PART)).store(parts[part])
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(MEMBER))
+
+
+@jit
+def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, total,
+                 first, masked, count, start_n, NQ, NK, left, right, qk_scale, cap_scale, BLOCK_D: gl.constexpr,
+                 Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+    """As ``backward.fold_queries``; dk, dv (BLOCK_N, BLOCK_D / 2) float32, this warpgroup's columns of all keys.
+
+    The products in the order of their issue: dV, the scores or dP of the next block, half of dQ, dK, the rest of dQ.
+    """
+    OWN: gl.constexpr = BLOCK_D // CONSUMERS
+    # Half of this warpgroup's columns, for which there are registers beside the rest.
+    HALF: gl.constexpr = OWN // 2
+    # dP of the next block needs its dO beside this one's.
+    EARLY: gl.constexpr = MEMBER == 0 or DO_STAGES > 1
+    q_smem, lse_smem, q_full, q_empty = q_ring
+    do_smem, delta_smem, do_full, do_empty = do_ring
+    p_smem, weights_smem, p_full, p_empty = p_buffer
+    ds_smem, ds_full = ds_buffer
+    DTYPE: gl.constexpr = q_smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    no_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S)
+    no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
+    ds_t = ds_smem.permute((1, 0))
+    # Scores, or dP.
+    if MEMBER == 0:
+        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, S))
+        columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
+        token = issue_product(k_tile, q_smem.index(0), q_full.index(0), 0, no_s)
+    else:
+        token = issue_product(v_tile, do_smem.index(0), do_full.index(0), 0, no_s)
+    x = warpgroup_mma_wait(0, deps=[token])
+    block = 0
+    for step in range(total):
+        q_slot = step % Q_STAGES
+        do_slot = step % DO_STAGES
+        next_q_slot = (step + 1) % Q_STAGES
+        next_do_slot = (step + 1) % DO_STAGES
+        q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D)).slice(MEMBER * OWN, OWN, dim=1)
+        do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D)).slice(MEMBER * OWN, OWN, dim=1)
+        if MEMBER == 0:
+            lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
+            diagonal = (first + block) * BLOCK_M + NK - NQ - start_n
+            hidden = needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL)
+            p, s = weigh(
+                x, lse, hidden, masked is not None, keys, columns, diagonal, left, right, qk_scale, cap_scale, DTYPE,
+                IS_CAUSAL,
+            )  # fmt: skip
+            mbarrier.wait(p_empty, (step & 1) ^ 1)
+            p_smem.store(p.to(DTYPE))
+            if cap_scale is not None:
+                # Times the tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
+                weights_smem.store((p * (1.0 - s * s)).to(DTYPE))
+            fence_async_shared()
+            mbarrier.arrive(p_full)
+            mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
+            mbarrier.wait(p_full, step & 1)
+            dv_token = warpgroup_mma(p_smem, do, dv, is_async=True)
+            next_token = issue_product(
+                k_tile, q_smem.index(next_q_slot), q_full.index(next_q_slot), ((step + 1) // Q_STAGES) & 1, no_s
+            )
+        else:
+            delta = delta_smem.index(do_slot).load(gl.SliceLayout(0, S))
+            mbarrier.wait(p_full, step & 1)
+            p = weights_smem.load(S).to(gl.float32)
+            dv_token = warpgroup_mma(p_smem, do, dv, is_async=True)
+            # That P is there says that the first warpgroup has done with the last dS.
+            ds_smem.store((p * (x - delta[None, :])).to(DTYPE))
+            fence_async_shared()
+            mbarrier.arrive(ds_full)
+            if EARLY:
+                next_token = issue_product(
+                    v_tile, do_smem.index(next_do_slot), do_full.index(next_do_slot), ((step + 1) // DO_STAGES) & 1,
+                    no_s,
+                )  # fmt: skip
+            mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
+        mbarrier.wait(ds_full, step & 1)
+        dq_token = warpgroup_mma(ds_t, k_tile.slice(MEMBER * OWN, HALF, dim=1), no_dq, use_acc=False, is_async=True)
+        dk_token = warpgroup_mma(ds_smem, q, dk, is_async=True)
+        if EARLY:
+            dv, x, dq = warpgroup_mma_wait(1, deps=[dv_token, next_token, dq_token])
+        else:
+            dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        mbarrier.arrive(do_empty.index(do_slot))
+        if MEMBER == 1:
+            mbarrier.arrive(p_empty)
+        hand_over(MEMBER, dq, dq_ring)
+        dq_token = warpgroup_mma(
+            ds_t, k_tile.slice(MEMBER * OWN + HALF, HALF, dim=1), no_dq, use_acc=False, is_async=True
+        )
+        dk = warpgroup_mma_wait(1, deps=[dk_token])
+        mbarrier.arrive(q_empty.index(q_slot))
+        if EARLY:
+            dq = warpgroup_mma_wait(0, deps=[dq_token])
+        else:
+            next_token = issue_product(
+                v_tile, do_smem.index(next_do_slot), do_full.index(next_do_slot), ((step + 1) // DO_STAGES) & 1, no_s
+            )
+            dq, x = warpgroup_mma_wait(0, deps=[dq_token, next_token])
+        hand_over(MEMBER, dq, dq_ring)
+        block += 1
+        block = gl.where(block == count, 0, block)
+    return dk, dv
+
+
+@jit
+def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr,
+               cos_ptr, sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked,
+               count, GROUP_SIZE, NQ, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
+               R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+               INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
+    """Half of the columns of dk, dv and dQ of the block; len_k and start_k as in ``backward.accumulate``."""
+    if len_k is None:
+        len_k = NK
+    OWN: gl.constexpr = BLOCK_D // CONSUMERS
+    k_smem, k_full = k_buffer
+    v_smem, v_full = v_buffer
+    DTYPE: gl.constexpr = k_smem.dtype
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    dv = gl.zeros([BLOCK_N, OWN], gl.float32, DKV)
+    dk = gl.zeros([BLOCK_N, OWN], gl.float32, DKV)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    total = GROUP_SIZE * count
+    if total > 0:
+        dk, dv = fold_queries(
+            MEMBER, dk, dv, k_smem.reshape((BLOCK_N, BLOCK_D)), v_smem.reshape((BLOCK_N, BLOCK_D)), p_buffer, ds_buffer,
+            q_ring, do_ring, dq_ring, total, first, masked, count, start_n, NQ, len_k, left, right, qk_scale, cap_scale,
+            BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
+        )  # fmt: skip
+    rows_left = NK - start_n
+    if start_k is not None:
+        dk, dv = drop_keys(dk, dv, start_n, start_k, len_k)
+    start64 = start_n.to(gl.int64)
+    dv_rows = dv_ptr + batch.to(gl.int64) * dv_strides[0] + head.to(gl.int64) * dv_strides[1] + start64 * dv_strides[2]
+    dk_rows = dk_ptr + batch.to(gl.int64) * dk_strides[0] + head.to(gl.int64) * dk_strides[1] + start64 * dk_strides[2]
+    # Through V and K, half of each. The other warpgroup may be at its last products of them, which are dropped, or at
+    # dQ from its own half of K.
+    stage = reinterpret(v_smem, DTYPE, [CONSUMERS, BLOCK_N, OWN], STAGE).index(MEMBER)
+    dv_rows += MEMBER * OWN * dv_strides[3]
+    store_dv(dv_rows, dv.to(DTYPE), stage, rows_left, dv_strides, D - MEMBER * OWN, OWN, LONG)
+    k_scale = qk_scale * LN2
+    if cap_scale is not None:
+        k_scale *= cap_scale
+    halves = reinterpret(k_smem, DTYPE, [CONSUMERS, BLOCK_N, OWN], STAGE)
+    store_dk(
+        dk_rows, dk * k_scale, halves.index(MEMBER), cos_ptr, sin_ptr, cos_strides, sin_strides, batch, start_n, NK,
+        dk_strides, MEMBER * OWN // 2, D, R, OWN, INTERLEAVED, LONG,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "left",
+                        "num_sequences", "right"])  # fmt: skip
+def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
+                         dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, dk_strides, dv_strides, cos_strides,
+                         sin_strides, qk_scale, cap_scale, left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
+                         num_sequences, stats_size, section,
+                         D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                         DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                         BOUNDED: gl.constexpr, TRIMMED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr,
+                         CONSUMER_REGISTERS: gl.constexpr, DS_LAYOUT: gl.constexpr):  # fmt: skip
+    """As ``backward.backward_kernel``, for blocks of BLOCK_N keys and PART columns of dQ.
+
+    progress_ptr, cu_q_ptr, cu_k_ptr and num_sequences are None: there are no packed sequences, and dQ is added to.
+    """
+    let_next_launch_start(PDL)
+    DTYPE: gl.constexpr = k_desc.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    NONE: gl.constexpr = None
+    RANGED: gl.constexpr = BOUNDED or TRIMMED
+    CLAMPED: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
+    tiles = (NK + BLOCK_N - 1) // BLOCK_N
+    tile, bh = scheduled_tile(gl.program_id(0), tiles, num_heads, section, LAST_FIRST=False)
+    batch = bh // HKV
+    head = bh % HKV
+    start_n = tile * BLOCK_N
+    len_k = NK
+    if lens_ptr is not None:
+        len_k = existing_keys(lens_ptr, batch, NK)
+    start_k = None
+    if starts_ptr is not None or left is not None:
+        start_k = first_key(starts_ptr, batch, len_k - NQ, len_k, left)
+    first, masked, count, alive = query_blocks(
+        start_n, NQ, pitch, len_k, start_k, left, right, IS_CAUSAL, BOUNDED, BLOCK_N
+    )  # fmt: skip
+    if start_k is None:
+        start_k = first * 0
+
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    p_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    # What dS is made of: P, or with a softcap P times a derivative.
+    weights_smem = p_smem
+    if cap_scale is not None:
+        weights_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, BLOCK_M, PART], dq_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], stats_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], stats_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(p_full, count=1)
+    mbarrier.init(p_empty, count=1)
+    mbarrier.init(ds_full, count=1)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(DO_STAGES):
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(do_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
+    if RANGED:
+        raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(raw, count=1)
+
+    k_buffer = (k_smem, k_full)
+    v_buffer = (v_smem, v_full)
+    p_buffer = (p_smem, weights_smem, p_full, p_empty)
+    ds_buffer = (ds_smem, ds_full)
+    q_ring = (q_smem, lse_smem, q_full, q_empty)
+    do_ring = (do_smem, delta_smem, do_full, do_empty)
+    dq_ring = (dq_smem, dq_full, dq_empty)
+    gl.warp_specialize([
+        (accumulate, (
+            0, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+            dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked if CLAMPED else NONE,
+            count, GROUP_SIZE, NQ, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right, qk_scale,
+            cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+        )),
+        (accumulate, (
+            1, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+            dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, NONE, NONE, count, GROUP_SIZE, NONE,
+            NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, NONE, NONE, qk_scale, cap_scale, D, R,
+            BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+        )),
+        (load, (
+            q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw if RANGED else NONE,
+            batch, head, start_n, first, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
+            len_k if RANGED else NONE, NONE, NONE, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, False, PDL,
+        )),
+        (add_parts, (0, dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
+        (add_parts, (1, dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
+    ], [4, 1, 1, 1], [CONSUMER_REGISTERS, 24, 24, 24])  # fmt: skip
