@@ -603,16 +603,12 @@ class BackwardCall:
         heads_kv, len_k = k.shape[1], k.shape[2]
         group_size = heads_q // heads_kv
         pad_d = max(64, block_d(head_dim))
-        kernel, block_n, do_stages = backward_kernel, BLOCK_N.value, config.do_stages
-        self.part = pad_d // CONSUMERS.value
-        if pad_d > 128:
+        kernel, block_n, self.wide = backward_kernel, BLOCK_N.value, pad_d > 128
+        if self.wide:
             # Imported where it is needed, because it is made of this module's parts.
             from fused_rope_attn.kernels.hopper import backward_wide
 
             kernel, block_n = backward_wide.backward_wide_kernel, backward_wide.BLOCK_N.value
-            self.part = backward_wide.PART.value
-            # What a softcap adds takes the room of the second block.
-            do_stages = 1 if masks.softcap else config.do_stages
             if masks.packed:
                 raise NotImplementedError("packed sequences of more than 128 columns are the portable kernels'")
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
@@ -636,12 +632,7 @@ class BackwardCall:
         # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
         two_sided = masks.left is not None and (causal or masks.right is not None)
-        if (
-            two_sided
-            and not masks.bounded
-            and kernel is backward_kernel
-            and 4 * (masks.left + (masks.right or 0)) <= len_k
-        ):
+        if two_sided and not masks.bounded and not self.wide and 4 * (masks.left + (masks.right or 0)) <= len_k:
             self.progress_size = batch * heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = {
             "D": head_dim,
@@ -685,7 +676,7 @@ class BackwardCall:
                 kernel,
                 shared,
                 Q_STAGES=config.q_stages,
-                DO_STAGES=do_stages,
+                DO_STAGES=config.do_stages,
                 IS_CAUSAL=causal,
                 BOUNDED=masks.bounded,
                 TRIMMED=masks.left is not None and len_k - len_q > masks.left,
@@ -714,7 +705,7 @@ class BackwardCall:
                 self.stats_size // 2,
                 triton.cdiv(len_k, block_n),
             ),
-            ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block),
+            ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, TILED=self.wide),
             {"num_warps": 4, **pdl},
         )
 
@@ -722,14 +713,17 @@ class BackwardCall:
         """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
         layout = gl.NVMMASharedLayout.get_default_for
         pad_d = self.accumulator_shape[3]
-        rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, self.part]
+        rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
         query, key = (layout([1, 1, n, pad_d], element) for n in (rows, block_n))
         self.q_source, self.do_source = (Source(x, rows, pad_d, True, query) for x in (q_rot, do))
         self.k_source, self.v_source = (Source(x, block_n, pad_d, True, key) for x in (k_rot, v))
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
         self.stats_source = BlockSource(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
-        self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
+        if self.wide:
+            self.dq_source = Source(accumulator, rows, pad_d, False)
+        else:
+            self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
     def __call__(self, do, q, k, v, o, lse, cos, sin, mask_tensors=NO_TENSORS):
         dq, dk, dv = (

@@ -6,9 +6,10 @@ by 64 takes as long to read from shared memory as to compute, and two halves of 
 passes through shared memory, in the 16 bits in which dV reads it too, and dS comes back.
 
 The warpgroups work in turns: while the second makes dS of a block, the first has dV of it and the scores of the next in
-flight; while the first is at the next softmax, the second multiplies. Each has a warp that adds its quarters of dQ to
-the accumulator; together with two blocks of Q and of dO their rooms fill the shared memory. With a softcap, whose
-derivative times P is a tile of its own, there is room for one block of dO.
+flight; while the first is at the next softmax, the second's dQ and the next dP are.
+
+dQ goes to the accumulator from registers, 8 bytes of a thread and 256 of a warp at a time, in the order in which the
+threads hold it: through shared memory, as ``backward`` does it, it would be a third of all that passes there.
 """
 
 from fused_rope_attn.kernels.hopper.backward import (
@@ -22,15 +23,13 @@ from fused_rope_attn.kernels.hopper.backward import (
     store_dv,
     weigh,
 )
-from fused_rope_attn.kernels.hopper.dq import BLOCK_M, CONSUMERS, stage_rows
+from fused_rope_attn.kernels.hopper.dq import BLOCK_M, CONSUMERS
 from fused_rope_attn.kernels.hopper.gluon_compat import (
     fence_async_shared,
     gl,
     jit,
     mbarrier,
     reinterpret,
-    tma_reduce_add,
-    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -42,53 +41,55 @@ from fused_rope_attn.kernels.primitives import (
     scheduled_tile,
 )
 
-# Key rows of one block; columns of dQ that a warpgroup hands over at a time.
+# Key rows of one block.
 BLOCK_N = KEYS
-PART = gl.constexpr(32)
 
 
 @jit
-def add_parts(MEMBER: gl.constexpr, dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D: gl.constexpr):
-    """Add one warpgroup's dQ to the accumulator through the TMA, part by part."""
-    dq_smem, dq_full, dq_empty = dq_ring
-    OWN: gl.constexpr = BLOCK_D // CONSUMERS
-    PARTS: gl.constexpr = OWN // PART
-    for member in range(GROUP_SIZE):
-        for i in range(count):
-            for part in gl.static_range(PARTS):
-                # An even number of parts: every block begins with the same phase.
-                mbarrier.wait(dq_full.index(MEMBER), part % 2)
-                where = [batch, head * GROUP_SIZE + member, (first + i) * BLOCK_M, MEMBER * OWN + part * PART]
-                tma_reduce_add(dq_desc, where, dq_smem.index(MEMBER))
-                tma_store_wait(0)
-                mbarrier.arrive(dq_empty.index(MEMBER))
+def whole(smem, BLOCK_D: gl.constexpr):
+    """K or V (1, 1, 1, BLOCK_N, BLOCK_D) as a tile, whose address the compiler must not know from the last step.
+
+    Otherwise ptxas keeps the 16 descriptors of a product of all its columns in 32 registers around the loop, which it
+    then lacks, and makes every product synchronous (C7512).
+    """
+    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return smem.index(zero).reshape((BLOCK_N, BLOCK_D))
 
 
 @jit
-def hand_over(MEMBER: gl.constexpr, dq, dq_ring):
-    """Give ``add_parts`` two parts of dQ (BLOCK_M, 2 * PART), one after the other."""
-    dq_smem, dq_full, dq_empty = dq_ring
-    parts = gl.split(stage_rows(dq).reshape((BLOCK_M, 2, PART)).permute((0, 2, 1)))
-    for part in gl.static_range(2):
-        mbarrier.wait(dq_empty.index(MEMBER), part ^ 1)
-        dq_smem.index(MEMBER).reshape((BLOCK_M, PART)).store(parts[part])
-        fence_async_shared()
-        mbarrier.arrive(dq_full.index(MEMBER))
+def add_half(pointer, dq):
+    """Add dq (BLOCK_M, 64) float32 to the accumulator, where ``pointer`` is the first of its numbers.
+
+    Their order is that of the registers, see ``dq.tiled_words``: a warp adds 256 bytes that lie together, a thread 8 of
+    them. With 16 of a thread ptxas makes every product synchronous (C7512).
+    """
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, dq.type.layout))
+    columns = gl.arange(0, dq.shape[1], gl.SliceLayout(0, dq.type.layout))
+    # The thread's own part first, so that the rest are constants and not registers, as in ``hide_pairs``.
+    thread = ((rows // 16) * 128 + (rows % 8) * 8)[:, None] + (columns & 6)[None, :]
+    others = ((rows & 8) * 8)[:, None] + ((columns // 8) * 512 + (columns & 1))[None, :]
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v2.f32 [$4], {$8, $9}; red.relaxed.gpu.global.add.v2.f32 [$6], {$10, $11}; "
+        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [(pointer + thread + others).to(gl.uint64, bitcast=True), dq],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
 
 
 @jit
-def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, total,
-                 first, masked, count, start_n, NQ, NK, left, right, qk_scale, cap_scale, BLOCK_D: gl.constexpr,
-                 Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+def fold_queries(MEMBER: gl.constexpr, dk, dv, k_smem, v_smem, p_buffer, ds_buffer, q_ring, do_ring, dq_ptr, pitch,
+                 total, first, masked, count, start_n, NQ, NK, left, right, qk_scale, cap_scale,
+                 BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+                 IS_CAUSAL: gl.constexpr):  # fmt: skip
     """As ``backward.fold_queries``; dk, dv (BLOCK_N, BLOCK_D / 2) float32, this warpgroup's columns of all keys.
 
-    The products in the order of their issue: dV, the scores or dP of the next block, half of dQ, dK, the rest of dQ.
+    dq_ptr: its columns of the accumulator's first block. The products in the order of their issue: dV, the next scores,
+    half of dQ, dK, the rest of dQ, the next dP.
     """
     OWN: gl.constexpr = BLOCK_D // CONSUMERS
     # Half of this warpgroup's columns, for which there are registers beside the rest.
     HALF: gl.constexpr = OWN // 2
-    # dP of the next block needs its dO beside this one's.
-    EARLY: gl.constexpr = MEMBER == 0 or DO_STAGES > 1
     q_smem, lse_smem, q_full, q_empty = q_ring
     do_smem, delta_smem, do_full, do_empty = do_ring
     p_smem, weights_smem, p_full, p_empty = p_buffer
@@ -99,20 +100,18 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, p_buffer, ds_buff
     no_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S)
     no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
     ds_t = ds_smem.permute((1, 0))
-    # Scores, or dP.
+    k_tile = k_smem.index(0).reshape((BLOCK_N, BLOCK_D))
     if MEMBER == 0:
         keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, S))
         columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
-        token = issue_product(k_tile, q_smem.index(0), q_full.index(0), 0, no_s)
+        token = issue_product(whole(k_smem, BLOCK_D), q_smem.index(0), q_full.index(0), 0, no_s)
+        s = warpgroup_mma_wait(0, deps=[token])
     else:
-        token = issue_product(v_tile, do_smem.index(0), do_full.index(0), 0, no_s)
-    x = warpgroup_mma_wait(0, deps=[token])
+        token = issue_product(whole(v_smem, BLOCK_D), do_smem.index(0), do_full.index(0), 0, no_s)
     block = 0
     for step in range(total):
         q_slot = step % Q_STAGES
         do_slot = step % DO_STAGES
-        next_q_slot = (step + 1) % Q_STAGES
-        next_do_slot = (step + 1) % DO_STAGES
         q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D)).slice(MEMBER * OWN, OWN, dim=1)
         do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D)).slice(MEMBER * OWN, OWN, dim=1)
         if MEMBER == 0:
@@ -120,7 +119,7 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, p_buffer, ds_buff
             diagonal = (first + block) * BLOCK_M + NK - NQ - start_n
             hidden = needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL)
             p, s = weigh(
-                x, lse, hidden, masked is not None, keys, columns, diagonal, left, right, qk_scale, cap_scale, DTYPE,
+                s, lse, hidden, masked is not None, keys, columns, diagonal, left, right, qk_scale, cap_scale, DTYPE,
                 IS_CAUSAL,
             )  # fmt: skip
             mbarrier.wait(p_empty, (step & 1) ^ 1)
@@ -133,57 +132,59 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, p_buffer, ds_buff
             mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
             mbarrier.wait(p_full, step & 1)
             dv_token = warpgroup_mma(p_smem, do, dv, is_async=True)
-            next_token = issue_product(
-                k_tile, q_smem.index(next_q_slot), q_full.index(next_q_slot), ((step + 1) // Q_STAGES) & 1, no_s
-            )
+            next_slot = (step + 1) % Q_STAGES
+            s_token = issue_product(
+                whole(k_smem, BLOCK_D), q_smem.index(next_slot), q_full.index(next_slot), ((step + 1) // Q_STAGES) & 1,
+                no_s,
+            )  # fmt: skip
         else:
+            dp = warpgroup_mma_wait(0, deps=[token])
             delta = delta_smem.index(do_slot).load(gl.SliceLayout(0, S))
             mbarrier.wait(p_full, step & 1)
             p = weights_smem.load(S).to(gl.float32)
             dv_token = warpgroup_mma(p_smem, do, dv, is_async=True)
             # That P is there says that the first warpgroup has done with the last dS.
-            ds_smem.store((p * (x - delta[None, :])).to(DTYPE))
+            ds_smem.store((p * (dp - delta[None, :])).to(DTYPE))
             fence_async_shared()
             mbarrier.arrive(ds_full)
-            if EARLY:
-                next_token = issue_product(
-                    v_tile, do_smem.index(next_do_slot), do_full.index(next_do_slot), ((step + 1) // DO_STAGES) & 1,
-                    no_s,
-                )  # fmt: skip
             mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
         mbarrier.wait(ds_full, step & 1)
         dq_token = warpgroup_mma(ds_t, k_tile.slice(MEMBER * OWN, HALF, dim=1), no_dq, use_acc=False, is_async=True)
         dk_token = warpgroup_mma(ds_smem, q, dk, is_async=True)
-        if EARLY:
-            dv, x, dq = warpgroup_mma_wait(1, deps=[dv_token, next_token, dq_token])
+        if MEMBER == 0:
+            dv, s, dq = warpgroup_mma_wait(1, deps=[dv_token, s_token, dq_token])
         else:
             dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-        mbarrier.arrive(do_empty.index(do_slot))
-        if MEMBER == 1:
             mbarrier.arrive(p_empty)
-        hand_over(MEMBER, dq, dq_ring)
-        dq_token = warpgroup_mma(
-            ds_t, k_tile.slice(MEMBER * OWN + HALF, HALF, dim=1), no_dq, use_acc=False, is_async=True
-        )
+        mbarrier.arrive(do_empty.index(do_slot))
+        add_half(dq_ptr, dq)
+        k_columns = k_tile.slice(MEMBER * OWN + HALF, HALF, dim=1)
+        dq_token = warpgroup_mma(ds_t, k_columns, no_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_token])
         mbarrier.arrive(q_empty.index(q_slot))
-        if EARLY:
+        if MEMBER == 0:
             dq = warpgroup_mma_wait(0, deps=[dq_token])
         else:
-            next_token = issue_product(
-                v_tile, do_smem.index(next_do_slot), do_full.index(next_do_slot), ((step + 1) // DO_STAGES) & 1, no_s
-            )
-            dq, x = warpgroup_mma_wait(0, deps=[dq_token, next_token])
-        hand_over(MEMBER, dq, dq_ring)
+            next_slot = (step + 1) % DO_STAGES
+            token = issue_product(
+                whole(v_smem, BLOCK_D), do_smem.index(next_slot), do_full.index(next_slot),
+                ((step + 1) // DO_STAGES) & 1, no_s,
+            )  # fmt: skip
+            dq = warpgroup_mma_wait(1, deps=[dq_token])
+        add_half(dq_ptr + BLOCK_M * HALF, dq)
         block += 1
+        dq_ptr += BLOCK_M * BLOCK_D
+        dq_ptr += gl.where(block == count, (pitch - count * BLOCK_M) * BLOCK_D, 0)
         block = gl.where(block == count, 0, block)
+    if MEMBER == 1:
+        warpgroup_mma_wait(0, deps=[token])
     return dk, dv
 
 
 @jit
-def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr,
+def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ptr, dk_ptr, dv_ptr,
                cos_ptr, sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked,
-               count, GROUP_SIZE, NQ, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
+               count, HQ, GROUP_SIZE, NQ, pitch, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
                R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
                INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
     """Half of the columns of dk, dv and dQ of the block; len_k and start_k as in ``backward.accumulate``."""
@@ -201,10 +202,11 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, p_buffer, ds_buffer, q_
     mbarrier.wait(v_full, 0)
     total = GROUP_SIZE * count
     if total > 0:
+        row = (batch * HQ + head * GROUP_SIZE).to(gl.int64) * pitch + first * BLOCK_M
+        dq_ptr += row * BLOCK_D + MEMBER * BLOCK_M * OWN
         dk, dv = fold_queries(
-            MEMBER, dk, dv, k_smem.reshape((BLOCK_N, BLOCK_D)), v_smem.reshape((BLOCK_N, BLOCK_D)), p_buffer, ds_buffer,
-            q_ring, do_ring, dq_ring, total, first, masked, count, start_n, NQ, len_k, left, right, qk_scale, cap_scale,
-            BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
+            MEMBER, dk, dv, k_smem, v_smem, p_buffer, ds_buffer, q_ring, do_ring, dq_ptr, pitch, total, first, masked,
+            count, start_n, NQ, len_k, left, right, qk_scale, cap_scale, BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
         )  # fmt: skip
     rows_left = NK - start_n
     if start_k is not None:
@@ -229,7 +231,7 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, p_buffer, ds_buffer, q_
 
 @jit(do_not_specialize=["num_heads", "section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size", "left",
                         "num_sequences", "right"])  # fmt: skip
-def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
+def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                          dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, dk_strides, dv_strides, cos_strides,
                          sin_strides, qk_scale, cap_scale, left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
                          num_sequences, stats_size, section,
@@ -237,8 +239,9 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, p
                          DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                          BOUNDED: gl.constexpr, TRIMMED: gl.constexpr, LONG: gl.constexpr, PDL: gl.constexpr,
                          CONSUMER_REGISTERS: gl.constexpr, DS_LAYOUT: gl.constexpr):  # fmt: skip
-    """As ``backward.backward_kernel``, for blocks of BLOCK_N keys and PART columns of dQ.
+    """As ``backward.backward_kernel``, for blocks of BLOCK_N keys.
 
+    dq_ptr (B, HQ, pitch, BLOCK_D) float32, zero before the first block, each BLOCK_M rows in the order of ``add_half``.
     progress_ptr, cu_q_ptr, cu_k_ptr and num_sequences are None: there are no packed sequences, and dQ is added to.
     """
     let_next_launch_start(PDL)
@@ -266,15 +269,14 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, p
 
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(DTYPE, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     p_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
     ds_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
     # What dS is made of: P, or with a softcap P times a derivative.
     weights_smem = p_smem
     if cap_scale is not None:
         weights_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], DS_LAYOUT)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, BLOCK_M, PART], dq_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], stats_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], stats_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -286,8 +288,6 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, p
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
     do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(p_full, count=1)
@@ -299,38 +299,34 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, p
     for i in gl.static_range(DO_STAGES):
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(dq_full.index(i), count=1)
-        mbarrier.init(dq_empty.index(i), count=1)
     if RANGED:
         raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(raw, count=1)
 
     k_buffer = (k_smem, k_full)
     v_buffer = (v_smem, v_full)
+    k_tile = (k_smem.index(0), k_full)
+    v_tile = (v_smem.index(0), v_full)
     p_buffer = (p_smem, weights_smem, p_full, p_empty)
     ds_buffer = (ds_smem, ds_full)
     q_ring = (q_smem, lse_smem, q_full, q_empty)
     do_ring = (do_smem, delta_smem, do_full, do_empty)
-    dq_ring = (dq_smem, dq_full, dq_empty)
     gl.warp_specialize([
         (accumulate, (
-            0, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+            0, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
             dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked if CLAMPED else NONE,
-            count, GROUP_SIZE, NQ, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right, qk_scale,
-            cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+            count, HQ, GROUP_SIZE, NQ, pitch, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, left, right,
+            qk_scale, cap_scale, D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (accumulate, (
-            1, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
-            dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, NONE, NONE, count, GROUP_SIZE, NONE,
-            NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, NONE, NONE, qk_scale, cap_scale, D, R,
-            BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
+            1, k_buffer, v_buffer, p_buffer, ds_buffer, q_ring, do_ring, dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
+            dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, NONE, count, HQ, GROUP_SIZE,
+            NONE, pitch, NK, len_k if BOUNDED else NONE, start_k if BOUNDED else NONE, NONE, NONE, qk_scale, cap_scale,
+            D, R, BLOCK_D, Q_STAGES, DO_STAGES, INTERLEAVED, IS_CAUSAL, LONG,
         )),
         (load, (
-            q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw if RANGED else NONE,
+            q_desc, k_desc, v_desc, do_desc, stats_desc, k_tile, v_tile, q_ring, do_ring, raw if RANGED else NONE,
             batch, head, start_n, first, count, alive if BOUNDED else NONE, start_k if RANGED else NONE,
             len_k if RANGED else NONE, NONE, NONE, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES, DO_STAGES, False, PDL,
         )),
-        (add_parts, (0, dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
-        (add_parts, (1, dq_desc, dq_ring, batch, head, first, count, GROUP_SIZE, BLOCK_D)),
-    ], [4, 1, 1, 1], [CONSUMER_REGISTERS, 24, 24, 24])  # fmt: skip
+    ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
