@@ -25,6 +25,7 @@ from fused_rope_attn.kernels.hopper.backward import (
 )
 from fused_rope_attn.kernels.hopper.dq import BLOCK_M, CONSUMERS
 from fused_rope_attn.kernels.hopper.gluon_compat import (
+    barrier,
     fence_async_shared,
     gl,
     jit,
@@ -105,7 +106,6 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_smem, v_smem, p_buffer, ds_buff
         keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, S))
         columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
         token = issue_product(whole(k_smem, BLOCK_D), q_smem.index(0), q_full.index(0), 0, no_s)
-        s = warpgroup_mma_wait(0, deps=[token])
     else:
         token = issue_product(whole(v_smem, BLOCK_D), do_smem.index(0), do_full.index(0), 0, no_s)
     block = 0
@@ -114,12 +114,13 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_smem, v_smem, p_buffer, ds_buff
         do_slot = step % DO_STAGES
         q = q_smem.index(q_slot).reshape((BLOCK_M, BLOCK_D)).slice(MEMBER * OWN, OWN, dim=1)
         do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D)).slice(MEMBER * OWN, OWN, dim=1)
+        x = warpgroup_mma_wait(0, deps=[token])
         if MEMBER == 0:
             lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
             diagonal = (first + block) * BLOCK_M + NK - NQ - start_n
             hidden = needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL)
             p, s = weigh(
-                s, lse, hidden, masked is not None, keys, columns, diagonal, left, right, qk_scale, cap_scale, DTYPE,
+                x, lse, hidden, masked is not None, keys, columns, diagonal, left, right, qk_scale, cap_scale, DTYPE,
                 IS_CAUSAL,
             )  # fmt: skip
             mbarrier.wait(p_empty, (step & 1) ^ 1)
@@ -133,31 +134,31 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_smem, v_smem, p_buffer, ds_buff
             mbarrier.wait(p_full, step & 1)
             dv_token = warpgroup_mma(p_smem, do, dv, is_async=True)
             next_slot = (step + 1) % Q_STAGES
-            s_token = issue_product(
+            token = issue_product(
                 whole(k_smem, BLOCK_D), q_smem.index(next_slot), q_full.index(next_slot), ((step + 1) // Q_STAGES) & 1,
                 no_s,
             )  # fmt: skip
         else:
-            dp = warpgroup_mma_wait(0, deps=[token])
             delta = delta_smem.index(do_slot).load(gl.SliceLayout(0, S))
             mbarrier.wait(p_full, step & 1)
             p = weights_smem.load(S).to(gl.float32)
             dv_token = warpgroup_mma(p_smem, do, dv, is_async=True)
             # That P is there says that the first warpgroup has done with the last dS.
-            ds_smem.store((p * (dp - delta[None, :])).to(DTYPE))
+            ds_smem.store((p * (x - delta[None, :])).to(DTYPE))
             fence_async_shared()
             mbarrier.arrive(ds_full)
             mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
         mbarrier.wait(ds_full, step & 1)
         dq_token = warpgroup_mma(ds_t, k_tile.slice(MEMBER * OWN, HALF, dim=1), no_dq, use_acc=False, is_async=True)
         dk_token = warpgroup_mma(ds_smem, q, dk, is_async=True)
-        if MEMBER == 0:
-            dv, s, dq = warpgroup_mma_wait(1, deps=[dv_token, s_token, dq_token])
-        else:
-            dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        if MEMBER == 1:
             mbarrier.arrive(p_empty)
         mbarrier.arrive(do_empty.index(do_slot))
         add_half(dq_ptr, dq)
+        # Behind it the other half can take the same registers. Triton 3.8 and 3.9 put none there themselves, and then
+        # they do not suffice (C7512).
+        barrier()
         k_columns = k_tile.slice(MEMBER * OWN + HALF, HALF, dim=1)
         dq_token = warpgroup_mma(ds_t, k_columns, no_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_token])
@@ -176,8 +177,7 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_smem, v_smem, p_buffer, ds_buff
         dq_ptr += BLOCK_M * BLOCK_D
         dq_ptr += gl.where(block == count, (pitch - count * BLOCK_M) * BLOCK_D, 0)
         block = gl.where(block == count, 0, block)
-    if MEMBER == 1:
-        warpgroup_mma_wait(0, deps=[token])
+    warpgroup_mma_wait(0, deps=[token])
     return dk, dv
 
 
