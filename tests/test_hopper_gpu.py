@@ -70,6 +70,16 @@ def alike(xs, ys, limit=5e-3):
         assert bool(torch.isfinite(x).all()) and (x - y).norm() <= limit * y.norm() + 1e-30, (x - y).norm() / y.norm()
 
 
+def hold_with_sinks(case, inputs, out):
+    hold(case, inputs, out)
+    if case.sinks:
+        dsinks = (
+            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
+        )
+        result = compare("dsinks", *dsinks, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
 def agree(xs, ys):
     """Two runs of o, lse, dq, dk, dv by the same kernels: all but dq bitwise."""
     o, lse, dq, dk, dv = xs
@@ -144,13 +154,7 @@ def test_masks_against_float64(case, dtype):
     case = replace(case, dtype=dtype)
     inputs = make_inputs(case, "cuda")
     out = run_op(inputs, case, **HOPPER)
-    hold(case, inputs, out)
-    if case.sinks:
-        dsinks = (
-            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
-        )
-        result = compare("dsinks", *dsinks, grad=True, dtype=dtype)
-        assert result.ok, f"{case.name}: {result}"
+    hold_with_sinks(case, inputs, out)
 
 
 # A quarter of the keys at most, and more key blocks than run at a time: dQ is begun by the last key block that sees it,
@@ -220,6 +224,62 @@ def test_nan_in_keys_that_nobody_reaches(case):
     agree(run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER), expected)
 
 
+@pytest.fixture
+def wide_backward(monkeypatch, preferred):
+    """Make "auto" take the sm_90 backward for every wide head, however little the work."""
+    monkeypatch.setattr(planning, "HOPPER_WIDE_BACKWARD", True)
+    monkeypatch.setattr(configs, "LAUNCH_BOUND_WORK", -1)
+    preferred(False, True)
+
+
+WIDE = replace(HORSE, head_dim=256, heads_q=4, len_q=700)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        WIDE,
+        replace(WIDE, causal=False),
+        replace(WIDE, causal=False, len_q=1, len_k=1),
+        replace(WIDE, len_q=700, len_k=333),  # rows that see nothing
+        replace(WIDE, len_q=300, len_k=1111),
+        replace(WIDE, batch=4, heads_q=16, heads_kv=8, len_q=1024, len_k=1024),
+        replace(WIDE, heads_q=8, heads_kv=1, layout="bhnd", softmax_scale=-0.3),
+        replace(WIDE, layout="odd", softmax_scale=0.0),
+        replace(WIDE, head_dim=192),
+        replace(WIDE, head_dim=136, causal=False, len_q=333),
+        replace(WIDE, rotary_dim=64, len_q=90),
+        replace(WIDE, head_dim=192, rotary_dim=160, interleaved=True, full_width=True, tables="random"),
+        replace(WIDE, window=(200, 0), softcap=30.0),
+        replace(WIDE, window=(100, 50), causal=False),
+        replace(WIDE, window=(0, 0), len_q=300),
+        replace(WIDE, softcap=2.0, causal=False),
+        replace(WIDE, sinks=True, len_q=700, len_k=333),
+        replace(WIDE, kv_starts=(0, 399)),
+        replace(WIDE, kv_lens=(700, 333), len_q=65),
+        replace(WIDE, window=(64, 10), causal=False, softcap=3.0, sinks=True, kv_starts=(20, 0), kv_lens=(470, 650)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_wide_heads_backward(wide_backward, case, dtype):
+    """Against float64, and all but dq the same from run to run."""
+    case = replace(case, dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, backend="auto")
+    hold_with_sinks(case, inputs, first)
+    for _ in range(5):
+        again = run_op(inputs, case, backend="auto")
+        equal((first.o, first.dk, first.dv), (again.o, again.dk, again.dv))
+        alike([again.dq], [first.dq])
+
+
+def test_wide_heads_take_the_sm_90_backward(wide_backward):
+    q, k, v, cos, sin, _ = make_inputs(WIDE, "cuda")
+    assert type(plan(q, k, v, cos, sin, True).backward) is configs.HopperBackwardConfig
+    assert type(plan(q, k, v, cos, sin, True, deterministic=True).backward) is configs.BackwardConfig
+
+
 def packed(seqlens, behind=(0, 0), **changes):
     """A packed case; ``behind``: rows of q and k behind the last sequence."""
     pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
@@ -271,13 +331,7 @@ def test_packed_sequences_against_float64(number, dtype):
     case = replace(PACKINGS[number], dtype=dtype)
     inputs = make_inputs(case, "cuda")
     out = run_op(inputs, case, **HOPPER)
-    hold(case, inputs, out)
-    if case.sinks:
-        dsinks = (
-            x.dsinks[None] for x in (out, run_reference(inputs, case, torch.float64), run_reference(inputs, case))
-        )
-        result = compare("dsinks", *dsinks, grad=True, dtype=dtype)
-        assert result.ok, f"{case.name}: {result}"
+    hold_with_sinks(case, inputs, out)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -117,6 +117,19 @@ def test_each_pass_is_decided_alone(arch, tables, forward, backward):
     assert kinds(plan(**call(8192, backend="hopper"))) == HOPPER
 
 
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_wide_heads_may_take_the_sm_90_backward(arch, monkeypatch, head_dim):
+    for allowed, expected in ((True, (PORTABLE[0], HOPPER[1])), (False, PORTABLE)):
+        monkeypatch.setattr(planning, "HOPPER_WIDE_BACKWARD", allowed)
+        planning._plan.cache_clear()
+        assert kinds(plan(**call(head_dim=head_dim))) == expected
+        for changes in ({"deterministic": True}, {"backend": "triton"}, {"dtype": F32}):
+            assert kinds(plan(**call(**{"head_dim": head_dim} | changes))) == PORTABLE
+        with pytest.raises(NotImplementedError, match="head dim"):
+            plan(**call(head_dim=head_dim, backend="hopper"))
+    planning._plan.cache_clear()
+
+
 def test_deterministic_gradients_are_the_portable_kernels(arch, tables):
     for backend in ("auto", "hopper"):
         chosen = plan(**call(backend=backend, deterministic=True))
