@@ -58,7 +58,7 @@ def rope_attention(
         deterministic: bitwise equal gradients from run to run. The portable kernels' always are; those of sm_90 add dq
             in any order, so that the portable backward takes their place.
         backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
-            kernels: float16 and bfloat16, D up to 128, K rotated once).
+            kernels: float16 and bfloat16, K rotated once).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
 
     Returns:

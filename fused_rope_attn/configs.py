@@ -121,7 +121,7 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """How one backward call of the sm_90 backend runs: key blocks of 128, query blocks of 64.
+    """How one backward call of the sm_90 backend runs: key blocks of 128 (64 beyond head dim 128), query blocks of 64.
 
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
     in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
@@ -376,7 +376,7 @@ _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/log.md)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _SLOWER = f"{_TIMED}: up to 2048 tokens the portable kernels are 3 to 9 % faster"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
-_WIDE_TILES = "untimed: the registers hold 64 keys beside 256 columns of O; not with few tiles to a multiprocessor"
+_WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): 64 keys beside 256 columns of O; not with few tiles"
 _MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): many short sequences fill the card, one does not"
 
 # fmt: off
@@ -390,7 +390,7 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
               much_work=True, packed=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
-    HopperRow(256, HopperForwardConfig(64, attend_registers=240, pin=True, section_bytes=_WIDEST), _BEYOND_TINY,
+    HopperRow(256, HopperForwardConfig(64, attend_registers=240, pin=True, section_bytes=2 * _WIDEST), _BEYOND_TINY,
               _WIDE_TILES, much_work=True),
 )
 
@@ -401,6 +401,7 @@ HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _TIMED),
+    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST), BUCKETS, "untimed"),
 )
 # fmt: on
 

@@ -15,9 +15,6 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
 
-# Whether the sm_90 forward serves head dims beyond configs.HOPPER_HEAD_DIM; off until it has run on a GPU.
-HOPPER_WIDE_FORWARD = False
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -98,11 +95,10 @@ def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layou
         return NotImplementedError, f"{feature} is not served by backend='hopper' yet, but by the portable kernels"
     if dtype not in HOPPER_DTYPES:
         return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
-    largest = configs.HOPPER_WIDE_HEAD_DIM if HOPPER_WIDE_FORWARD else configs.HOPPER_HEAD_DIM
-    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= largest:
+    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= configs.HOPPER_WIDE_HEAD_DIM:
         return NotImplementedError, (
-            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {largest} for "
-            f"backend='hopper', but has {head_dim}"
+            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
+            f"{configs.HOPPER_WIDE_HEAD_DIM} for backend='hopper', but has {head_dim}"
         )
     if strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
@@ -118,9 +114,9 @@ def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layou
     return None
 
 
-def _serves_backward(head_dim: int) -> bool:
-    """Whether the sm_90 backward serves a head dim whose forward ``hopper_obstacle`` admits."""
-    return head_dim <= configs.HOPPER_HEAD_DIM
+def _serves_backward(head_dim: int, feature: str) -> bool:
+    """Whether the sm_90 backward serves a call whose forward ``hopper_obstacle`` admits."""
+    return head_dim <= configs.HOPPER_HEAD_DIM or feature != "cu_seqlens_q"
 
 
 def _arch(where: torch.device) -> str:
@@ -213,7 +209,7 @@ def _plan(
     if obstacle is None:
         packed = feature == "cu_seqlens_q"
         row = configs.hopper_forward(head_dim, *shape, packed)
-        if _serves_backward(head_dim):
+        if _serves_backward(head_dim, feature):
             row_backward = configs.hopper_backward(head_dim, *shape, packed)
     elif backend == "hopper":
         raise obstacle[0](obstacle[1])
@@ -253,7 +249,9 @@ def _plan(
     return plan, forward[0] or backward[0]
 
 
-_NO_BACKWARD = (False, f"the sm_90 ones have no backward pass for head dims beyond {configs.HOPPER_HEAD_DIM}")
+_NO_BACKWARD = (
+    False, f"the sm_90 ones have no backward pass for packed sequences of head dims beyond {configs.HOPPER_HEAD_DIM}"
+)  # fmt: skip
 
 
 def _prefer(row: configs.HopperRow | None, length_bucket: str, work: int) -> tuple[bool, str]:

@@ -225,6 +225,54 @@ def test_nan_in_keys_that_nobody_reaches(case):
     agree(run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **HOPPER), expected)
 
 
+SQUARE = replace(HORSE, head_dim=256, heads_q=4, len_q=700)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        SQUARE,
+        replace(SQUARE, causal=False),
+        replace(SQUARE, causal=False, len_q=1, len_k=1),
+        replace(SQUARE, len_q=700, len_k=333),  # rows that see nothing
+        replace(SQUARE, len_q=300, len_k=1111),
+        replace(SQUARE, batch=4, heads_q=16, heads_kv=8, len_q=1024, len_k=1024),
+        replace(SQUARE, heads_q=8, heads_kv=1, layout="bhnd", softmax_scale=-0.3),
+        replace(SQUARE, softmax_scale=0.0),
+        replace(SQUARE, head_dim=192),
+        replace(SQUARE, head_dim=136, causal=False, len_q=333),
+        replace(SQUARE, rotary_dim=64, len_q=90),
+        replace(SQUARE, head_dim=192, rotary_dim=160, interleaved=True, full_width=True, tables="random"),
+        replace(SQUARE, window=(200, 0), softcap=30.0),
+        replace(SQUARE, window=(100, 50), causal=False),
+        replace(SQUARE, window=(0, 0), len_q=300),
+        replace(SQUARE, softcap=2.0, causal=False),
+        replace(SQUARE, sinks=True, len_q=700, len_k=333),
+        replace(SQUARE, kv_starts=(0, 399)),
+        replace(SQUARE, kv_lens=(700, 333), len_q=65),
+        replace(SQUARE, window=(64, 10), causal=False, softcap=3.0, sinks=True, kv_starts=(20, 0), kv_lens=(470, 650)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_wide_heads_backward(case, dtype):
+    """Against float64, and all but dq the same from run to run."""
+    case = replace(case, dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, **HOPPER)
+    hold_all(case, inputs, first)
+    for _ in range(5):
+        again = run_op(inputs, case, **HOPPER)
+        equal((first.o, first.dk, first.dv), (again.o, again.dk, again.dv))
+        alike([again.dq], [first.dq])
+
+
+def test_wide_heads_take_the_sm_90_backward():
+    q, k, v, cos, sin, _ = make_inputs(SQUARE, "cuda")
+    assert type(plan(q, k, v, cos, sin, True, **HOPPER).backward) is configs.HopperBackwardConfig
+    assert type(plan(q, k, v, cos, sin, True, deterministic=True, **HOPPER).backward) is configs.BackwardConfig
+
+
 def packed(seqlens, behind=(0, 0), **changes):
     """A packed case; ``behind``: rows of q and k behind the last sequence."""
     pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
@@ -311,15 +359,6 @@ WIDE = (
 )
 
 
-@pytest.fixture
-def wide_forward(monkeypatch):
-    monkeypatch.setattr(planning, "HOPPER_WIDE_FORWARD", True)
-    planning._plan.cache_clear()
-    yield
-    planning._plan.cache_clear()
-
-
-@pytest.mark.usefixtures("wide_forward")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("number", range(len(WIDE)))
 def test_wide_heads_against_float64(number, dtype):
@@ -331,7 +370,6 @@ def test_wide_heads_against_float64(number, dtype):
     hold_all(case, inputs, out)
 
 
-@pytest.mark.usefixtures("wide_forward")
 def test_wide_heads_again_and_again():
     """The order in which tiles are taken varies, what nobody has written is poisoned: the same bits each time."""
     case = replace(GEMMA, batch=4, heads_q=16, heads_kv=8, len_q=1111, len_k=1111)

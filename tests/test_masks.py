@@ -290,6 +290,48 @@ def test_the_padded_buffers_of_packed_sequences(case):
         assert result.ok, f"{case.name}: {result}"
 
 
+@interpreted
+@quiet
+@cases(
+    Case(2, 2, 1, 70, 130, 256, sinks=True),
+    Case(1, 2, 2, 130, 70, 136, causal=False, interleaved=True, rotary_dim=64),
+)
+def test_the_buffers_of_wide_heads(case):
+    """The sm_90 backward of head dims beyond 128 without its main kernel: dQ as it adds it, by panels of 8 columns."""
+    from fused_rope_attn.kernels.hopper.backward import BackwardCall
+
+    inputs = make_inputs(case)
+    q, k, v, cos, sin, do = inputs
+    exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+    o, lse = exact.o.to(case.dtype), exact.lse.float()
+    tensors = (masks_of(case, "cpu").get("sinks"), None, None, None, None)
+    masks = describe_masks(case.causal, -1, -1, 0.0, tensors)
+    config = configs.HopperBackwardConfig(pdl=False)
+    options = (case.causal, case.scale, case.rotary, case.interleaved, masks, config)
+    run = BackwardCall(do, q, k, v, o, cos, sin, *options)
+
+    def main(stream, q_rot, k_rot, v, do, stats, dq, *rest):
+        q_rot, k_rot, v, do = (x.base.float() for x in (q_rot, k_rot, v, do))
+        lse, delta = stats.base.reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
+        k_rot, v = (x.repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k_rot, v))
+        p = torch.exp2(q_rot @ k_rot.mT * (case.scale / math.log(2)) - lse)
+        if case.causal:
+            p = p.tril(case.len_k - case.len_q)
+        assert not dq.any()
+        rows, columns = torch.arange(case.len_q)[:, None], torch.arange(case.head_dim)
+        words = rows // 64 * (64 * 256) + columns // 8 * 512 + rows % 64 * 8 + columns % 8
+        dq.view(case.batch, case.heads_q, -1)[:, :, words] = (p * (do @ v.mT - delta)) @ k_rot
+
+    run.main = main
+    dq, _, _, *dsinks = run(do, q, k, v, o, lse, cos, sin, tensors)
+    found = [("dq", dq, exact.dq, eager.dq)]
+    if case.sinks:
+        found.append(("dsinks", dsinks[0][None], exact.dsinks[None], eager.dsinks[None]))
+    for name, x, y, z in found:
+        result = compare(name, x, y, z, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
 @cases(*PACKINGS)
 def test_the_packed_reference(case):
     """Its mask of the whole batch against each sequence by itself."""

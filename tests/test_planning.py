@@ -129,35 +129,27 @@ def test_deterministic_gradients_are_the_portable_kernels(arch, tables):
     assert "deterministic" not in plan(**call(deterministic=True)).reason  # nothing to replace
 
 
-@pytest.fixture
-def wide_forward(monkeypatch):
-    """Turn the sm_90 forward of head dims beyond 128 on or off."""
-
-    def turn(on):
-        monkeypatch.setattr(planning, "HOPPER_WIDE_FORWARD", on)
-        planning._plan.cache_clear()
-
-    yield turn
-    planning._plan.cache_clear()
-
-
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
-def test_wide_heads_have_a_forward_alone(arch, wide_forward, head_dim):
-    wide_forward(True)
+def test_wide_heads(arch, head_dim):
     auto = plan(**call(8192, head_dim=head_dim))
     for chosen in (auto, plan(**call(8192, head_dim=head_dim, backend="hopper"))):
-        assert kinds(chosen) == (HOPPER[0], PORTABLE[1]) and chosen.backend == "hopper"
-        assert "backward, portable kernels: the sm_90 ones have no backward pass" in chosen.reason
+        assert kinds(chosen) == HOPPER and chosen.backend == "hopper"
         # 64 keys in two stages are what 227 KB of shared memory hold beside 128 rows of Q and half of those of O.
         assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
     assert configs.hopper_forward(head_dim, True, "long", False).note in auto.reason
-    assert kinds(plan(**call(100, head_dim=head_dim))) == PORTABLE
+    assert kinds(plan(**call(8192, head_dim=head_dim, deterministic=True))) == (HOPPER[0], PORTABLE[1])
+    for changes in ({"backend": "triton"}, {"dtype": F32}):
+        assert kinds(plan(**call(**{"head_dim": head_dim} | changes))) == PORTABLE
     with pytest.raises(NotImplementedError, match="^q must have a head dim .* from 16 to 256 .*hopper.* but has 264"):
         plan(**call(head_dim=264, backend="hopper"))
-    wide_forward(False)
-    assert kinds(plan(**call(8192, head_dim=head_dim))) == PORTABLE
-    with pytest.raises(NotImplementedError, match="^q must have a head dim .* from 16 to 128 .*hopper"):
-        plan(**call(8192, head_dim=head_dim, backend="hopper"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_wide_packed_sequences_have_a_forward_alone(arch, backend):
+    q, k, v = (torch.empty(1, 8, 65536, 256, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    chosen = planning.plan_for(q, k, v, True, "auto", backend, False, "cu_seqlens_q", 8192, None, 8)
+    assert kinds(chosen) == (HOPPER[0], PORTABLE[1])
+    assert "backward, portable kernels: the sm_90 ones have no backward pass for packed" in chosen.reason
 
 
 def test_launch_bound_calls_stay_portable(arch):

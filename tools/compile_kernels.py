@@ -175,7 +175,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            if head_dim in (64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM) and (causal or full):
+            packed_wide = "packed" in masks and head_dim > configs.HOPPER_HEAD_DIM and direction == "backward"
+            dims = 64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM
+            if head_dim in dims and not packed_wide and (causal or full):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)
                 jobs.append(job)

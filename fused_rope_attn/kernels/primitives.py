@@ -148,9 +148,15 @@ def head_source(tensor, place, strides, TMA: tl.constexpr):
 
 
 @triton.jit
-def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr):
-    """Half layout: memory columns of the first and second member of every pair; unrotated columns pair up after R/2."""
+def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr,
+                 FIRST: tl.constexpr = 0):  # fmt: skip
+    """Half layout: memory columns of the first and second member of every pair; unrotated columns pair up after R/2.
+
+    The BLOCK_D / 2 pairs from number FIRST on.
+    """
     pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+    if FIRST:
+        pairs += FIRST
     if R == D:
         return pairs, pairs + D // 2
     else:
@@ -199,17 +205,22 @@ def load_pairs(base, rows, row_limit, stride_row, stride_column, D: tl.constexpr
 @triton.jit
 def store_pairs(base, first, second, rows, row_limit, stride_row, stride_column, D: tl.constexpr, R: tl.constexpr,
                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, LONG: tl.constexpr, LAYOUT: tl.constexpr = None,
-                WHOLE: tl.constexpr = None):  # fmt: skip
-    """Write pairs back to their columns in memory; inverse of ``load_pairs``, rounding once."""
+                WHOLE: tl.constexpr = None, FIRST: tl.constexpr = 0):  # fmt: skip
+    """Write pairs back to their columns in memory; inverse of ``load_pairs``, rounding once.
+
+    Those of the tile may be the pairs from number FIRST on.
+    """
     if INTERLEAVED:
         x = pack_pairs(first, second)
         if LAYOUT is not None:
             x = gl.convert_layout(x, WHOLE)
             rows = gl.convert_layout(rows, gl.SliceLayout(1, WHOLE))
-        store_tile(base, x, rows, row_limit, stride_row, stride_column, D, BLOCK_D, LONG, WHOLE)
+        if FIRST:
+            base += 2 * FIRST * stride_column
+        store_tile(base, x, rows, row_limit, stride_row, stride_column, D - 2 * FIRST, BLOCK_D, LONG, WHOLE)
     else:
-        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
-        mask = (rows[:, None] < row_limit) & (tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2)
+        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT, FIRST)
+        mask = (rows[:, None] < row_limit) & (tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2 - FIRST)
         dtype = base.dtype.element_ty
         tl.store(tile_pointers(base, rows, columns1, stride_row, stride_column, LONG), first.to(dtype), mask=mask)
         tl.store(tile_pointers(base, rows, columns2, stride_row, stride_column, LONG), second.to(dtype), mask=mask)

@@ -80,7 +80,8 @@ HIDDEN = gl.constexpr(-1e18)
 
 
 @jit
-def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):
+def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
+                 BLOCK_N: gl.constexpr = BLOCK_N):  # fmt: skip
     """(first, masked, count, alive): the query blocks that see the key block, of pitch rows in all.
 
     Of ``count`` blocks from ``first`` on, those before number ``masked`` need a mask (with ``left`` those at the other
@@ -196,6 +197,46 @@ def hide_pairs(x, value, keys, columns, diagonal, left, right, IS_CAUSAL: gl.con
 
 
 @jit
+def needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL: gl.constexpr):
+    """Whether KEYS keys and a query block, number ``block`` of ``count``, need a mask; the rest as ``fold_queries``."""
+    if left is None:
+        return block < masked
+    else:
+        # With a window few blocks need no mask, and a block's place says what these keys need.
+        upper = KEYS - 1
+        if right is not None:
+            upper -= right
+        lower = left - (BLOCK_M - 1)
+        needed = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
+        if masked is not None:
+            needed = needed | (masked >= count)
+        return needed
+
+
+@jit
+def weigh(s, lse, hidden, clamp: gl.constexpr, keys, columns, diagonal, left, right, qk_scale, cap_scale,
+          DTYPE: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+    """(p, s): the weights exp2(s - lse) of scores (keys, queries), 0 where ``hidden`` and not to be seen; s as capped.
+
+    clamp: whether there may be keys that do not exist, whose scores need not stay below lse.
+    """
+    if cap_scale is None:
+        p = gl.exp2(s * qk_scale - lse[None, :])
+        if hidden:
+            p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
+            if clamp:
+                # Their score is 0; finite is enough where K is zero.
+                p = gl.where(p > 1.0, 1.0, p)
+    else:
+        # A branch after the exponential would keep the scores beside p, for which there are no registers.
+        s = cap_scores(s, cap_scale, DTYPE)
+        if hidden:
+            s = hide_pairs(s, HIDDEN, keys, columns, diagonal, left, right, IS_CAUSAL)
+        p = gl.minimum(gl.exp2(s * qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    return p, s
+
+
+@jit
 def issue_product(a, b, b_full, phase, nothing):
     """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived."""
     mbarrier.wait(b_full, phase)
@@ -209,7 +250,7 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
                  Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
     """Fold ``total`` > 0 query blocks, ``count`` of each head of the group from ``first`` on, into dk and dv.
 
-    Those before number ``masked`` need a mask. With WINDOW a block's place says what it needs, and ``masked`` is
+    Those before number ``masked`` need a mask. With a window a block's place says what it needs, and ``masked`` is
     ``count`` where there may be keys that do not exist and that no window hides, None where there are none.
 
     dk, dv (KEYS, BLOCK_D) float32. The products in the order of their issue: dV, dQ, dK of this block, scores and dP of
@@ -217,7 +258,6 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
     """
     # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
     EARLY_SCORES: gl.constexpr = BLOCK_D == 64
-    WINDOW: gl.constexpr = left is not None
     q_smem, lse_smem, q_full, q_empty = q_ring
     do_smem, delta_smem, do_full, do_empty = do_ring
     dq_smem, dq_full, dq_empty = dq_ring
@@ -243,11 +283,6 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
     block = 0
     q_slot = 0
     q_phase = 0
-    if WINDOW:
-        upper = KEYS - 1
-        if right is not None:
-            upper -= right
-        lower = left - (BLOCK_M - 1)
     for step in range(total):
         do_slot = step % DO_STAGES
         next_slot = gl.where(q_slot == Q_STAGES - 1, 0, q_slot + 1)
@@ -257,26 +292,11 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
         do = do_smem.index(do_slot).reshape((BLOCK_M, BLOCK_D))
         lse = lse_smem.index(q_slot).load(gl.SliceLayout(0, S))
         diagonal = start_m + NK - NQ - start_n - MEMBER * KEYS
-        if WINDOW:
-            # What these 64 keys need: with a window few blocks need no mask.
-            needs_mask = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
-            if masked is not None:
-                needs_mask = needs_mask | (masked >= count)
-        else:
-            needs_mask = block < masked
-        if cap_scale is None:
-            p = gl.exp2(s * qk_scale - lse[None, :])
-            if needs_mask:
-                p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
-                if masked is not None:
-                    # Keys that do not exist have score 0 and need not stay below lse; finite is enough where K is zero.
-                    p = gl.where(p > 1.0, 1.0, p)
-        else:
-            # A branch after the exponential would keep the scores beside p, for which there are no registers.
-            s = cap_scores(s, cap_scale, DTYPE)
-            if needs_mask:
-                s = hide_pairs(s, HIDDEN, keys, columns, diagonal, left, right, IS_CAUSAL)
-            p = gl.minimum(gl.exp2(s * qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
+        hidden = needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL)
+        p, s = weigh(
+            s, lse, hidden, masked is not None, keys, columns, diagonal, left, right, qk_scale, cap_scale, DTYPE,
+            IS_CAUSAL,
+        )  # fmt: skip
         p16 = gl.convert_layout(p.to(DTYPE), P)
         if cap_scale is not None:
             # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
@@ -330,6 +350,54 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
 
 
 @jit
+def drop_keys(dk, dv, start, start_k, len_k):
+    """dk, dv of the keys from ``start`` on, zero for those outside [start_k, len_k), which do not exist."""
+    keys = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout)) + start
+    exists = (keys >= start_k) & (keys < len_k)
+    return gl.where(exists[:, None], dk, 0.0), gl.where(exists[:, None], dv, 0.0)
+
+
+@jit
+def store_dv(rows_ptr, dv, stage, rows_left, strides, D: gl.constexpr, COLUMNS: gl.constexpr, LONG: gl.constexpr):
+    """Write dv (KEYS, COLUMNS), 16-bit, through shared memory of its shape to a layout that writes whole sectors."""
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    stage.store(dv)
+    dv = stage.load(WHOLE)
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE))
+    store_tile(rows_ptr, dv, rows, rows_left, strides[2], strides[3], D, COLUMNS, LONG, WHOLE)
+
+
+@jit
+def store_dk(rows_ptr, dk, room, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, start, NK, strides,
+             FIRST: gl.constexpr, D: gl.constexpr, R: gl.constexpr, COLUMNS: gl.constexpr, INTERLEAVED: gl.constexpr,
+             LONG: gl.constexpr):  # fmt: skip
+    """Turn dk (KEYS, COLUMNS) float32 of keys from ``start`` on back and write it, as ``store_dv`` does.
+
+    ``room``: KEYS * COLUMNS * 2 bytes of shared memory. FIRST: the pair that its columns begin with.
+    """
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    stage = reinterpret(room, gl.float32, [KEYS, COLUMNS // 2], STAGE)
+    first, second = unpack_pairs(dk)
+    stage.store(first)
+    first = stage.load(PAIRS)
+    stage.store(second)
+    second = stage.load(PAIRS)
+    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
+    pairs = None
+    if FIRST:
+        pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST
+    cos, sin = load_angles(tables, rows + start, NK, R, COLUMNS, True, PAIRS, pairs)
+    first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    store_pairs(
+        rows_ptr, first, second, rows, NK - start, strides[2], strides[3], D, R, COLUMNS, INTERLEAVED, LONG, PAIRS,
+        WHOLE, FIRST,
+    )  # fmt: skip
+
+
+@jit
 def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_ring, dq_ring, dk_ptr, dv_ptr, cos_ptr,
                sin_ptr, dk_strides, dv_strides, cos_strides, sin_strides, batch, head, start_n, first, masked, count,
                GROUP_SIZE, NQ, NK, len_k, start_k, left, right, qk_scale, cap_scale, D: gl.constexpr,
@@ -360,45 +428,23 @@ def accumulate(MEMBER: gl.constexpr, k_buffer, v_buffer, ds_buffer, q_ring, do_r
             start_n, NQ, len_k, left, right, qk_scale, cap_scale, BLOCK_D, Q_STAGES, DO_STAGES, IS_CAUSAL,
         )  # fmt: skip
 
-    # dv and dk go through shared memory to layouts that write whole sectors: dv through V, of which each warpgroup read
-    # its own rows only, and dk through the room for dQ once that has been read.
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     start = start_n + MEMBER * KEYS
     rows_left = NK - start
     if start_k is not None:
-        keys = gl.arange(0, KEYS, gl.SliceLayout(1, DKV)) + start
-        exists = (keys >= start_k) & (keys < len_k)
-        dv = gl.where(exists[:, None], dv, 0.0)
-        dk = gl.where(exists[:, None], dk, 0.0)
+        dk, dv = drop_keys(dk, dv, start, start_k, len_k)
     start64 = start.to(gl.int64)
     dv_rows = dv_ptr + batch.to(gl.int64) * dv_strides[0] + head.to(gl.int64) * dv_strides[1] + start64 * dv_strides[2]
     dk_rows = dk_ptr + batch.to(gl.int64) * dk_strides[0] + head.to(gl.int64) * dk_strides[1] + start64 * dk_strides[2]
-    stage = v_tile.slice(MEMBER * KEYS, KEYS, dim=0)
-    stage.store(dv.to(DTYPE))
-    dv16 = stage.load(WHOLE)
-    store_tile(
-        dv_rows, dv16, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), rows_left, dv_strides[2], dv_strides[3], D,
-        BLOCK_D, LONG, WHOLE,
-    )  # fmt: skip
+    # dv goes through V, of which each warpgroup read its own rows only, and dk through the room for dQ once that has
+    # been read.
+    store_dv(dv_rows, dv.to(DTYPE), v_tile.slice(MEMBER * KEYS, KEYS, dim=0), rows_left, dv_strides, D, BLOCK_D, LONG)
     k_scale = qk_scale * LN2
     if cap_scale is not None:
         k_scale *= cap_scale
     mbarrier.wait(dq_empty.index(MEMBER), (total & 1) ^ 1)
-    stage32 = reinterpret(dq_smem.index(MEMBER), gl.float32, [KEYS, BLOCK_D // 2], STAGE)
-    first_member, second_member = unpack_pairs(dk * k_scale)
-    stage32.store(first_member)
-    first_member = stage32.load(PAIRS)
-    stage32.store(second_member)
-    second_member = stage32.load(PAIRS)
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
-    cos, sin = load_angles(tables, rows + start, NK, R, BLOCK_D, True, PAIRS)
-    first_member, second_member = rotate(first_member, second_member, cos, sin, CONJUGATE=True)
-    store_pairs(
-        dk_rows, first_member, second_member, rows, rows_left, dk_strides[2], dk_strides[3], D, R, BLOCK_D, INTERLEAVED,
-        LONG, PAIRS, WHOLE,
+    store_dk(
+        dk_rows, dk * k_scale, dq_smem.index(MEMBER), cos_ptr, sin_ptr, cos_strides, sin_strides, batch, start, NK,
+        dk_strides, 0, D, R, BLOCK_D, INTERLEAVED, LONG,
     )  # fmt: skip
 
 
@@ -557,6 +603,14 @@ class BackwardCall:
         heads_kv, len_k = k.shape[1], k.shape[2]
         group_size = heads_q // heads_kv
         pad_d = max(64, block_d(head_dim))
+        kernel, block_n, self.wide = backward_kernel, BLOCK_N.value, pad_d > 128
+        if self.wide:
+            # Imported where it is needed, because it is made of this module's parts.
+            from fused_rope_attn.kernels.hopper import backward_wide
+
+            kernel, block_n = backward_wide.backward_wide_kernel, backward_wide.BLOCK_N.value
+            if masks.packed:
+                raise NotImplementedError("packed sequences of more than 128 columns are the portable kernels'")
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
         sequences = masks.num_sequences
         pitch = tile_count(len_q, sequences, BLOCK_M.value) * BLOCK_M.value
@@ -578,7 +632,7 @@ class BackwardCall:
         # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
         two_sided = masks.left is not None and (causal or masks.right is not None)
-        if two_sided and not masks.bounded and 4 * (masks.left + (masks.right or 0)) <= len_k:
+        if two_sided and not masks.bounded and not self.wide and 4 * (masks.left + (masks.right or 0)) <= len_k:
             self.progress_size = batch * heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = {
             "D": head_dim,
@@ -607,19 +661,19 @@ class BackwardCall:
             ),
             {"num_warps": 4},
         )  # fmt: skip
-        self._describe(q_rot, k_rot, v, do_like, element)
+        self._describe(q_rot, k_rot, v, do_like, element, block_n)
         heads = batch * heads_kv
         query_bytes = (2 * head_dim * q.element_size() + 4 * pad_d) * group_size * masks.longest(len_q)
         self.main = Launch(
-            backward_kernel,
-            tile_count(len_k, sequences, BLOCK_N.value) * heads,
+            kernel,
+            tile_count(len_k, sequences, block_n) * heads,
             (
                 dk_strides, dv_strides, *tables, qk_scale, cap_scale, masks.left, masks.right, heads, heads_q,
                 heads_kv, group_size, len_q, pitch, len_k, sequences, self.stats_size // 2,
                 heads_per_section(heads, 1, query_bytes, config.section_bytes),
             ),
             ordered(
-                backward_kernel,
+                kernel,
                 shared,
                 Q_STAGES=config.q_stages,
                 DO_STAGES=config.do_stages,
@@ -627,7 +681,7 @@ class BackwardCall:
                 BOUNDED=masks.bounded,
                 TRIMMED=masks.left is not None and len_k - len_q > masks.left,
                 CONSUMER_REGISTERS=config.consumer_registers,
-                DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([BLOCK_N.value, BLOCK_M.value], element),
+                DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
             ),
             {"num_warps": 4, **pdl},
         )  # fmt: skip
@@ -649,24 +703,27 @@ class BackwardCall:
                 len_k,
                 sequences,
                 self.stats_size // 2,
-                triton.cdiv(len_k, BLOCK_N.value),
+                triton.cdiv(len_k, block_n),
             ),
-            ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block),
+            ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, TILED=self.wide),
             {"num_warps": 4, **pdl},
         )
 
-    def _describe(self, q_rot, k_rot, v, do, element):
+    def _describe(self, q_rot, k_rot, v, do, element, block_n):
         """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
         layout = gl.NVMMASharedLayout.get_default_for
         pad_d = self.accumulator_shape[3]
         rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
-        query, key = (layout([1, 1, n, pad_d], element) for n in (rows, BLOCK_N.value))
+        query, key = (layout([1, 1, n, pad_d], element) for n in (rows, block_n))
         self.q_source, self.do_source = (Source(x, rows, pad_d, True, query) for x in (q_rot, do))
-        self.k_source, self.v_source = (Source(x, BLOCK_N.value, pad_d, True, key) for x in (k_rot, v))
+        self.k_source, self.v_source = (Source(x, block_n, pad_d, True, key) for x in (k_rot, v))
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
         self.stats_source = BlockSource(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
-        self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
+        if self.wide:
+            self.dq_source = Source(accumulator, rows, pad_d, False)
+        else:
+            self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
     def __call__(self, do, q, k, v, o, lse, cos, sin, mask_tensors=NO_TENSORS):
         dq, dk, dv = (

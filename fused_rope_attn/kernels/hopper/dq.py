@@ -107,18 +107,31 @@ def stage_rows(x):
     return x.reshape((rows // 8, 2, 4, columns)).permute((0, 2, 1, 3)).reshape((rows, columns))
 
 
+@triton.jit
+def tiled_words(rows, columns, BLOCK_D: tl.constexpr):
+    """Where numbers lie within BLOCK_M rows that ``backward_wide.add_half`` has added: (len(rows), len(columns)).
+
+    Panels of 8 columns, in which rows follow each other: a tensor core's results are 8 rows by 8 columns a register
+    pair, two numbers a lane.
+    """
+    row = (rows // BLOCK_M) * (BLOCK_M * BLOCK_D) + (rows % BLOCK_M) * 8
+    column = (columns // 8) * (8 * BLOCK_M) + columns % 8
+    return row[:, None] + column[None, :]
+
+
 @triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size",
                                "key_blocks"])  # fmt: skip
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
                        lens_ptr, cu_q_ptr, cu_k_ptr, dq_strides, cos_strides, sin_strides, softmax_scale, HQ, HKV,
                        GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size, key_blocks, HEADS: tl.constexpr,
                        D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                       INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       INTERLEAVED: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
+                       TILED: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, turned back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
-    stats. Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded
-    as for ``backward_kernel``.
+    stats. TILED: the accumulator is in the order of ``tiled_words`` instead of ``stage_rows``. Grid: (row blocks * head
+    chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for ``backward_kernel``.
 
     With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
     head are done, while those of other heads are at work, and rows that nobody began are zero.
@@ -151,7 +164,11 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         h = tl.cast(head, tl.int64)
         row = (batch * HQ + h) * pitch + place + start
-        words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
+        if TILED:
+            # row without ``start`` is a multiple of BLOCK_M, of which ``start`` may lie inside one.
+            words = accumulator_ptr + (row - start) * BLOCK_D + tiled_words(start + rows, columns, BLOCK_D)
+        else:
+            words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
         if cu_q_ptr is not None:
             # The block may lie behind its sequence's end, and behind that of the accumulator.
             dq = tl.load(words, mask=rows[:, None] < NQ - start, other=0.0) * softmax_scale

@@ -10,7 +10,7 @@ from fused_rope_attn.kernels.hopper.gluon_compat import fence_async_shared, gl, 
 
 @jit
 def zero_rows(tile, first, last):
-    """Rows [first, last) of a tile of shared memory (1, 1, rows, columns), 16-bit, 64, 128 or 256 columns; one warp.
+    """Rows [first, last) of a tile of shared memory (1, 1, rows, columns), 16-bit, columns a multiple of 64; one warp.
 
     Such a tile lies in panels of 64 columns, 128 bytes a row, within which the swizzle permutes 16 bytes: whole rows of
     a panel stay together, and their order does not matter to zeros.
