@@ -671,7 +671,8 @@ def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
     assert "sm_90" in hopper.unsupported(case)
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
     assert hopper.unsupported(case) is None
-    assert "has 256" in hopper.unsupported(dataclasses.replace(case, head_dim=256))
+    assert hopper.unsupported(dataclasses.replace(case, head_dim=256)) is None
+    assert "has 264" in hopper.unsupported(dataclasses.replace(case, head_dim=264))
     assert "float32" in hopper.unsupported(dataclasses.replace(case, dtype=torch.float32))
     assert all(providers.OURS[name].unsupported(case) is None for name in providers.OURS)
 
