@@ -103,9 +103,8 @@ class HopperForwardConfig:
 
     attend_registers, rotate_registers: of one thread of the warps that attend and that rotate queries; with 24 for the
     loading warps, two of the first and one of the second fill the register file at 512. Head dims beyond 128 have no
-    warps that rotate, and room for 64 keys and two stages. pin: keep the softmax beside
-    the product of the block before (``hopper.softmax.pin``), which takes more registers. The rest as in
-    ``ForwardConfig``.
+    warps that rotate, and room for 64 keys and two stages. pin: keep the softmax beside the product of the block before
+    (``hopper.softmax.pin``), which takes more registers. The rest as in ``ForwardConfig``.
     """
 
     block_n: int
