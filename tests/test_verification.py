@@ -68,7 +68,8 @@ def test_a_wrong_kernel_fails(tmp_path, capsys, broken_kernels):
     # The angles of k touch everything but... nothing: v's gradient too, through the weights.
     assert [verdicts["triton inline", tensor] for tensor in ("o", "dq", "dk", "dv")] == ["FAIL"] * 4
     assert all(verdict == "ok" for (backend, _), verdict in verdicts.items() if backend == "reference")
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "tensors not within tolerance" in err  # at once, before the table
     table_lines = [line for line in out.splitlines() if line.endswith("FAIL")]
     assert len(table_lines) == json.loads(file.read_text())["failures"] >= 4  # losses are printed like wins
     assert "FAIL 33 queries, 100 keys, not causal | float32 | triton inline | dk: " in out

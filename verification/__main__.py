@@ -128,6 +128,9 @@ def main(argv: list[str] | None = None) -> int:
 
         def on_done(task, rows: list[Row]) -> None:
             found[task] = rows
+            # At once, because a run that is stopped prints no table.
+            if failed := sum(row.verdict == "FAIL" for row in rows):
+                bar.write(f"{task.name}: {failed} of {len(rows)} tensors not within tolerance", file=sys.stderr)
             bar.set_postfix_str(task.name[:50])
             bar.update()
 
