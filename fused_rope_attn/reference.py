@@ -176,15 +176,23 @@ def visible_keys(
     return position, low, torch.where(position < 0, 0, high)
 
 
-class _VisibleProduct(torch.autograd.Function):
+class _Visible(torch.autograd.Function):
+    """What the two products of visible pairs share: gradients need their inputs and nothing else."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class _VisibleProduct(_Visible):
     """``weights @ x`` in which a row is made of what it sees only: (B, H, n, d) in x's dtype.
 
     weights (B, H, n, m), 0 where visible (1|B, 1, n, m) is False; x (B, H, m, d). 0 times NaN or infinity is NaN, so
     that a plain product would carry what one row of x holds into every row. Here what is not finite is left out, and
     makes NaN of the elements that see it. Gradients, of any order, do the same: x's is such a product itself.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
@@ -193,31 +201,21 @@ class _VisibleProduct(torch.autograd.Function):
         return torch.matmul(weights, x.masked_fill(bad, 0)).masked_fill(seen > 0, float("nan"))
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx, grad: Tensor):
         weights, x, visible = ctx.saved_tensors
         turned = weights.transpose(-1, -2), grad, visible.transpose(-1, -2)
         return _VisibleScores.apply(grad, x, visible), _VisibleProduct.apply(*turned), None
 
 
-class _VisibleScores(torch.autograd.Function):
+class _VisibleScores(_Visible):
     """``a @ b^T`` of the pairs that see each other, 0 elsewhere: (B, H, n, m) of a (B, H, n, d) and b (B, H, m, d).
 
     The other half of `_VisibleProduct`, each the gradient of the other; visible as there.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
         return torch.matmul(a, b.transpose(-1, -2)).masked_fill(~visible, 0)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -70,6 +70,25 @@ def alike(xs, ys, limit=5e-3):
         assert bool(torch.isfinite(x).all()) and (x - y).norm() <= limit * y.norm() + 1e-30, (x - y).norm() / y.norm()
 
 
+def capture(step):
+    """(a CUDA graph of ``step()``, what it returns), after a call that must not synchronise."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
+
+
 def hold_all(case, inputs, out):
     """``hold``, and the gradient of the sinks, which is one row."""
     hold(case, inputs, out)
@@ -477,20 +496,7 @@ def test_packed_lengths_change_under_a_graph():
         return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do)
 
     fill((300, 0, 401, 99))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for lengths in ((300, 0, 401, 99), (800, 0, 0, 0), (1, 64, 65, 600)):
         fill(lengths)
         graph.replay()
@@ -527,20 +533,7 @@ def test_lengths_change_under_a_graph():
         )
         return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for new_starts, new_lens in (((0, 0), (700, 333)), ((640, 3), (700, 260)), ((0, 100), (0, 700))):
         starts.copy_(torch.tensor(new_starts))
         lens.copy_(torch.tensor(new_lens))
