@@ -398,9 +398,9 @@ HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST), (), _PADDED),
     HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8), BUCKETS, _TIMED,
               buckets=_SHORT),
-    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST), BUCKETS,
+    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
-    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST), BUCKETS, _TIMED),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
     HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST), BUCKETS, _WIDE_TIMED),
 )
 # fmt: on
