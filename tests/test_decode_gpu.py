@@ -55,6 +55,7 @@ def captured(step):
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     kept = [x.clone() for x in (*step.caches, step.lens)]
+    stream.wait_stream(torch.cuda.current_stream())  # the step counts up what is being copied
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
