@@ -120,7 +120,7 @@ def shape(case: Case) -> str:
 
 
 def visited_scores(case: Case, block_m: int, block_n: int) -> int:
-    """Scores of one head in the blocks that ``primitives.key_range`` visits: causal, with or without a window."""
+    """Scores of one head in the blocks that ``kernels.masks.key_range`` visits: causal, with or without a window."""
     left = case.len_k if case.window is None else case.window[0]
     offset = case.len_k - case.len_q
     total = 0
@@ -131,7 +131,7 @@ def visited_scores(case: Case, block_m: int, block_n: int) -> int:
 
 
 def visited_by_keys(case: Case, block_m: int, block_n: int) -> int:
-    """The same for key blocks that visit query blocks, as ``primitives.query_range`` has it."""
+    """The same for key blocks that visit query blocks, as ``kernels.masks.query_range`` has it."""
     left = case.len_k + case.len_q if case.window is None else case.window[0]
     offset = case.len_k - case.len_q
     # No query sees the keys before the window of the first one.

@@ -13,7 +13,7 @@ from test_kernels import F16, F32, both, cases, hold
 from fused_rope_attn import configs, cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.kernels.launch import describe_masks
-from fused_rope_attn.kernels.primitives import key_range, query_range
+from fused_rope_attn.kernels.masks import key_range, query_range
 from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")

@@ -27,11 +27,11 @@ from fused_rope_attn.kernels.launch import (
     scale_and_sign,
     table_strides,
 )
+from fused_rope_attn.kernels.masks import first_key, visible
+from fused_rope_attn.kernels.packed import existing_keys
 from fused_rope_attn.kernels.primitives import (
     LOG2E,
-    existing_keys,
     finish_softmax,
-    first_key,
     head_tables,
     let_next_launch_start,
     load_rotated,
@@ -41,7 +41,6 @@ from fused_rope_attn.kernels.primitives import (
     rescale,
     store_tile,
     tanh,
-    visible,
     wait_for_previous_launch,
 )
 

@@ -21,25 +21,20 @@ from fused_rope_attn.kernels.launch import (
     table_strides,
     tile_count,
 )
+from fused_rope_attn.kernels.masks import first_key, key_range, visible
+from fused_rope_attn.kernels.packed import count_tiles, existing_keys, packed_partner, packed_tile
 from fused_rope_attn.kernels.primitives import (
     LN2,
     LOG2E,
-    count_tiles,
-    existing_keys,
-    first_key,
     head_source,
     head_tables,
-    key_range,
     load_head_tile,
     load_rotated,
     online_softmax,
-    packed_partner,
-    packed_tile,
     prefetch_rows,
     scheduled_tile,
     store_tile,
     tanh,
-    visible,
     wait_for_previous_launch,
 )
 from fused_rope_attn.kernels.rotary import RotateKeys

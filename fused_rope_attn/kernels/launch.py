@@ -172,7 +172,7 @@ def window_bounds(causal: bool, left: int, right: int) -> tuple[int | None, int 
 
 
 def tile_count(length: int, num_sequences: int | None, block: int) -> int:
-    """``primitives.count_tiles`` on the host."""
+    """``packed.count_tiles`` on the host."""
     return -(-length // block) if num_sequences is None else length // block + num_sequences + 1
 
 
@@ -245,3 +245,9 @@ class Source:
         descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor
+
+
+def ordered(kernel, shared: dict, **own) -> dict:
+    """Compile-time arguments in the kernel's order."""
+    constants = {**shared, **own}
+    return {name: constants[name] for name in kernel.arg_names if name in constants}

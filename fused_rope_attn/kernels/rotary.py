@@ -4,26 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.launch import (
-    NO_MASKS,
-    NO_TENSORS,
-    Launch,
-    block_d,
-    is_long,
-    table_strides,
-    tile_count,
-)
+from fused_rope_attn.kernels.launch import NO_MASKS, NO_TENSORS, Launch, block_d, is_long, table_strides, tile_count
+from fused_rope_attn.kernels.packed import count_tiles, describe_tiles, existing_keys, packed_partner, packed_tile
 from fused_rope_attn.kernels.primitives import (
-    count_tiles,
-    describe_tiles,
-    existing_keys,
     head_tables,
     let_next_launch_start,
     load_angles,
     load_pairs,
     pack_pairs,
-    packed_partner,
-    packed_tile,
     rotate,
     store_tile,
     wait_for_previous_launch,

@@ -17,7 +17,8 @@ import triton.language as tl
 from fused_rope_attn import device
 from fused_rope_attn.experimental.corope.configs import backward_config, forward_config
 from fused_rope_attn.kernels.launch import LOG2E, Launch, PreparedCalls, block_d, dot_precision, is_long, output_strides
-from fused_rope_attn.kernels.primitives import load_tile, online_softmax, rotate, scheduled_tile, tile_pointers, visible
+from fused_rope_attn.kernels.masks import visible
+from fused_rope_attn.kernels.primitives import load_tile, online_softmax, rotate, scheduled_tile, tile_pointers
 
 HEAD_DIMS = (32, 128)
 FRACTION_BITS = tl.constexpr(23)  # a tile's 128 keys then stay below 2**31; a step's rounding is 6e-8

@@ -19,10 +19,10 @@ Three kinds of warps meet only at barriers in shared memory:
 
 import torch
 import triton
-import triton.language as tl
 
 from fused_rope_attn import device
-from fused_rope_attn.kernels.backward import ordered, preprocess_kernel
+from fused_rope_attn.kernels.hopper.backward_load import BLOCK_N, KEYS, load, query_blocks
+from fused_rope_attn.kernels.hopper.backward_tile import drop_keys, issue_product, store_dk, store_dv, weigh
 from fused_rope_attn.kernels.hopper.dq import BLOCK_M, CONSUMERS, postprocess_kernel, reduce, stage_rows
 from fused_rope_attn.kernels.hopper.gluon_compat import (
     TensorDescriptor,
@@ -30,12 +30,10 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     gl,
     jit,
     mbarrier,
-    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fused_rope_attn.kernels.hopper.rows import load_existing, load_rows
-from fused_rope_attn.kernels.hopper.softmax import cap_scores
+from fused_rope_attn.kernels.hopper.masks import needs_mask
 from fused_rope_attn.kernels.launch import (
     NO_MASKS,
     NO_TENSORS,
@@ -46,202 +44,20 @@ from fused_rope_attn.kernels.launch import (
     has_descriptor,
     heads_per_section,
     is_long,
+    ordered,
     output_strides,
     scale_and_sign,
     table_strides,
     tile_count,
 )
+from fused_rope_attn.kernels.masks import first_key
+from fused_rope_attn.kernels.packed import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
+from fused_rope_attn.kernels.preprocess import preprocess_kernel
 from fused_rope_attn.kernels.primitives import (
     LN2,
-    count_tiles,
-    existing_keys,
-    first_key,
-    first_query,
-    head_tables,
     let_next_launch_start,
-    load_angles,
-    packed_partner,
-    packed_tile,
-    padded_row,
-    query_range,
-    rotate,
     scheduled_tile,
-    store_pairs,
-    store_tile,
-    unpack_pairs,
-    wait_for_previous_launch,
 )
-
-# Key rows of one block; the keys of one of its warpgroups, the M of a wgmma.
-BLOCK_N = gl.constexpr(128)
-KEYS = gl.constexpr(64)
-# A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
-HIDDEN = gl.constexpr(-1e18)
-
-
-@jit
-def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
-                 BLOCK_N: gl.constexpr = BLOCK_N):  # fmt: skip
-    """(first, masked, count, alive): the query blocks that see the key block, of pitch rows in all.
-
-    Of ``count`` blocks from ``first`` on, those before number ``masked`` need a mask (with ``left`` those at the other
-    end too): all of them when the key block is partial, because a key that does not exist has score 0, and
-    p = exp2(0 - lse) may be infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing;
-    without BOUNDED nobody asks.
-    """
-    first, masked, _, last = query_range(
-        start_n, NK - NQ, pitch, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
-    )
-    partial = start_n + BLOCK_N > NK
-    alive = first
-    if start is not None:
-        partial = partial | (start_n < start)
-    if BOUNDED:
-        # The key block may begin before ``start``, and see rows that see nothing.
-        alive = first_query(NK - NQ, start, right, IS_CAUSAL)
-        first = gl.minimum(last, gl.maximum(first, alive // BLOCK_M))
-    return first, gl.where(partial, last, masked) - first, last - first, alive
-
-
-@jit
-def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, raw, zeroed, alive,
-               limit=None):  # fmt: skip
-    """Query block ``step`` of a ring: Q with lse, dO with delta. Rows before ``alive`` and from ``limit`` on are zero.
-
-    Returns ``zeroed``. stats_desc None: the tile alone; alive None: all rows as they are; limit None: to the last.
-    """
-    smem, stats_smem, full, empty = ring
-    slot = step % STAGES
-    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-    stats = stats_smem.index(slot)
-    if alive is None:
-        load_rows(desc, batch, head, start_m, smem.index(slot), full.index(slot), stats_desc, row, stats)
-    else:
-        if limit is None:
-            limit = start_m + BLOCK_M
-        zeroed = load_existing(
-            desc, batch, head, start_m, smem.index(slot), full.index(slot), raw, zeroed, alive, limit, stats_desc, row,
-            stats,
-        )  # fmt: skip
-    return zeroed
-
-
-@jit
-def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw, batch, head, start_n,
-         first, count, alive, start, NK, shift, limit, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr,
-         DO_STAGES: gl.constexpr, OWNED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Load K and V once, and every query block with its statistics. What does not exist is zero.
-
-    start and NK: the rows of k of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``.
-    Packed sequences, otherwise None: dO lies ``shift`` rows from Q, which is padded, and ends at row ``limit``.
-    """
-    k_smem, k_full = k_buffer
-    v_smem, v_full = v_buffer
-    zeroed = 0
-    if raw is None:
-        load_rows(v_desc, batch, head, start_n, v_smem, v_full)
-    else:
-        zeroed = load_existing(v_desc, batch, head, start_n, v_smem, v_full, raw, zeroed, start, NK)
-    # The pre-process writes all that follows, and every other warp waits for some of it.
-    wait_for_previous_launch(PDL)
-    if OWNED:
-        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
-        let_next_launch_start(PDL)
-    if raw is None:
-        load_rows(k_desc, batch, head, start_n, k_smem, k_full)
-    else:
-        zeroed = load_existing(k_desc, batch, head, start_n, k_smem, k_full, raw, zeroed, start, NK)
-    head_q = head * GROUP_SIZE
-    step = 0
-    for member in range(GROUP_SIZE):
-        for i in range(count):
-            start_m = (first + i) * BLOCK_M
-            row = (batch * HQ + head_q + member) * pitch + start_m
-            zeroed = load_block(
-                q_desc, batch, head_q + member, start_m, stats_desc, row, q_ring, step, Q_STAGES, raw, zeroed, alive
-            )
-            row += stats_size
-            alive_do = alive
-            if shift is not None:
-                start_m += shift
-                alive_do += shift
-            zeroed = load_block(
-                do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, raw, zeroed,
-                alive_do, limit,
-            )  # fmt: skip
-            step += 1
-    # Scores and dP of a block after the last are computed and dropped: rows past the end, which read as zeros.
-    if step > 0:
-        load_block(q_desc, batch, head_q, pitch, None, 0, q_ring, step, Q_STAGES, raw, zeroed, None)
-        load_block(do_desc, batch, head_q, pitch, None, 0, do_ring, step, DO_STAGES, raw, zeroed, None)
-
-
-@jit
-def hide_pairs(x, value, keys, columns, diagonal, left, right, IS_CAUSAL: gl.constexpr):
-    """x (keys, queries) with ``value`` where a query must not see a key; left and right as in ``visible``.
-
-    diagonal: how far the position of the first query is past that of the first key.
-    """
-    if IS_CAUSAL or left is not None or right is not None:
-        # Relative to the thread's first key and column, so that the others are constants and not registers: a query is
-        # past a key by diagonal + (others - thread).
-        thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
-        others = (columns & ~6)[None, :] - (keys & 8)[:, None]
-        if IS_CAUSAL:
-            x = gl.where(others >= thread - diagonal, x, value)
-        if right is not None:
-            x = gl.where(others >= thread - (diagonal + right), x, value)
-        if left is not None:
-            x = gl.where(others <= thread - (diagonal - left), x, value)
-    return x
-
-
-@jit
-def needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL: gl.constexpr):
-    """Whether KEYS keys and a query block, number ``block`` of ``count``, need a mask; the rest as ``fold_queries``."""
-    if left is None:
-        return block < masked
-    else:
-        # With a window few blocks need no mask, and a block's place says what these keys need.
-        upper = KEYS - 1
-        if right is not None:
-            upper -= right
-        lower = left - (BLOCK_M - 1)
-        needed = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
-        if masked is not None:
-            needed = needed | (masked >= count)
-        return needed
-
-
-@jit
-def weigh(s, lse, hidden, clamp: gl.constexpr, keys, columns, diagonal, left, right, qk_scale, cap_scale,
-          DTYPE: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
-    """(p, s): the weights exp2(s - lse) of scores (keys, queries), 0 where ``hidden`` and not to be seen; s as capped.
-
-    clamp: whether there may be keys that do not exist, whose scores need not stay below lse.
-    """
-    if cap_scale is None:
-        p = gl.exp2(s * qk_scale - lse[None, :])
-        if hidden:
-            p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
-            if clamp:
-                # Their score is 0; finite is enough where K is zero.
-                p = gl.where(p > 1.0, 1.0, p)
-    else:
-        # A branch after the exponential would keep the scores beside p, for which there are no registers.
-        s = cap_scores(s, cap_scale, DTYPE)
-        if hidden:
-            s = hide_pairs(s, HIDDEN, keys, columns, diagonal, left, right, IS_CAUSAL)
-        p = gl.minimum(gl.exp2(s * qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    return p, s
-
-
-@jit
-def issue_product(a, b, b_full, phase, nothing):
-    """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived."""
-    mbarrier.wait(b_full, phase)
-    b_t = b.reshape((BLOCK_M, a.shape[1])).permute((1, 0))
-    return warpgroup_mma(a, b_t, nothing, use_acc=False, is_async=True)
 
 
 @jit
@@ -347,54 +163,6 @@ def fold_queries(MEMBER: gl.constexpr, dk, dv, k_tile, v_tile, ds_buffer, q_ring
         block = gl.where(block == count, 0, block)
     warpgroup_mma_wait(0, deps=[dp_token])
     return dk, dv
-
-
-@jit
-def drop_keys(dk, dv, start, start_k, len_k):
-    """dk, dv of the keys from ``start`` on, zero for those outside [start_k, len_k), which do not exist."""
-    keys = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout)) + start
-    exists = (keys >= start_k) & (keys < len_k)
-    return gl.where(exists[:, None], dk, 0.0), gl.where(exists[:, None], dv, 0.0)
-
-
-@jit
-def store_dv(rows_ptr, dv, stage, rows_left, strides, D: gl.constexpr, COLUMNS: gl.constexpr, LONG: gl.constexpr):
-    """Write dv (KEYS, COLUMNS), 16-bit, through shared memory of its shape to a layout that writes whole sectors."""
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    stage.store(dv)
-    dv = stage.load(WHOLE)
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE))
-    store_tile(rows_ptr, dv, rows, rows_left, strides[2], strides[3], D, COLUMNS, LONG, WHOLE)
-
-
-@jit
-def store_dk(rows_ptr, dk, room, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, start, NK, strides,
-             FIRST: gl.constexpr, D: gl.constexpr, R: gl.constexpr, COLUMNS: gl.constexpr, INTERLEAVED: gl.constexpr,
-             LONG: gl.constexpr):  # fmt: skip
-    """Turn dk (KEYS, COLUMNS) float32 of keys from ``start`` on back and write it, as ``store_dv`` does.
-
-    ``room``: KEYS * COLUMNS * 2 bytes of shared memory. FIRST: the pair that its columns begin with.
-    """
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    stage = reinterpret(room, gl.float32, [KEYS, COLUMNS // 2], STAGE)
-    first, second = unpack_pairs(dk)
-    stage.store(first)
-    first = stage.load(PAIRS)
-    stage.store(second)
-    second = stage.load(PAIRS)
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
-    pairs = None
-    if FIRST:
-        pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST
-    cos, sin = load_angles(tables, rows + start, NK, R, COLUMNS, True, PAIRS, pairs)
-    first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-    store_pairs(
-        rows_ptr, first, second, rows, NK - start, strides[2], strides[3], D, R, COLUMNS, INTERLEAVED, LONG, PAIRS,
-        WHOLE, FIRST,
-    )  # fmt: skip
 
 
 @jit

@@ -12,17 +12,8 @@ dQ goes to the accumulator from registers, 8 bytes of a thread and 256 of a warp
 threads hold it: through shared memory, as ``backward`` does it, it would be a third of all that passes there.
 """
 
-from fused_rope_attn.kernels.hopper.backward import (
-    KEYS,
-    drop_keys,
-    issue_product,
-    load,
-    needs_mask,
-    query_blocks,
-    store_dk,
-    store_dv,
-    weigh,
-)
+from fused_rope_attn.kernels.hopper.backward_load import load, query_blocks
+from fused_rope_attn.kernels.hopper.backward_tile import KEYS, drop_keys, issue_product, store_dk, store_dv, weigh
 from fused_rope_attn.kernels.hopper.dq import BLOCK_M, CONSUMERS
 from fused_rope_attn.kernels.hopper.gluon_compat import (
     barrier,
@@ -34,13 +25,10 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fused_rope_attn.kernels.primitives import (
-    LN2,
-    existing_keys,
-    first_key,
-    let_next_launch_start,
-    scheduled_tile,
-)
+from fused_rope_attn.kernels.hopper.masks import needs_mask
+from fused_rope_attn.kernels.masks import first_key
+from fused_rope_attn.kernels.packed import existing_keys
+from fused_rope_attn.kernels.primitives import LN2, let_next_launch_start, scheduled_tile
 
 # Key rows of one block.
 BLOCK_N = KEYS

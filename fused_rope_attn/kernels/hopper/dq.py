@@ -8,14 +8,10 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.hopper.gluon_compat import gl, jit, mbarrier, tma_reduce_add, tma_store, tma_store_wait
+from fused_rope_attn.kernels.packed import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.primitives import (
-    count_tiles,
-    existing_keys,
     head_tables,
     load_angles,
-    packed_partner,
-    packed_tile,
-    padded_row,
     rotate,
     sink_gradient,
     store_pairs,

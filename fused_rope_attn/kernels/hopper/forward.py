@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn import device
+from fused_rope_attn.kernels.hopper.forward_load import load, rotate_queries
 from fused_rope_attn.kernels.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -27,7 +28,7 @@ from fused_rope_attn.kernels.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fused_rope_attn.kernels.hopper.rows import load_existing, load_rows
+from fused_rope_attn.kernels.hopper.masks import first_position, mask_scores
 from fused_rope_attn.kernels.hopper.softmax import (
     cap_scores,
     fold_scores,
@@ -46,12 +47,8 @@ from fused_rope_attn.kernels.hopper.tiles import (
     PACKED_BOUNDS,
     RING,
     ROWS,
-    announce,
     next_tile,
-    packed_work,
     query_limit,
-    tile_bounds,
-    work,
 )
 from fused_rope_attn.kernels.launch import (
     NO_MASKS,
@@ -71,182 +68,9 @@ from fused_rope_attn.kernels.primitives import (
     LN2,
     LOG2E,
     add_sink,
-    head_tables,
-    load_rotated,
     store_tile,
-    wait_for_previous_launch,
 )
 from fused_rope_attn.kernels.rotary import RotateKeys, RotateQueries
-
-
-@jit
-def load(q_desc, k_desc, v_desc, counter_ptr, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-         v_empty, tile_smem, tile_full, tile_empty, raw, starts_ptr, lens_ptr, left, right, num_tiles, num_heads,
-         section, HQ, GROUP_SIZE, NQ, NK, slots, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-         BOUNDED: gl.constexpr, RANGED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Announce tiles and load their key and value blocks, the last (masked) block first, and with q_desc queries."""
-    PACKED: gl.constexpr = RANGED == PACKED_BOUNDS
-    WIDE: gl.constexpr = q_desc is not None
-    if PACKED:
-        # The pre-pass has described the tiles.
-        wait_for_previous_launch(PDL)
-        start_m, bh, batch, head, head_kv, blocks, masked, bounds, origin = packed_work(
-            gl.program_id(0), num_tiles, counter_ptr, num_heads, section, GROUP_SIZE, slots, left, right, BLOCK_N,
-            IS_CAUSAL, BOUNDED,
-        )  # fmt: skip
-    else:
-        start_m, bh, batch, head, head_kv, blocks, masked, bounds = work(
-            gl.program_id(0), num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N,
-            IS_CAUSAL, BOUNDED,
-        )  # fmt: skip
-    announce(tile_smem, tile_full, tile_empty, 0, start_m, bh, batch, head, blocks, masked, bounds, RANGED)
-    # The counter and the keys are the pre-pass's; the rotating warps need neither.
-    wait_for_previous_launch(PDL)
-    turn = 0
-    step = 0
-    zeroed = 0
-    while blocks > 0:
-        top, first_row, last_row = bounds[0], bounds[2], bounds[3]
-        if PACKED:
-            first_row += origin
-            last_row += origin
-        first_query, head_q = start_m, head
-        turn += 1
-        tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        if PACKED:
-            start_m, bh, next_batch, head, next_head_kv, next_blocks, masked, bounds, next_origin = packed_work(
-                tile, num_tiles, counter_ptr, num_heads, section, GROUP_SIZE, slots, left, right, BLOCK_N, IS_CAUSAL,
-                BOUNDED,
-            )  # fmt: skip
-        else:
-            another = tile < num_tiles
-            if lens_ptr is not None or starts_ptr is not None:
-                # There is nothing to read for a tile past the last one.
-                tile = gl.minimum(tile, num_tiles - 1)
-            start_m, bh, next_batch, head, next_head_kv, next_blocks, masked, bounds = work(
-                tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N,
-                IS_CAUSAL, BOUNDED,
-            )  # fmt: skip
-            next_blocks = gl.where(another, next_blocks, 0)
-        announce(
-            tile_smem, tile_full, tile_empty, turn, start_m, bh, next_batch, head, next_blocks, masked, bounds, RANGED
-        )
-        for i in range(blocks):
-            slot = step % STAGES
-            free = ((step // STAGES) & 1) ^ 1
-            row = (top - i) * BLOCK_N
-            if PACKED:
-                row += origin
-            mbarrier.wait(k_empty.index(slot), free)
-            load_rows(k_desc, batch, head_kv, row, k_smem.index(slot), k_full.index(slot))
-            if WIDE:
-                # Behind the keys, whose slot is free before the last tile's queries have been used.
-                if i == 0:
-                    for member in gl.static_range(CONSUMERS):
-                        mbarrier.wait(q_empty.index(member), turn & 1)
-                        load_rows(
-                            q_desc, batch, head_q, first_query + member * ROWS, q_smem.index(member),
-                            q_full.index(member),
-                        )  # fmt: skip
-            mbarrier.wait(v_empty.index(slot), free)
-            if RANGED:
-                # Scores of keys that do not exist are masked; values would meet weights of zero.
-                slot_v = v_smem.index(slot)
-                zeroed = load_existing(
-                    v_desc, batch, head_kv, row, slot_v, v_full.index(slot), raw, zeroed, first_row, last_row
-                )
-            else:
-                load_rows(v_desc, batch, head_kv, row, v_smem.index(slot), v_full.index(slot))
-            step += 1
-        batch, head_kv, blocks = next_batch, next_head_kv, next_blocks
-        if PACKED:
-            origin = next_origin
-
-
-@jit
-def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, tile_full, tile_empty, q_strides,
-                   cos_strides, sin_strides, q_sign, NQ, NK, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
-                   INTERLEAVED: gl.constexpr, RANGED: gl.constexpr, LONG: gl.constexpr):  # fmt: skip
-    """Rotate the query rows of each tile into one of two buffers."""
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
-    # Rows that four warps turn at a time, eight pairs a thread.
-    CHUNK: gl.constexpr = 2048 // BLOCK_D
-    rows = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
-    turn = 0
-    start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
-    while blocks > 0:
-        _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-        limit = query_limit(bounds, NQ, RANGED)
-        tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
-        base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
-        buffer = turn % 2
-        mbarrier.wait(q_empty.index(buffer), ((turn // 2) & 1) ^ 1)
-        for member in gl.static_range(CONSUMERS):
-            for chunk in gl.static_range(ROWS // CHUNK):
-                start = start_m + member * ROWS + chunk * CHUNK
-                q = load_rotated(
-                    base + start.to(gl.int64) * q_strides[2], rows, limit - start, q_strides, tables,
-                    start + len_k - limit, len_k, q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG, PAIRS, WHOLE,
-                )  # fmt: skip
-                q_smem.index(buffer * CONSUMERS + member).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
-        fence_async_shared()
-        mbarrier.arrive(q_full.index(buffer))
-        turn += 1
-        start_m, bh, batch, head, blocks, masked, bounds = next_tile(tile_smem, tile_full, tile_empty, turn, 4, RANGED)
-
-
-@jit
-def hide_keys(scores, limit, columns, UPPER: gl.constexpr):
-    """-inf for the columns past ``limit`` (rows,), or without UPPER for those before it.
-
-    Relative to the thread's first column, so that the others are constants: one comparison for each score.
-    """
-    thread = columns & 6
-    others = (columns & ~6)[None, :]
-    bound = limit[:, None] - thread[None, :]
-    if UPPER:
-        return gl.where(others <= bound, scores, float("-inf"))
-    else:
-        return gl.where(others >= bound, scores, float("-inf"))
-
-
-@jit
-def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, right, IS_CAUSAL: gl.constexpr,
-                BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
-    """-inf where a query at ``position`` (rows,) must not see a key of block ``i`` of the tile, as ``visible`` says.
-
-    Of the conditions on each side of a row the narrowest is found first. A block that is whole on one side does not
-    pay for it. Without STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
-    """
-    top, low, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-    first = (top - i) * scores.shape[1]
-    if i < masked:
-        last = position * 0 + (len_k - 1)
-        if IS_CAUSAL:
-            last = gl.minimum(last, position)
-        if right is not None:
-            last = gl.minimum(last, position + right)
-        if BOUNDED and not IS_CAUSAL:
-            last = gl.where(position >= 0, last, -1)
-        scores = hide_keys(scores, last - first, columns, True)
-    if left is not None or STARTS:
-        if i >= low:
-            if left is None:
-                least = position * 0 + start
-            else:
-                least = position - left
-                if STARTS:
-                    least = gl.maximum(least, start)
-            scores = hide_keys(scores, least - first, columns, False)
-    return scores
-
-
-@jit
-def first_position(start_m, blocks, bounds, NQ, NK, RANGED: gl.constexpr):
-    """The position of the tile's first query."""
-    _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-    return start_m + len_k - query_limit(bounds, NQ, RANGED)
 
 
 @jit

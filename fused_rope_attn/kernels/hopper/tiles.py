@@ -1,7 +1,9 @@
 """Which tile a block of the sm_90 forward works on, and how its warps hear of it."""
 
 from fused_rope_attn.kernels.hopper.gluon_compat import gl, jit, mbarrier
-from fused_rope_attn.kernels.primitives import existing_keys, first_key, key_range, scheduled_tile
+from fused_rope_attn.kernels.masks import first_key, key_range
+from fused_rope_attn.kernels.packed import existing_keys
+from fused_rope_attn.kernels.primitives import scheduled_tile
 from fused_rope_attn.kernels.rotary import TABLE
 
 # Query rows of one consumer warpgroup (the M of a wgmma), and the warpgroups that share a tile.
