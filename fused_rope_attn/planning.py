@@ -204,13 +204,12 @@ def _plan(
     short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on average.
     """
     shape = (causal, length_bucket, gqa)
-    row, row_backward = None, None
     obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout, feature)
     if obstacle is None:
         packed = feature == "cu_seqlens_q"
-        row = configs.hopper_forward(head_dim, *shape, packed)
-        if _serves_backward(head_dim, feature):
-            row_backward = configs.hopper_backward(head_dim, *shape, packed)
+        row, row_backward = (
+            find(head_dim, *shape, packed) for find in (configs.hopper_forward, configs.hopper_backward)
+        )
     elif backend == "hopper":
         raise obstacle[0](obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
@@ -225,8 +224,9 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
-    if backward[0] and row_backward is None:
-        backward = _NO_BACKWARD
+    if backward[0] and not _serves_backward(head_dim, feature):
+        beyond = f"head dims beyond {configs.HOPPER_HEAD_DIM}"
+        backward = (False, f"the sm_90 ones have no backward pass for packed sequences of {beyond}")
     if deterministic and backward[0]:
         backward = (False, "deterministic=True, and the sm_90 kernels add dQ in any order")
 
@@ -249,15 +249,8 @@ def _plan(
     return plan, forward[0] or backward[0]
 
 
-_NO_BACKWARD = (
-    False, f"the sm_90 ones have no backward pass for packed sequences of head dims beyond {configs.HOPPER_HEAD_DIM}"
-)  # fmt: skip
-
-
-def _prefer(row: configs.HopperRow | None, length_bucket: str, work: int) -> tuple[bool, str]:
-    """(whether ``"auto"`` takes the sm_90 kernels, why); row None: they do not have the pass."""
-    if row is None:
-        return _NO_BACKWARD
+def _prefer(row: configs.HopperRow, length_bucket: str, work: int) -> tuple[bool, str]:
+    """(whether ``"auto"`` takes the sm_90 kernels, why)."""
     if length_bucket in row.auto and row.much_work and work < 2:
         return False, f"too little work for the sm_90 ones ({row.note})"
     if length_bucket in row.auto:

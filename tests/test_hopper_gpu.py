@@ -100,6 +100,18 @@ def hold_all(case, inputs, out):
         assert result.ok, f"{case.name}: {result}"
 
 
+def against_float64(case, dtype):
+    """``hold_all`` in ``dtype``, which tables that are not float32 have too; the inputs stay as they are."""
+    case = replace(case, dtype=dtype)
+    if case.table_dtype is BF16:
+        case = replace(case, table_dtype=dtype)
+    inputs = make_inputs(case, "cuda")
+    before = [x.clone() for x in inputs]
+    out = run_op(inputs, case, **HOPPER)
+    equal(before, inputs)
+    hold_all(case, inputs, out)
+
+
 def agree(xs, ys):
     """Two runs of o, lse, dq, dk, dv by the same kernels: all but dq bitwise."""
     o, lse, dq, dk, dv = xs
@@ -340,12 +352,7 @@ PACKINGS = (
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("number", range(len(PACKINGS)))
 def test_packed_sequences_against_float64(number, dtype):
-    case = replace(PACKINGS[number], dtype=dtype)
-    if case.table_dtype is BF16:
-        case = replace(case, table_dtype=dtype)
-    inputs = make_inputs(case, "cuda")
-    out = run_op(inputs, case, **HOPPER)
-    hold_all(case, inputs, out)
+    against_float64(PACKINGS[number], dtype)
 
 
 # Head dims beyond 128: Q comes rotated from the pre-pass, one buffer for each warpgroup, O leaves in two halves.
@@ -381,14 +388,7 @@ WIDE = (
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("number", range(len(WIDE)))
 def test_wide_heads_against_float64(number, dtype):
-    case = replace(WIDE[number], dtype=dtype)
-    if case.table_dtype is BF16:
-        case = replace(case, table_dtype=dtype)
-    inputs = make_inputs(case, "cuda")
-    before = [x.clone() for x in inputs]
-    out = run_op(inputs, case, **HOPPER)
-    equal(before, inputs)
-    hold_all(case, inputs, out)
+    against_float64(WIDE[number], dtype)
 
 
 def test_wide_heads_again_and_again():
