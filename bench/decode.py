@@ -25,7 +25,8 @@ from bench.decode_providers import COPY, COPY_BYTES, OURS, RAW, READ, DecodeProv
 from bench.environment import ROOT, card, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.timing import interleave, ratio
-from fused_rope_attn import configs, planning, reference, rope_tables, testing
+from fused_rope_attn import rope_tables, testing
+from fused_rope_attn.generation import configs, planning, reference
 
 RESULTS = ROOT / "bench" / "results"
 _MODES = {"eager": ("eager",), "graph": ("graph",), "both": ("graph", "eager")}

@@ -30,9 +30,10 @@ from bench.environment import ROOT, card, environment
 from bench.gate import Gate, Verdict
 from bench.runner import _sentence, _status
 from bench.timing import Options, interleave, quantile, ratio
-from fused_rope_attn import planning, testing
-from fused_rope_attn.configs import HopperBackwardConfig, HopperForwardConfig
-from fused_rope_attn.kernels.hopper import backward, tiles
+from fused_rope_attn import testing
+from fused_rope_attn.attention import planning
+from fused_rope_attn.attention.configs import HopperBackwardConfig, HopperForwardConfig
+from fused_rope_attn.attention.hopper import backward, tiles
 from fused_rope_attn.testing import Case
 
 RESULTS = ROOT / "bench" / "results"

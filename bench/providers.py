@@ -46,7 +46,8 @@ class Fused:
     def unsupported(self, case: Any) -> str | None:
         if self.backend != "hopper":
             return None
-        from fused_rope_attn import device, planning
+        from fused_rope_attn.attention import planning
+        from fused_rope_attn.runtime import device
 
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         no_keys = case.len_k == 0

@@ -24,7 +24,7 @@ from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.rope_providers import COPY, OURS, RopeProvider, select
 from bench.timing import Options, interleave, ratio
 from fused_rope_attn import rope_tables, testing
-from fused_rope_attn.reference import rotate
+from fused_rope_attn.attention.reference import rotate
 
 RESULTS = ROOT / "bench" / "results"
 _MODES = {"eager": ("eager",), "graph": ("graph",), "both": ("graph", "eager")}

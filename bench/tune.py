@@ -27,7 +27,9 @@ from bench.cases import DTYPES
 from bench.environment import environment
 from bench.gate import Gate
 from bench.timing import GpuClock, interleave, ratio
-from fused_rope_attn import configs, device, testing
+from fused_rope_attn import testing
+from fused_rope_attn.attention import configs
+from fused_rope_attn.runtime import device
 
 Config = configs.ForwardConfig | configs.BackwardConfig
 
@@ -135,7 +137,7 @@ class Bench:
             self.o, self.lse = self._forward(forward)
 
     def _forward(self, config: configs.ForwardConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        from fused_rope_attn.kernels.forward import attention_forward
+        from fused_rope_attn.attention.portable.forward import attention_forward
 
         x = self.inputs
         return attention_forward(x.q, x.k, x.v, x.cos, x.sin, **self.options, config=config)
@@ -144,7 +146,7 @@ class Bench:
         """The zero-argument function that is timed."""
         if self.point.part == "fwd":
             return lambda: self._forward(config)
-        from fused_rope_attn.kernels.backward import attention_backward
+        from fused_rope_attn.attention.portable.backward import attention_backward
 
         x = self.inputs
         tensors = (x.do, x.q, x.k, x.v, self.o, self.lse, x.cos, x.sin)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_rope_attn import reference
+from fused_rope_attn.attention import reference
 
 __all__ = [
     "Case",

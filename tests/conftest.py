@@ -14,7 +14,7 @@ if not HAS_GPU:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
-from fused_rope_attn.device import is_interpreted  # noqa: E402
+from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
 if is_interpreted():

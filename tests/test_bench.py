@@ -20,7 +20,8 @@ from bench.environment import ROOT, commit, environment
 from bench.gate import Gate
 from bench.runner import DeviceLost, Options, Run, references
 from bench.timing import Measurement, interleave, quantile, ratio
-from fused_rope_attn import configs, testing
+from fused_rope_attn import testing
+from fused_rope_attn.attention import configs
 
 _CASE = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
 
@@ -664,7 +665,7 @@ def test_provider_selection():
 
 
 def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
-    from fused_rope_attn import device
+    from fused_rope_attn.runtime import device
 
     hopper = providers.OURS["fused_hopper"]
     case = testing.Case(1, 2, 2, 128, 128, 128, dtype=torch.bfloat16)

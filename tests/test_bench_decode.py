@@ -9,8 +9,8 @@ import torch
 from bench import decode, report
 from bench.__main__ import main
 from bench.decode_providers import COPY, OURS, PROVIDERS, RAW, DecodeProvider, appending, select
-from fused_rope_attn import configs, planning
-from fused_rope_attn.device import is_interpreted
+from fused_rope_attn.generation import configs, planning
+from fused_rope_attn.runtime.device import is_interpreted
 from tests.test_bench import WallClock
 
 TINY = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)

@@ -10,8 +10,10 @@ from baselines.rotations import LIGER
 from bench import masks, report
 from bench.__main__ import main
 from bench.timing import Options
-from fused_rope_attn import apply_rope_qk, configs, device
-from fused_rope_attn.planning import Plan
+from fused_rope_attn import apply_rope_qk
+from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.planning import Plan
+from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case
 from tests.test_bench import WallClock
 

@@ -48,7 +48,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def eager_rotation(monkeypatch):
-    monkeypatch.setattr("fused_rope_attn.rotation._has_kernel", lambda x: False)
+    monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
 
 
 def broken(model):

@@ -10,10 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn import configs, planning, reference, rope_attention, rope_attention_with_kvcache, rope_tables
-from fused_rope_attn.api import _with_kvcache
-from fused_rope_attn.device import is_interpreted
-from fused_rope_attn.kernels.decode import row_block, sequence_of, tiles_before
+from fused_rope_attn import rope_attention, rope_attention_with_kvcache, rope_tables
+from fused_rope_attn.attention import reference
+from fused_rope_attn.attention.configs import ARCHS
+from fused_rope_attn.attention.planning import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fused_rope_attn.generation import configs, planning
+from fused_rope_attn.generation.api import _with_kvcache
+from fused_rope_attn.generation.kernel import sequence_of, tiles_before
+from fused_rope_attn.generation.launch import row_block
+from fused_rope_attn.runtime.device import is_interpreted
 from verification.decode import CHECKS, DecodeCheck, hold, make_inputs, run_kernels, run_reference
 
 interpreted = pytest.mark.skipif(
@@ -367,8 +372,8 @@ def test_autocast_casts_the_new_tokens():
 
 
 def test_configurations_for_every_call():
-    for arch in (*configs.ARCHS, "interpreter"):
-        for head_dim in range(planning.MIN_HEAD_DIM, planning.MAX_HEAD_DIM + 1, planning.HEAD_DIM_STEP):
+    for arch in (*ARCHS, "interpreter"):
+        for head_dim in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
             for element_size in (2, 4):
                 for rotated in (True, False):
                     config = configs.decode(arch, element_size, head_dim, rotated)

@@ -27,7 +27,8 @@ from test_gpu import (
     run_with_late_inputs,
 )
 
-from fused_rope_attn import configs, plan, planning, rope_attention, rope_attention_varlen
+from fused_rope_attn import plan, rope_attention, rope_attention_varlen
+from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.testing import (
     Case,
     Inputs,

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import triton.language as tl
 
-from fused_rope_attn.device import is_interpreted
+from fused_rope_attn.runtime.device import is_interpreted
 
 
 def builtins(package):

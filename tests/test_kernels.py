@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.device import is_interpreted
+from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, Inputs, Results, compare, make_inputs, run_op, run_reference
 from tests.guard_pages import hold_within_bounds
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from test_kernels import F16, F32, both, cases, hold
 
-from fused_rope_attn import configs, cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
-from fused_rope_attn.device import is_interpreted
-from fused_rope_attn.kernels.launch import describe_masks
+from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
+from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.masks import describe_masks
 from fused_rope_attn.kernels.masks import key_range, query_range
+from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
@@ -190,7 +191,8 @@ SM_90 = (
 @cases(*SM_90)
 def test_the_table_of_packed_tiles(case):
     """What the sm_90 forward reads instead of searching: every query in one tile, with its sequence."""
-    from fused_rope_attn.kernels.rotary import TABLE, RotateKeys
+    from fused_rope_attn.attention.prepass import RotateKeys
+    from fused_rope_attn.attention.prepass_kernel import TABLE
 
     masks, tensors = packed_masks(case)
     inputs = make_inputs(case)
@@ -215,7 +217,7 @@ LENGTHS = (replace(PAIR, dtype=F32), replace(PAIR, dtype=F32, kv_lens=(100, 3)),
 @cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
 def test_rotated_queries(case):
     """What the sm_90 forward of wide heads reads: the queries that exist, at their positions, times a sign."""
-    from fused_rope_attn.kernels.rotary import RotateQueries
+    from fused_rope_attn.attention.prepass import RotateQueries
 
     inputs = make_inputs(case)
     if case.seqlens is None:
@@ -244,7 +246,7 @@ def test_rotated_queries(case):
 @cases(*(replace(case, sinks=True) for case in SM_90[:4]))
 def test_the_padded_buffers_of_packed_sequences(case):
     """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
-    from fused_rope_attn.kernels.hopper.backward import BackwardCall
+    from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     masks, tensors = packed_masks(case)
     inputs = make_inputs(case)
@@ -298,7 +300,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
 )
 def test_the_buffers_of_wide_heads(case):
     """The sm_90 backward of head dims beyond 128 without its main kernel: dQ as it adds it, by panels of 8 columns."""
-    from fused_rope_attn.kernels.hopper.backward import BackwardCall
+    from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     inputs = make_inputs(case)
     q, k, v, cos, sin, do = inputs

@@ -18,7 +18,7 @@ LENGTH = 3 * WINDOW + 1
 def eager_rotation(request, monkeypatch):
     """The interpreter takes apply_rope's kernel by itself: hundreds of steps of generation would take an hour."""
     if "interpreted" not in request.fixturenames:
-        monkeypatch.setattr("fused_rope_attn.rotation._has_kernel", lambda x: False)
+        monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import transformers
 from hf_models import MODELS, SIZES, attentions_of, make_ids, make_model
 from test_models import LENGTH, assert_close, assert_same, calls, eager_rotation, run  # noqa: F401
 
-from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.integrations.transformers import attention, conventions, patch_model, unpatch_model
+from fused_rope_attn.runtime.device import is_interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LENGTHS = (9, 1, 15)

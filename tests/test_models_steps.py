@@ -12,9 +12,9 @@ from hf_models import WINDOW, make_ids, make_model
 from test_models import assert_close, calls, eager_rotation  # noqa: F401
 from transformers.cache_utils import StaticLayer
 
-from fused_rope_attn import planning
+from fused_rope_attn.generation import launch as decode
+from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import attention, patch_model, rooms, unpatch_model
-from fused_rope_attn.kernels import decode
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Ends of the parts of a sequence: one token and several, before, across and after the window's end. The last part is
@@ -325,7 +325,7 @@ def test_nothing_outlives_its_pass(monkeypatch):
 @pytest.fixture
 def interpreted(monkeypatch):
     """The generation step in Triton's interpreter, all else as a CPU has it."""
-    monkeypatch.setattr("fused_rope_attn.rotation._has_kernel", lambda x: False)
+    monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
     operator = functools.partial(attention._with_kvcache, backend="triton")
     monkeypatch.setattr(attention, "_with_kvcache", operator)
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_rope_attn
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_tables
-from fused_rope_attn.api import _with_kvcache
-from fused_rope_attn.device import is_interpreted
+from fused_rope_attn.generation.api import _with_kvcache
+from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
@@ -308,7 +308,7 @@ def test_compile_with_masks_equals_eager():
 @interpreted
 @pytest.mark.parametrize("plain", [True, False])
 def test_only_sinks_require_a_gradient(plain, monkeypatch):
-    from fused_rope_attn import ops
+    from fused_rope_attn.attention import ops
 
     if not plain:
         monkeypatch.setattr(ops, "_is_plain", lambda *tensors: False)

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from fused_rope_attn import configs, device, ops, plan, planning, rope_attention
+from fused_rope_attn import plan, rope_attention
+from fused_rope_attn.attention import configs, ops, planning
+from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case, make_inputs, run_reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

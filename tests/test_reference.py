@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fused_rope_attn import reference
+from fused_rope_attn.attention import reference
 
 
 def tables(rows, rotary_dim, *, batch=None, unit=True, seed=7, dtype=torch.float64):

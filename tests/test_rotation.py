@@ -17,17 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_rope_attn import (
-    RotaryEmbedding,
-    apply_rope,
-    apply_rope_qk,
-    permute_rope_layout,
-    rope_tables,
-    rope_tables_2d,
-)
-from fused_rope_attn.device import is_interpreted
-from fused_rope_attn.reference import rotation
-from fused_rope_attn.rotation_configs import TABLE
+from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, permute_rope_layout, rope_tables, rope_tables_2d
+from fused_rope_attn.rotation.configs import TABLE
+from fused_rope_attn.rotation.reference import rotation
+from fused_rope_attn.runtime.device import is_interpreted
 from tests.guard_pages import hold_within_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -701,10 +694,10 @@ torch.testing.assert_close(y, x.detach())
 
 @interpreted
 def test_the_configurations_serve_every_architecture():
-    from fused_rope_attn.configs import ARCHS
-    from fused_rope_attn.kernels.rope import tile_shape
-    from fused_rope_attn.rotation_configs import RotationConfig
-    from fused_rope_attn.rotation_configs import rotation as choose
+    from fused_rope_attn.attention.configs import ARCHS
+    from fused_rope_attn.rotation.configs import RotationConfig
+    from fused_rope_attn.rotation.configs import rotation as choose
+    from fused_rope_attn.rotation.launch import tile_shape
 
     for arch in (*ARCHS, "interpreter", "sm_75"):
         for size in (0, 1 << 10, 4 << 20, (4 << 20) + 1, 1 << 34):
@@ -964,7 +957,7 @@ def test_tables_of_other_models():
 
 def test_the_rotation_is_the_reference_of_attention_too():
     """`reference.rotation` without positions is `reference.rotate`, which the attention is defined by."""
-    from fused_rope_attn.reference import rotate
+    from fused_rope_attn.rotation.reference import rotate
 
     x, (cos, sin) = normal(2, 3, 9, 16), rope_tables(9, 12)
     assert torch.equal(rotation(x, cos, sin, rotary_dim=12), rotate(x, cos, sin))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_rope_attn.validation import check_attention
+from fused_rope_attn.attention.validation import check_attention
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
 

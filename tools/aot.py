@@ -155,7 +155,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
             )
         )
 
-    device = importlib.import_module(package + ".device")
+    device = importlib.import_module(package + ".runtime.device")
     original_arch, original_sms = device.arch, device.num_sms
     fake_arch, fake_sms = (lambda _device: arch), (lambda _device: 128)
     _patch_everywhere(package, original_arch, fake_arch)

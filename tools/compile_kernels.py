@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 import triton
 
-from fused_rope_attn import configs
+from fused_rope_attn.attention import configs
 from tools import aot
 from tools.corope_jobs import CoRopeJob, corope_jobs
 from tools.decode_jobs import DecodeJob, decode_jobs
@@ -227,9 +227,9 @@ def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob) -> list[dict]:
 def launch_attention(job: Job) -> None:
     """Call the launcher of ``job`` on tensors without memory."""
     if job.is_hopper:
-        from fused_rope_attn.kernels.hopper import backward, forward
+        from fused_rope_attn.attention.hopper import backward, forward
     else:
-        from fused_rope_attn.kernels import backward, forward
+        from fused_rope_attn.attention.portable import backward, forward
 
     batch, length, heads_q = 2, 1000, 8
     heads_kv = heads_q // 4 if job.gqa else heads_q
@@ -261,7 +261,7 @@ def _launcher_masks(job: Job, batch: int, heads_q: int) -> dict:
     """The masks of a job as the launchers take them."""
     if not job.masks:
         return {}
-    from fused_rope_attn.kernels.launch import describe_masks
+    from fused_rope_attn.attention.masks import describe_masks
 
     def integers(size: int, *names: str) -> torch.Tensor | None:
         return torch.empty(size, dtype=torch.int32, device="meta") if set(names) & set(job.masks) else None

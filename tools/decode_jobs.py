@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fused_rope_attn import configs
+from fused_rope_attn.generation import configs
 from tools import aot
 
 
@@ -40,7 +40,7 @@ class DecodeJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
-        from fused_rope_attn.kernels.decode import attention_with_kvcache
+        from fused_rope_attn.generation.launch import attention_with_kvcache
 
         def tensor(heads: int, length: int) -> torch.Tensor:
             return torch.empty(2, length, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_rope_attn.rotation_configs import TABLE, RotationConfig
+from fused_rope_attn.rotation.configs import TABLE, RotationConfig
 
 SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd": (1000, 0)}  # 0: the heads
 
@@ -44,8 +44,8 @@ class RotationJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
-        from fused_rope_attn.kernels.rope import Rope
-        from fused_rope_attn.validation import LAYOUTS
+        from fused_rope_attn.rotation.launch import Rope
+        from fused_rope_attn.rotation.validation import LAYOUTS
 
         shapes = [[size or heads for size in SHAPES[self.layout]] for heads in self.heads]
         xs = [torch.empty(*shape, self.head_dim, dtype=self.dtype, device="meta") for shape in shapes]

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rope_attn import reference, rope_tables, testing
+from fused_rope_attn import rope_tables, testing
+from fused_rope_attn.generation import reference
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tup
 
 def run_kernels(check: DecodeCheck, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(o, lse) of the kernels, here or in Triton's interpreter; writes the caches of ``inputs``."""
-    from fused_rope_attn.api import _with_kvcache  # the public function takes the reference for CPU tensors
+    from fused_rope_attn.generation.api import _with_kvcache  # the public function takes the reference for CPU tensors
 
     q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks = inputs
     return _with_kvcache(

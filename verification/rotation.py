@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from fused_rope_attn import reference, testing
+from fused_rope_attn import testing
+from fused_rope_attn.rotation import reference
 
 _FROM_BHND = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 

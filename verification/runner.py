@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
-from fused_rope_attn import planning, testing
-from fused_rope_attn.kernels.launch import has_descriptor
+from fused_rope_attn import testing
+from fused_rope_attn.attention import planning
+from fused_rope_attn.runtime.layouts import has_descriptor
 from verification.matrix import Check
 
 Heads = tuple[slice, slice]  # of the batch, of the key-value heads

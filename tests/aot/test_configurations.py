@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rope_attn import configs
+from fused_rope_attn.attention import configs
 from tools import aot
 from tools.compile_kernels import decode_jobs, hopper_jobs, mask_jobs, table_jobs
 

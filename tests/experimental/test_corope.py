@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.device import is_interpreted
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import kernels, reference
 from fused_rope_attn.experimental.corope.api import CoRopeAttention
 from fused_rope_attn.experimental.corope.configs import CoRopeConfig
+from fused_rope_attn.runtime.device import is_interpreted
 from tests.experimental.corope_helpers import NAMES, hold, make, results
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fused_rope_attn import device
 from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.experimental.corope.kernels import HEAD_DIMS, corope_backward, corope_forward
+from fused_rope_attn.runtime import device
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

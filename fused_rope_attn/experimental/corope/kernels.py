@@ -14,11 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn import device
 from fused_rope_attn.experimental.corope.configs import backward_config, forward_config
-from fused_rope_attn.kernels.launch import LOG2E, Launch, PreparedCalls, block_d, dot_precision, is_long, output_strides
+from fused_rope_attn.kernels.arguments import LOG2E, dot_precision
 from fused_rope_attn.kernels.masks import visible
 from fused_rope_attn.kernels.primitives import load_tile, online_softmax, rotate, scheduled_tile, tile_pointers
+from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.launch import Launch, PreparedCalls
+from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 HEAD_DIMS = (32, 128)
 FRACTION_BITS = tl.constexpr(23)  # a tile's 128 keys then stay below 2**31; a step's rounding is 6e-8

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from fused_rope_attn import apply_rope, apply_rope_qk, planning, rope_attention, rope_attention_varlen
-from fused_rope_attn.api import _with_kvcache
+from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen
+from fused_rope_attn.generation import planning
+from fused_rope_attn.generation.api import _with_kvcache
 from fused_rope_attn.integrations.transformers import rooms
 from fused_rope_attn.integrations.transformers.batch import (
     PAST_NAMES,
@@ -20,7 +21,7 @@ from fused_rope_attn.integrations.transformers.batch import (
     tokens_seen,
 )
 from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
-from fused_rope_attn.rotation import _turn
+from fused_rope_attn.rotation.api import _turn
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"

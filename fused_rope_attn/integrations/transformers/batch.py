@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn import cu_seqlens_from_position_ids
-from fused_rope_attn.device import is_capturing
+from fused_rope_attn.runtime.device import is_capturing
 
 PAST_NAMES = ("past_key_values", "layer_past", "past_key_value")
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -1,0 +1,1 @@
+"""Attention with rotary position embedding inside: padded and packed batches, forward and backward."""

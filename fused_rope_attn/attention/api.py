@@ -1,0 +1,253 @@
+"""Public functions: documentation, validation, plan, call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fused_rope_attn.attention import ops, planning, reference
+from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
+from fused_rope_attn.rotation.tables import rope_tables as rope_tables
+from fused_rope_attn.runtime.autocast import autocast, stand_in
+
+
+def rope_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
+
+    RoPE as in RoFormer (Su et al. 2021), attention as in FlashAttention-2 (Dao 2023). Key ``j`` is rotated by row ``j``
+    of the tables, query ``i`` by row ``L - NQ + i``, where L is ``kv_lens[b]`` or NK.
+
+    Args:
+        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides: the ``(B, N, H, D).transpose(1, 2)`` views
+            that models produce run without a copy.
+        k: ``(B, HKV, NK, D)``, q's dtype and device; HQ must be a multiple of HKV (GQA, MQA).
+        v: shape, dtype and device of k.
+        cos: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype; ``S >= NK``. A
+            full-width table carries each angle twice, as the layout does. Need not be unit-norm (YaRN); no gradient.
+        sin: shape and dtype of cos.
+        causal: bottom-right aligned: query ``i`` sees keys ``j <= L - NQ + i``.
+        softmax_scale: default ``D ** -0.5``; any finite float.
+        rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
+            when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
+        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
+        window: ``(left, right)`` keys around the diagonal, -1 for unbounded.
+        softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
+        sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
+        kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist.
+        return_lse: also return the log-sum-exp of every row (not differentiable).
+        deterministic: bitwise equal gradients from run to run. The portable kernels' always are; those of sm_90 add dq
+            in any order, so that the portable backward takes their place.
+        backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
+            kernels: float16 and bfloat16, K rotated once).
+        strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
+
+    Returns:
+        o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log. A row
+        with no visible key has o = 0, lse = -inf and gradients 0.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, range, device or combination.
+        NotImplementedError: what an explicit backend deliberately does not serve; double backward.
+        RuntimeError: an explicit backend that this machine cannot run.
+    """
+    q, k, v = autocast(q, k, v)
+    rotary_dim = check_attention(
+        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy,
+    )  # fmt: skip
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    feature = planning.mask_feature(window, softcap, sinks, kv_starts, kv_lens)
+    chosen, _ = planning.choose_backend(q, k, backend, strategy, feature)
+    if chosen == "reference":
+        o, lse = reference.attention(
+            q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+            window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens,
+        )  # fmt: skip
+        lse = lse.detach()
+    else:
+        masks = ()
+        if feature:
+            left, right = (-1, -1) if window is None else window
+            masks = (sinks, kv_starts, kv_lens, None, None, left, right, float(softcap), 0)
+        o, lse = ops.attention(
+            q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy, chosen, deterministic,
+            *masks,
+        )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+def rope_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``rope_attention`` of packed sequences: no padding, positions restart at 0 in every sequence, no host sync.
+
+    Sequences may be empty, and there may be thousands of them. Within a sequence of LQ queries and LK keys everything
+    is as in ``rope_attention``: query ``i`` has position ``LK - LQ + i``, and one before position 0 sees nothing.
+
+    Args:
+        q: ``(T_q, HQ, D)``, the tokens of all sequences one after another; dtypes as in ``rope_attention``.
+        k, v: ``(T_k, HKV, D)``.
+        cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1; ``S >= max_seqlen_k``.
+        cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)`` int32 on q's device, as in flash-attn: sequence ``s`` is rows
+            ``[cu[s], cu[s + 1])``; ``cu_seqlens_from_position_ids`` makes them from position ids. Rows behind the last
+            sequence give 0, lse -inf and gradients 0.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences, or more: they only choose a configuration, and
+            say how many table rows there must be.
+
+    The other arguments, and the errors, are those of ``rope_attention``.
+
+    Returns:
+        o ``(T_q, HQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(HQ, T_q)`` float32, natural log.
+    """
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in autocast(q, k, v))
+    rotary_dim = check_attention(
+        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=None, kv_lens=None, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    chosen, _ = planning.choose_backend(q, k, backend, strategy, "cu_seqlens_q")
+    if chosen == "reference":
+        o, lse = reference.packed_attention(
+            q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+            interleaved=interleaved, window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        lse = lse.detach()
+    else:
+        left, right = (-1, -1) if window is None else window
+        o, lse = ops.attention(
+            q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy, chosen, deterministic,
+            sinks, None, None, cu_seqlens_q, cu_seqlens_k, left, right, float(softcap),
+            max(max_seqlen_q, max_seqlen_k),
+        )  # fmt: skip
+    o = o.squeeze(0).transpose(0, 1)
+    return (o, lse.squeeze(0)) if return_lse else o
+
+
+def cu_seqlens_from_position_ids(
+    position_ids: torch.Tensor, max_sequences: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """(cu_seqlens, max_seqlen) of sequences packed into rows, for ``rope_attention_varlen``: once per batch, not layer.
+
+    A sequence begins with every row, and wherever a position is not the one before it plus one: what Hugging Face's
+    flattening and packing collators produce. Tokens are counted through all rows: tensors ``(B, N, H, D)`` become
+    ``(B * N, H, D)`` by ``flatten(0, 1)``. Attention restarts positions at 0 in every sequence; scores do not depend
+    on where a sequence's positions began.
+
+    Args:
+        position_ids: ``(N,)`` or ``(B, N)``, int32 or int64, any device.
+        max_sequences: None: the number of sequences and the length of the longest are read from the device, which are
+            two synchronisations of the host with a GPU. Else there must be no more than this many (tokens of any
+            beyond it belong to none), and there is no synchronisation: cu_seqlens ends with empty sequences, and
+            max_seqlen is N, which may choose tiles for longer sequences than there are.
+
+    Returns:
+        cu_seqlens ``(sequences + 1,)`` or ``(max_sequences + 1,)`` int32 on the device of position_ids, and the length
+        of the longest sequence (an upper bound with ``max_sequences``).
+
+    Raises:
+        TypeError, ValueError: wrong type, dtype, shape or range.
+    """
+    check_position_ids(position_ids, max_sequences)
+    length = position_ids.shape[-1]
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
+    begins = begins.flatten()
+    total = begins.shape[0]
+    if max_sequences is None:
+        first = begins.nonzero().flatten()
+        cu_seqlens = torch.cat((first, first.new_full((1,), total))).int()
+        return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if total else 0
+    # Every first token writes its index into its sequence's slot; the others, and sequences too many, into a last one.
+    slot = torch.where(begins, begins.cumsum(0) - 1, max_sequences + 1).clamp(max=max_sequences + 1)
+    cu_seqlens = torch.full((max_sequences + 2,), total, dtype=torch.int32, device=position_ids.device)
+    index = torch.arange(total, dtype=torch.int32, device=position_ids.device)
+    return cu_seqlens.scatter_(0, slot, index)[:-1], length
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> planning.Plan:
+    """What ``rope_attention`` would run for the same arguments: backend, strategy, configurations and the reason.
+
+    Launches nothing; raises what ``rope_attention`` would raise.
+    """
+    given = v
+    q, k, v = autocast(q, k, v, stand_in)
+    check_attention(
+        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy,
+    )  # fmt: skip
+    feature = planning.mask_feature(window, softcap, sinks, kv_starts, kv_lens)
+    chosen, reason = planning.choose_backend(q, k, backend, strategy, feature)
+    if chosen == "reference":
+        return planning.Plan("reference", None, reason)
+    # The stand-in has not the strides that the cast v will have, and the choice of kernels looks at them.
+    v = v if v is given else torch.empty_like(given, dtype=v.dtype, device="meta")
+    kernels = planning.plan_for(q, k, v, causal, strategy, chosen, deterministic, feature, window=window)
+    return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels

@@ -1,0 +1,99 @@
+"""Masks of the sm_90 kernels, forward and backward, in the registers of a tensor core's results.
+
+Which blocks are visited, and which of them need this, says ``kernels.masks`` as for the portable kernels.
+"""
+
+from fused_rope_attn.attention.hopper.backward_load import KEYS
+from fused_rope_attn.attention.hopper.dq import BLOCK_M
+from fused_rope_attn.attention.hopper.tiles import query_limit, tile_bounds
+from fused_rope_attn.runtime.gluon_compat import gl, jit
+
+
+@jit
+def first_position(start_m, blocks, bounds, NQ, NK, RANGED: gl.constexpr):
+    """The position of the tile's first query."""
+    _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
+    return start_m + len_k - query_limit(bounds, NQ, RANGED)
+
+
+@jit
+def hide_keys(scores, limit, columns, UPPER: gl.constexpr):
+    """-inf for the columns past ``limit`` (rows,), or without UPPER for those before it.
+
+    Relative to the thread's first column, so that the others are constants: one comparison for each score.
+    """
+    thread = columns & 6
+    others = (columns & ~6)[None, :]
+    bound = limit[:, None] - thread[None, :]
+    if UPPER:
+        return gl.where(others <= bound, scores, float("-inf"))
+    else:
+        return gl.where(others >= bound, scores, float("-inf"))
+
+
+@jit
+def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, right, IS_CAUSAL: gl.constexpr,
+                BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
+    """-inf where a query at ``position`` (rows,) must not see a key of block ``i`` of the tile, as ``visible`` says.
+
+    Of the conditions on each side of a row the narrowest is found first. A block that is whole on one side does not
+    pay for it. Without STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
+    """
+    top, low, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
+    first = (top - i) * scores.shape[1]
+    if i < masked:
+        last = position * 0 + (len_k - 1)
+        if IS_CAUSAL:
+            last = gl.minimum(last, position)
+        if right is not None:
+            last = gl.minimum(last, position + right)
+        if BOUNDED and not IS_CAUSAL:
+            last = gl.where(position >= 0, last, -1)
+        scores = hide_keys(scores, last - first, columns, True)
+    if left is not None or STARTS:
+        if i >= low:
+            if left is None:
+                least = position * 0 + start
+            else:
+                least = position - left
+                if STARTS:
+                    least = gl.maximum(least, start)
+            scores = hide_keys(scores, least - first, columns, False)
+    return scores
+
+
+@jit
+def hide_pairs(x, value, keys, columns, diagonal, left, right, IS_CAUSAL: gl.constexpr):
+    """x (keys, queries) with ``value`` where a query must not see a key; left and right as in ``visible``.
+
+    diagonal: how far the position of the first query is past that of the first key.
+    """
+    if IS_CAUSAL or left is not None or right is not None:
+        # Relative to the thread's first key and column, so that the others are constants and not registers: a query is
+        # past a key by diagonal + (others - thread).
+        thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
+        others = (columns & ~6)[None, :] - (keys & 8)[:, None]
+        if IS_CAUSAL:
+            x = gl.where(others >= thread - diagonal, x, value)
+        if right is not None:
+            x = gl.where(others >= thread - (diagonal + right), x, value)
+        if left is not None:
+            x = gl.where(others <= thread - (diagonal - left), x, value)
+    return x
+
+
+@jit
+def needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL: gl.constexpr):
+    """Whether KEYS keys and a query block, number ``block`` of ``count``, need a mask; the rest as ``fold_queries``."""
+    if left is None:
+        return block < masked
+    else:
+        # With a window few blocks need no mask, and a block's place says what these keys need.
+        upper = KEYS - 1
+        if right is not None:
+            upper -= right
+        lower = left - (BLOCK_M - 1)
+        needed = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
+        if masked is not None:
+            needed = needed | (masked >= count)
+        return needed

@@ -1,0 +1,149 @@
+"""The softmax of the sm_90 forward: a row's scores lie in the four threads of a quad, 32 in each.
+
+What ``primitives.online_softmax`` computes, with four differences, whose figures are in docs/log.md:
+
+- the maximum lags: it follows only when a row grows by more than 2**LAG, so that the output is rarely rescaled (an idea
+  of FlashAttention-4's);
+- the sums stay apart in the four threads of a quad until the end of the tile;
+- maxima are taken in two chains a row instead of one;
+- the weights travel around the loop as the words that the next product reads.
+"""
+
+import triton.language as tl
+
+from fused_rope_attn.kernels.primitives import tanh
+from fused_rope_attn.runtime.gluon_compat import gl, jit
+
+# Powers of two by which a row's largest weight may pass 1. 16-bit floats keep their relative precision there, sums are
+# float32.
+LAG = gl.constexpr(8.0)
+
+
+def _rescale_asm(values: int) -> str:
+    """Multiply ``values`` registers by their factors, unless all factors of the warp are 1: two rows, two factors."""
+    factors = 2 * values
+    return (
+        "{ .reg .pred grew, other; "
+        f"setp.neu.f32 grew, ${factors}, 0f3F800000; setp.neu.f32 other, ${factors + 2}, 0f3F800000; "
+        "or.pred grew, grew, other; vote.sync.any.pred grew, grew, 0xffffffff; @!grew bra STAY; "
+        + " ".join(f"mul.f32 ${i}, ${i}, ${factors + i};" for i in range(values))
+        + " STAY: }"
+    )
+
+
+def _rescale_constraints(values: int) -> str:
+    return ",".join(["=f"] * values + [str(i) for i in range(values)] + ["f"] * values)
+
+
+# A thread holds 32 or 64 values of the output's 64 rows, or twice 64.
+RESCALE_32 = gl.constexpr(_rescale_asm(32))
+RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_constraints(32))
+RESCALE_64 = gl.constexpr(_rescale_asm(64))
+RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_constraints(64))
+
+
+@jit
+def rescale(acc, correction):
+    """acc (64, BLOCK_D) times correction (64,), without a multiplication in warps whose factors are all 1."""
+    factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
+    if acc.shape[1] == 64:
+        return gl.inline_asm_elementwise(
+            RESCALE_32, RESCALE_32_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            RESCALE_64, RESCALE_64_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=64
+        )
+
+
+@jit
+def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
+    """tanh(scores * cap_scale), for inputs of DTYPE; cap_scale None: the scores as they are.
+
+    For bfloat16 the hardware's tanh, to 2**-11 of its value: a quarter of what rounding a score to bfloat16 costs. It
+    is one instruction of the unit that the exponentials wait for; ``primitives.tanh`` is two of them and a division.
+    """
+    if cap_scale is None:
+        return scores
+    elif DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [scores * cap_scale], dtype=gl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tanh(scores * cap_scale, False)
+
+
+@jit
+def no_sums():
+    """Sums of 64 rows that have seen nothing, (64, 4): one for each thread of a quad."""
+    QUADS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    return gl.zeros([64, 4], gl.float32, QUADS)
+
+
+@jit
+def whole_sums(row_sum, LAYOUT: gl.constexpr):
+    """The sums of the rows, (64,)."""
+    return gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
+
+
+@jit
+def fold_scores(scores, row_max, row_sum, qk_scale):
+    """One step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
+
+    A row that has seen nothing has the maximum -inf, and while it does its subtrahend is 0, so that exp2 gives 0, never
+    NaN. ``row_max`` may be less than the maximum by LAG.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    highest = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
+    highest = gl.maximum(row_max, gl.convert_layout(highest, ROW, assert_trivial=True) * qk_scale)
+    new_max = gl.where(highest - row_max > LAG, highest, row_max)
+    subtrahend = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
+    correction = tl.math.exp2(row_max - subtrahend)
+    part = gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
+    part = gl.convert_layout(part, row_sum.type.layout, assert_trivial=True)
+    factor = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
+    return p, correction, new_max, row_sum * factor[:, None] + part
+
+
+@jit
+def pack_weights(p, DTYPE: gl.constexpr):
+    """float32 -> int32: one word for every two neighbours, rounded to 16 bits, and a word that stays 0.
+
+    A 16-bit tensor that a loop carries takes a register for every value, and instructions to take words apart and put
+    them together. A carried zero takes nothing.
+    """
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
+        )
+
+
+@jit
+def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Inverse of ``pack_weights``, as an operand of a product; "not pure" keeps it in front of the products."""
+    if DTYPE == gl.bfloat16:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.bfloat16, is_pure=False, pack=2)
+    else:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.float16, is_pure=False, pack=2)
+    return gl.convert_layout(p, LAYOUT)
+
+
+@jit
+def pin(row_sum):
+    """Keep what row_sum is computed from before the waits that follow.
+
+    ptxas moves the wait for a product up past arithmetic that could run beside the product. It does not move it past a
+    store, not even one that never happens: row_sum is not negative.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred negative; .reg .u32 nowhere; mov.u32 nowhere, 0; setp.lt.f32 negative, $1, 0f00000000; "
+        "@negative st.volatile.shared.u32 [nowhere], nowhere; mov.u32 $0, 0; }",
+        "=r,f", [row_sum], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

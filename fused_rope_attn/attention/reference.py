@@ -1,0 +1,290 @@
+"""Eager PyTorch attention with rotary position embedding: the semantics that every kernel is held to.
+
+Runs on any device, in any floating dtype (float64 included, for `gradcheck` and for the tolerances), is differentiable,
+traces under `torch.compile` and never synchronises with the device. It materialises the score matrix: it is an oracle
+and a fallback, not a fast path.
+
+Symbols: B batch, HQ/HKV query/key-value heads, NQ/NK query/key lengths, D head dim, R rotary dim, S table rows.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from fused_rope_attn.rotation.reference import normalise_tables, rotate
+
+
+def visible_range(
+    len_q: int,
+    len_k: int,
+    causal: bool,
+    *,
+    window: tuple[int, int] | None = None,
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    device: torch.device | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For every query: its position, and the keys [low, high) that it sees. Three int64 tensors (1|B, NQ).
+
+    Every mask of the contract is an interval of keys, so that the bounds say everything: a row is dead where
+    low >= high. Queries are aligned with the end of the keys (position L - NQ + i, where L is kv_lens or NK); one
+    before position 0 has no table row and is dead.
+    """
+    index = torch.arange(len_q, device=device)
+    # A length beyond the keys that exist is clamped: the result stays defined without asking the device.
+    length = kv_lens.long().clamp(0, len_k).unsqueeze(1) if kv_lens is not None else len_k
+    position = (length - len_q + index).expand(1 if kv_lens is None else kv_lens.shape[0], len_q)
+    return visible_keys(position, length, causal, window=window, kv_starts=kv_starts)
+
+
+def visible_keys(
+    position: Tensor,
+    length: Tensor | int,
+    causal: bool,
+    *,
+    window: tuple[int, int] | None = None,
+    kv_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`visible_range` of queries at `position` (..., NQ) among `length` keys; positions come back as given."""
+    low, high = torch.zeros_like(position), torch.zeros_like(position) + length
+    if kv_starts is not None:
+        low = low + kv_starts.long().clamp(min=0).unsqueeze(1)
+        position, high = position.expand_as(low), high.expand_as(low)
+    if window is not None and window[0] >= 0:
+        low = torch.maximum(low, position - window[0])
+    if window is not None and window[1] >= 0:
+        high = torch.minimum(high, position + window[1] + 1)
+    if causal:
+        high = torch.minimum(high, position + 1)
+    return position, low, torch.where(position < 0, 0, high)
+
+
+class _Visible(torch.autograd.Function):
+    """What the two products of visible pairs share: gradients need their inputs and nothing else."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class _VisibleProduct(_Visible):
+    """``weights @ x`` in which a row is made of what it sees only: (B, H, n, d) in x's dtype.
+
+    weights (B, H, n, m), 0 where visible (1|B, 1, n, m) is False; x (B, H, m, d). 0 times NaN or infinity is NaN, so
+    that a plain product would carry what one row of x holds into every row. Here what is not finite is left out, and
+    makes NaN of the elements that see it. Gradients, of any order, do the same: x's is such a product itself.
+    """
+
+    @staticmethod
+    def forward(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+        bad = ~torch.isfinite(x)
+        seen = torch.einsum("bxnm,bhmd->bhnd", visible.float(), bad.float())
+        return torch.matmul(weights, x.masked_fill(bad, 0)).masked_fill(seen > 0, float("nan"))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weights, x, visible = ctx.saved_tensors
+        turned = weights.transpose(-1, -2), grad, visible.transpose(-1, -2)
+        return _VisibleScores.apply(grad, x, visible), _VisibleProduct.apply(*turned), None
+
+
+class _VisibleScores(_Visible):
+    """``a @ b^T`` of the pairs that see each other, 0 elsewhere: (B, H, n, m) of a (B, H, n, d) and b (B, H, m, d).
+
+    The other half of `_VisibleProduct`, each the gradient of the other; visible as there.
+    """
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
+        return torch.matmul(a, b.transpose(-1, -2)).masked_fill(~visible, 0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        a, b, visible = ctx.saved_tensors
+        grad = grad.masked_fill(~visible, 0)
+        turned = grad.transpose(-1, -2), a, visible.transpose(-1, -2)
+        return _VisibleProduct.apply(grad, b, visible), _VisibleProduct.apply(*turned), None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    low: Tensor,
+    high: Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    apart: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
+
+    Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q), not differentiable.
+    Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
+    of a group are folded into the rows.
+
+    apart: NaN and infinities reach the rows that see them and no others, in either direction, at twice the products.
+    Without, a key that any row of its batch entry sees must be finite for all of them, and those that none sees zero.
+    """
+    softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    heads_kv, len_q, len_k = k.shape[1], q.shape[2], k.shape[2]
+    rows = {"g": q.shape[1] // heads_kv, "n": len_q}  # both are given: einops cannot divide by an empty length
+    dead = (low >= high)[:, None, :, None]
+    key = torch.arange(len_k, device=q.device)
+    visible = ((key >= low.unsqueeze(-1)) & (key < high.unsqueeze(-1))).unsqueeze(1)  # (1|B, 1, NQ, NK)
+
+    # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
+    q = q.masked_fill(dead, 0)
+    # Under autocast the dtypes are the caller's choice already: no product here may be cast a second time.
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
+        folded = visible.repeat(1, 1, rows["g"], 1) if apart else None
+        scores = _VisibleScores.apply(grouped, k, folded) if apart else torch.matmul(grouped, k.transpose(-1, -2))
+        scores = scores.to(softmax_dtype) * softmax_scale
+        scores = rearrange(scores, "b h (g n) m -> b (h g) n m", **rows)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        # Dead rows get finite scores, so that the softmax and its gradient stay finite; their weights are zeroed below.
+        scores = scores.masked_fill(~visible, float("-inf")).masked_fill(dead, 0.0)
+        if sinks is not None:
+            logit = rearrange(sinks.to(softmax_dtype), "h -> 1 h 1 1").expand(q.shape[0], -1, len_q, 1)
+            scores = torch.cat((scores, logit), dim=-1)
+        # Not only dead rows: a row of NaN, or a gradient do v^T that overflows, must not reach what it does not see.
+        weights = F.softmax(scores, dim=-1)[..., :len_k].masked_fill(~visible, 0.0).to(q.dtype)
+        weights = rearrange(weights, "b (h g) n m -> b h (g n) m", h=heads_kv)
+        o = _VisibleProduct.apply(weights, v, folded) if apart else torch.matmul(weights, v)
+        o = rearrange(o, "b h (g n) d -> b (h g) n d", **rows)
+    o = o.masked_fill(dead, 0)  # also stops a NaN in `do` of a dead row
+    lse = torch.logsumexp(scores.detach(), dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
+    return o, lse
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float,
+    rotary_dim: int,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
+
+    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form `normalise_tables` takes.
+    Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
+    includes the sink where there is one and is not differentiable.
+
+    Rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row without a visible
+    key gives o = 0, lse = -inf and gradients 0. Whatever stands in k and v outside [kv_starts, kv_lens), NaN included,
+    reaches neither the output nor a gradient.
+    """
+    len_q, len_k = q.shape[2], k.shape[2]
+    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
+    position, low, high = visible_range(
+        len_q, len_k, causal, window=window, kv_starts=kv_starts, kv_lens=kv_lens, device=q.device
+    )
+    absent = absent_keys(len_k, position, window=window, kv_starts=kv_starts, kv_lens=kv_lens)
+    if absent is not None:
+        absent = absent[:, None, :, None]
+        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    k_rot = rotate(k, cos[:, None, :len_k], sin[:, None, :len_k], interleaved=interleaved)
+    q_rot = rotate(q, *query_rows(cos, sin, position), interleaved=interleaved)
+    return attend(q_rot, k_rot, v, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float,
+    rotary_dim: int,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
+
+    `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so that the whole
+    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there. NaN
+    and infinities of a sequence, and of what lies behind the last, stay there, in o and in the gradients.
+    """
+    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
+
+    def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every token: its sequence, and its index in it; and the lengths, with an empty one behind the last."""
+        token = torch.arange(length, device=cu.device)
+        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0)
+        lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
+        return sequence, token - cu[sequence], lengths
+
+    sequence, index, lengths_q = sequences(cu_seqlens_q, q.shape[2])
+    sequence_k, position_k, lengths_k = sequences(cu_seqlens_k, k.shape[2])
+    length = lengths_k[sequence]
+    position = length - lengths_q[sequence] + index
+    position, low, high = visible_keys(position, length, causal, window=window)
+    high = torch.where(sequence == lengths_q.shape[0] - 1, 0, high)
+    outside = sequence_k == lengths_k.shape[0] - 1
+    k, v = (x.masked_fill(outside[None, None, :, None], 0) for x in (k, v))
+    rows = max(cos.shape[1] - 1, 0)
+    k_rot = rotate(
+        k, *query_rows(cos, sin, torch.where(outside, 0, position_k).clamp(max=rows)[None]), interleaved=interleaved
+    )
+    q_rot = rotate(q, *query_rows(cos, sin, position.clamp(max=rows)[None]), interleaved=interleaved)
+    first = cu_seqlens_k.long()[sequence]
+    return attend(
+        q_rot, k_rot, v, (low + first)[None], (high + first)[None], softmax_scale=softmax_scale, softcap=softcap,
+        sinks=sinks, apart=True,
+    )  # fmt: skip
+
+
+def absent_keys(
+    len_k: int,
+    position: Tensor,
+    *,
+    window: tuple[int, int] | None = None,
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+) -> Tensor | None:
+    """True (1|B, NK) for the keys outside [kv_starts, kv_lens) and those before the first query's window; None where
+    there are none. `position` (1|B, NQ) as `visible_range` gives it."""
+    key = torch.arange(len_k, device=position.device)
+    absent = []
+    if kv_starts is not None:
+        absent.append(key < kv_starts.unsqueeze(1))
+    if kv_lens is not None:
+        absent.append(key >= kv_lens.unsqueeze(1))
+    if window is not None and window[0] >= 0 and position.shape[1] > 0:
+        absent.append(key < position[:, :1] - window[0])
+    return functools.reduce(torch.logical_or, absent) if absent else None
+
+
+def query_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The table rows of the queries, (1|B, 1, NQ, R/2). A dead query takes row 0, or ones where the table is empty."""
+    if cos.shape[1] == 0:
+        cos, sin = F.pad(cos, (0, 0, 0, 1), value=1.0), F.pad(sin, (0, 0, 0, 1))
+    rows = position.clamp(min=0)
+    if rows.shape[0] == 1:
+        return cos[:, rows[0]].unsqueeze(1), sin[:, rows[0]].unsqueeze(1)
+    batch = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) if cos.shape[0] > 1 else 0
+    return cos[batch, rows].unsqueeze(1), sin[batch, rows].unsqueeze(1)

@@ -1,0 +1,167 @@
+"""Every refusal of the public functions, as typed errors raised before anything is written, launched or allocated.
+
+`TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. What a backend
+cannot serve is planning's to refuse, not this file's. The happy path runs once per call on the host: it reads
+attributes and compares them, and builds a message only once it has found the fault.
+"""
+
+import torch
+from torch import Tensor
+
+from fused_rope_attn.runtime.checks import (
+    INPUT_DTYPES,
+    check_bounds,
+    check_scales,
+    check_sinks,
+    check_tables,
+    check_window,
+    kind_of,
+    named,
+    refuse_choice,
+    refuse_device,
+    refuse_dtype,
+    refuse_heads,
+    refuse_non_bool,
+    refuse_non_tensor,
+    refuse_rank,
+    refuse_shapes,
+    shown,
+)
+
+BACKENDS = ("auto", "reference", "triton", "hopper")
+STRATEGIES = ("auto", "inline", "prepass")
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    causal: bool,
+    *,
+    softmax_scale: float | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    kv_starts: Tensor | None,
+    kv_lens: Tensor | None,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str,
+    strategy: str,
+    max_seqlen_k: int | None = None,
+) -> int:
+    """Check the arguments of `rope_attention` as its caller gave them, and return the rotary dim R.
+
+    max_seqlen_k: of packed sequences, which `check_packed` has seen: the table rows that they need.
+
+    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    """
+    # Types first: everything below reads attributes of tensors.
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(cos, Tensor)
+        and isinstance(sin, Tensor)
+    ):
+        refuse_non_tensor(q=q, k=k, v=v, cos=cos, sin=sin)
+    if not (
+        isinstance(causal, bool)
+        and isinstance(interleaved, bool)
+        and isinstance(return_lse, bool)
+        and isinstance(deterministic, bool)
+    ):
+        refuse_non_bool(causal=causal, interleaved=interleaved, return_lse=return_lse, deterministic=deterministic)
+
+    dtype, device = q.dtype, q.device
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
+    if k.dtype != dtype or v.dtype != dtype:
+        refuse_dtype(dtype, k=k, v=v)
+    if k.device != device or v.device != device or cos.device != device or sin.device != device:
+        refuse_device(device, k=k, v=v, cos=cos, sin=sin)
+
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
+        refuse_rank("(B, HKV, NK, D)", q=q, k=k, v=v)
+    batch, heads_q, len_q, head_dim = q_shape
+    batch_k, heads_kv, len_k, head_dim_k = k_shape
+    if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
+        refuse_shapes(q_shape, k_shape, v_shape)
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        refuse_heads(q_shape)
+    if len_q > len_k and not causal and kv_lens is None and max_seqlen_k is None:
+        raise ValueError(
+            f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "
+            "with the end of the keys, and the first ones would have negative positions"
+        )
+
+    rows = len_k if max_seqlen_k is None else max_seqlen_k
+    rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "q", "k")
+
+    check_scales(softmax_scale, softcap)
+    if window is not None:
+        check_window(window)
+    if sinks is not None:
+        check_sinks(sinks, dtype, device, heads_q)
+    if kv_starts is not None:
+        check_bounds("kv_starts", kv_starts, device, batch)
+    if kv_lens is not None:
+        check_bounds("kv_lens", kv_lens, device, batch)
+    if backend not in BACKENDS:
+        refuse_choice("backend", backend, BACKENDS)
+    if strategy not in STRATEGIES:
+        refuse_choice("strategy", strategy, STRATEGIES)
+    return rotary_dim
+
+
+def check_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> None:
+    """Check what `rope_attention_varlen` has and `rope_attention` has not; what cu_seqlens hold stays on the device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            refuse_non_tensor(**{name: x})
+        if x.ndim != 3:
+            form = "(T_q, HQ, D)" if name == "q" else "(T_k, HKV, D)"
+            raise ValueError(f"{name} must have shape {form}, but has {x.ndim} dimensions: {shown(x.shape)}")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor):
+            refuse_non_tensor(**{name: x})
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, but is {named(x.dtype)}")
+        if x.device != q.device:
+            refuse_device(q.device, **{name: x})
+        if x.ndim != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name} must have shape (sequences + 1,), but has {shown(x.shape)}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, but has stride {x.stride()[0]}")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have cu_seqlens_q's shape {shown(cu_seqlens_q.shape)}, but has "
+            f"{shown(cu_seqlens_k.shape)}"
+        )
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, but is {kind_of(value)}")
+        if value < 0:
+            raise ValueError(f"{name} must be 0 or more, but is {value}")
+
+
+def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
+    """Check the arguments of `cu_seqlens_from_position_ids`."""
+    if not isinstance(position_ids, Tensor):
+        refuse_non_tensor(position_ids=position_ids)
+    if position_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"position_ids must be int32 or int64, but is {named(position_ids.dtype)}")
+    if position_ids.ndim not in (1, 2):
+        raise ValueError(f"position_ids must have shape (N,) or (B, N), but has {shown(position_ids.shape)}")
+    if max_sequences is not None:
+        if not isinstance(max_sequences, (int, torch.SymInt)) or isinstance(max_sequences, bool):
+            raise TypeError(f"max_sequences must be an int or None, but is {kind_of(max_sequences)}")
+        if max_sequences < 1:
+            raise ValueError(f"max_sequences must be 1 or more, but is {max_sequences}")

@@ -1,0 +1,1 @@
+"""The generation step: a few new tokens against a cache of keys and values."""

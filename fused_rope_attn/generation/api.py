@@ -1,0 +1,105 @@
+"""Public function of the generation step: documentation, validation, plan, call."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_rope_attn.attention import planning
+from fused_rope_attn.generation import ops, reference
+from fused_rope_attn.generation.validation import check_kvcache
+from fused_rope_attn.runtime.autocast import autocast
+
+
+def rope_attention_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    cache_seqlens: torch.Tensor,
+    cache_is_rotated: bool = True,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Generation step: append a few tokens to a cache of keys and values and attend to all of it, in one call.
+
+    What ``rope_attention(q, k_cache, v_cache, cos, sin, causal, kv_lens=cache_seqlens + NQ)`` gives after the new
+    tokens are written, with keys that may have been rotated when they were. The cache is read once for all query heads
+    of a group and all new tokens, by length: the caches may be as large as they like. Lengths stay on the device,
+    nothing synchronises, and the call can be captured in a CUDA graph and replayed while ``cache_seqlens`` grows.
+
+    New token ``i`` of sequence ``b`` has position ``cache_seqlens[b] + i``: its key and value go into that row of the
+    caches, and its key and query are rotated by that row of the tables. ``cache_seqlens`` is not changed.
+
+    - Without ``k`` and ``v`` the caches are only read and ``cache_seqlens`` counts what is there: the queries are
+      aligned with the last keys, query ``i`` at position ``cache_seqlens[b] - NQ + i``. One before position 0 sees
+      nothing. (flash-attn masks so too; it does not rotate in such calls.)
+    - A token beyond the end of the cache, ``cache_seqlens[b] + i >= S_max``, is not written and seen by nobody, and its
+      row gives o = 0 and lse = -inf. Negative lengths count as 0.
+    - ``cache_is_rotated=False``: the cache holds keys as they were given, which are rotated each time they are read, by
+      the row that they lie in: a cache whose rows are moved is at other positions without further work
+      (examples/context_shift.py). Costs the tables' traffic on top of the cache's.
+    - No gradient: with gradients enabled, tensors that require one are refused.
+
+    Args:
+        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides; NQ from 1 to a few dozen is what this is for.
+        k_cache, v_cache: ``(B, HKV, S_max, D)``, q's dtype and device, any strides: ``(B, S_max, HKV, D)`` caches come
+            as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place where k and v are given.
+        cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
+            ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
+        k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
+        cache_seqlens: ``(B,)`` int32 on q's device: keys in the caches before this call.
+        cache_is_rotated: whether the keys in the cache are, and hence whether k is rotated before it is written.
+        causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
+        softmax_scale, rotary_dim, interleaved, window, softcap, sinks, return_lse: as in ``rope_attention``.
+
+    Returns:
+        o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
+    """
+    return _with_kvcache(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
+        causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
+        softcap=softcap, sinks=sinks, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def _with_kvcache(q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
+                  softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None,
+                  return_lse=False, kv_starts=None, backend="auto"):  # fmt: skip
+    """``rope_attention_with_kvcache`` with what its signature has not: ``backend`` as in ``rope_attention``, for tests,
+    and ``kv_starts`` (B,) int32, contiguous, not checked: keys before it do not exist (left-padded prompts)."""
+    q, k, v = autocast(q, k, v)
+    rotary_dim = check_kvcache(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
+        causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
+        softcap=softcap, sinks=sinks, return_lse=return_lse,
+    )  # fmt: skip
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    chosen, _ = planning.choose_backend(q, k_cache, backend, "auto", "cache_seqlens")
+    if chosen == "reference":
+        o, lse = reference.attention_with_kvcache(
+            q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_is_rotated, causal=causal,
+            softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap,
+            sinks=sinks, kv_starts=kv_starts,
+        )  # fmt: skip
+    else:
+        left, right = (-1, -1) if window is None else window
+        o, lse = ops.attention_with_kvcache(
+            q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, cache_is_rotated, causal,
+            float(softmax_scale), rotary_dim, interleaved, left, right, float(softcap),
+        )  # fmt: skip
+    return (o, lse) if return_lse else o

@@ -1,0 +1,116 @@
+"""Launch configurations of the generation step: records and the committed table. Data, with a reason for each row.
+
+Rows are found by (architecture, element size, head dimension, rotated cache); the first row that matches wins.
+``python -m bench decode --tune`` proposes rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from fused_rope_attn.attention.configs import (
+    AMD,
+    AMPERE,
+    CPU,
+    FMA,
+    HOPPER,
+    INTERPRETER,
+    NVIDIA,
+    PDL,
+    SMALL,
+    UNTIMED,
+    find_row,
+)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How one generation step runs: tiles of block_n cached keys, ``num_stages`` deep in the load pipeline.
+
+    programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
+    would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
+    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 2
+    least_tiles: int = 1
+    combine_parts: int = 32
+    max_registers: int | None = None
+    pdl: bool = False
+
+    @functools.cached_property
+    def launch_options(self) -> dict[str, int]:
+        """Keyword arguments of a Triton launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One line of ``DECODE``: the configuration (``pdl`` is added by architecture) for what the other fields select.
+
+    rotated: whether the cached keys are; None matches both. The other fields as in ``Row``.
+    """
+
+    archs: tuple[str, ...]
+    element_size: int
+    head_dim: int
+    config: DecodeConfig
+    note: str
+    rotated: bool | None = None
+
+    def matches(self, arch, element_size, head_dim, rotated) -> bool:
+        return (
+            arch in self.archs
+            and element_size == self.element_size
+            and head_dim <= self.head_dim
+            and self.rotated in (None, rotated)
+        )
+
+
+_TUNED_DECODE = (
+    "bench decode --tune on an H200, 2026-11-21: 1 to 3 % before two programs of 64 keys from 128 MiB of cache on"
+)
+_IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
+_ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
+
+
+# Query rows (new tokens times heads of a group) of one program of the generation step at most: what registers hold.
+DECODE_ROWS = 64
+
+
+# fmt: off
+# A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
+# fmt: off
+DECODE: tuple[DecodeRow, ...] = (
+    DecodeRow(HOPPER, 2, 64, DecodeConfig(128, 4, 3), _IN_FLIGHT, True),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(128, 4, 3, programs_per_sm=1), _TUNED_DECODE, True),
+    DecodeRow(HOPPER, 2, 256, DecodeConfig(32, 4, 4), _IN_FLIGHT, True),
+    DecodeRow(HOPPER, 2, 64, DecodeConfig(64, 4, 3), _ANGLES, False),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
+    DecodeRow(HOPPER, 2, 256, DecodeConfig(16, 4, 3), _ANGLES, False),
+    DecodeRow(AMPERE + SMALL, 2, 64, DecodeConfig(64, 4, 3), UNTIMED),
+    DecodeRow(AMPERE + SMALL, 2, 128, DecodeConfig(32, 4, 3), UNTIMED),
+    DecodeRow(AMPERE + SMALL, 2, 256, DecodeConfig(16, 4, 3), UNTIMED),
+    DecodeRow(NVIDIA, 4, 64, DecodeConfig(32, 4, 2), FMA),
+    DecodeRow(NVIDIA, 4, 128, DecodeConfig(16, 8, 2), FMA),
+    DecodeRow(NVIDIA, 4, 256, DecodeConfig(16, 8, 1), FMA),
+    DecodeRow(AMD, 2, 128, DecodeConfig(64, 4, 2), UNTIMED),
+    DecodeRow(AMD, 2, 256, DecodeConfig(32, 4, 2), UNTIMED),
+    DecodeRow(AMD, 4, 128, DecodeConfig(32, 4, 1), UNTIMED),
+    DecodeRow(AMD, 4, 256, DecodeConfig(16, 4, 1), UNTIMED),
+    # num_sms is 1 there: enough programs that heads are shared, and that some have more than one.
+    DecodeRow(INTERPRETER, 2, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), CPU),
+    DecodeRow(INTERPRETER, 4, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), CPU),
+)
+# fmt: on
+
+
+@functools.cache
+def decode(arch, element_size, head_dim, rotated) -> DecodeConfig:
+    """The configuration of the generation step for these properties; ``rotated``: whether the cached keys are."""
+    return replace(find_row(DECODE, arch, element_size, head_dim, rotated).config, pdl=arch in PDL)

@@ -1,0 +1,128 @@
+"""Every refusal of `rope_attention_with_kvcache`, raised before anything is written, launched or allocated."""
+
+import torch
+from torch import Tensor
+
+from fused_rope_attn.runtime.checks import (
+    INPUT_DTYPES,
+    check_bounds,
+    check_scales,
+    check_sinks,
+    check_tables,
+    check_window,
+    named,
+    refuse_device,
+    refuse_dtype,
+    refuse_heads,
+    refuse_non_bool,
+    refuse_non_tensor,
+    refuse_rank,
+    refuse_shapes,
+    shown,
+)
+
+
+def check_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    cache_seqlens: Tensor,
+    cache_is_rotated: bool,
+    causal: bool,
+    softmax_scale: float | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> int:
+    """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
+
+    What `cache_seqlens` holds stays on the device. Raises TypeError or ValueError.
+    """
+    append = k is not None or v is not None
+    if append and (k is None or v is None):
+        given, lacking = ("v", "k") if k is None else ("k", "v")
+        raise ValueError(f"{lacking} must be given where {given} is: both are appended, or neither")
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k_cache, Tensor)
+        and isinstance(v_cache, Tensor)
+        and isinstance(cos, Tensor)
+        and isinstance(sin, Tensor)
+        and isinstance(cache_seqlens, Tensor)
+        and (not append or (isinstance(k, Tensor) and isinstance(v, Tensor)))
+    ):
+        new = {"k": k, "v": v} if append else {}
+        refuse_non_tensor(
+            q=q, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, cache_seqlens=cache_seqlens, **new
+        )  # fmt: skip
+    if not (
+        isinstance(cache_is_rotated, bool)
+        and isinstance(causal, bool)
+        and isinstance(interleaved, bool)
+        and isinstance(return_lse, bool)
+    ):
+        refuse_non_bool(
+            cache_is_rotated=cache_is_rotated, causal=causal, interleaved=interleaved, return_lse=return_lse
+        )
+    dtype, device = q.dtype, q.device
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
+    if k_cache.dtype != dtype or v_cache.dtype != dtype:
+        refuse_dtype(dtype, k_cache=k_cache, v_cache=v_cache)
+    if k_cache.device != device or v_cache.device != device or cos.device != device or sin.device != device:
+        refuse_device(device, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
+
+    q_shape, cache_shape = q.shape, k_cache.shape
+    if len(q_shape) != 4 or len(cache_shape) != 4 or v_cache.ndim != 4:
+        refuse_rank("(B, HKV, S_max, D)", q=q, k_cache=k_cache, v_cache=v_cache)
+    batch, heads_q, len_q, head_dim = q_shape
+    batch_k, heads_kv, capacity, head_dim_k = cache_shape
+    if batch_k != batch or head_dim_k != head_dim or v_cache.shape != cache_shape or heads_kv < 1 or heads_q % heads_kv:
+        refuse_shapes(q_shape, cache_shape, v_cache.shape, "_cache")
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        refuse_heads(q_shape)
+    if append:
+        _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim))
+    check_bounds("cache_seqlens", cache_seqlens, device, batch)
+    rotary_dim = check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", "k_cache")
+    check_scales(softmax_scale, softcap)
+    if window is not None:
+        check_window(window)
+    if sinks is not None:
+        check_sinks(sinks, dtype, device, heads_q)
+    if torch.is_grad_enabled():
+        inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks}
+        for name, x in inputs.items():
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
+                    f"or pass {name}.detach()"
+                )
+    return rotary_dim
+
+
+def _check_new_tokens(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, shape: tuple[int, ...]) -> None:
+    """`shape` (B, HKV, NQ, D) is what k and v must have to be appended."""
+    if k.dtype != k_cache.dtype or v.dtype != k_cache.dtype:
+        refuse_dtype(k_cache.dtype, k=k, v=v)
+    if k.device != k_cache.device or v.device != k_cache.device:
+        refuse_device(k_cache.device, k=k, v=v)
+    if k.shape != shape or v.shape != shape:
+        name, got = ("k", k.shape) if k.shape != shape else ("v", v.shape)
+        raise ValueError(f"{name} must have shape (B, HKV, NQ, D) = {shown(shape)}, but has {shown(got)}")
+    if shape[2] > k_cache.shape[2]:
+        raise ValueError(f"k must have at most k_cache's S_max = {k_cache.shape[2]} positions, but has {shape[2]}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        strides = cache.stride()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, cache.shape)):
+            raise ValueError(
+                f"{name} must not be expanded, since it is written: several elements share memory, strides {strides}"
+            )

@@ -1,0 +1,131 @@
+"""Rotation alone: every RoPE convention through one kernel, and the tables and weight layouts that go with it."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_rope_attn.rotation import ops, reference
+from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
+from fused_rope_attn.runtime import device as machine
+
+
+def apply_rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    layout: str = "bhsd",
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate every head of x by the angles of its tokens (RoFormer, Su et al. 2021, eq. 34); differentiable.
+
+    Args:
+        x: ``(B, H, N, D)``, or what ``layout`` says; float16, bfloat16, float32 or float64, any strides, no copies.
+        cos: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or x's dtype; no gradient.
+            Need not be unit-norm. A full-width table is taken column by column, ``x * cos + rotate_half(x) * sin``.
+        sin: shape and dtype of cos.
+        rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
+            when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
+        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
+        inverse: rotate by the negative angle, the transpose (the inverse where ``cos**2 + sin**2 = 1``).
+        layout: ``"bhsd"``, ``"bshd"``, ``"sbhd"``: the order of batch, tokens, heads; ``"thd"``: packed, (T, H, D).
+        position_ids: ``(N,)`` or ``(B, N)`` int32 or int64: the table row of every token; default its index. Or
+            ``(B, 2, N)``: the first R/2 columns turn by the first id and the next R/2 by the second, each like a head
+            of its own, with tables for R/2 columns. A position outside the tables gives NaN.
+        cu_seqlens: ``(sequences + 1,)`` int32, for ``"thd"``: where each sequence begins; positions restart there. What
+            lies behind the last sequence passes through unrotated.
+        out: written instead of a new tensor; may be x itself, and must not overlap with it otherwise. No gradient.
+
+    Returns:
+        shape and dtype of x, in its memory order, or ``out``. Computed in float32 (float64 for float64), rounded once.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, range, device or combination.
+    """
+    outs = None if out is None else {"out": out}
+    (turned,) = _apply({"x": x}, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs)
+    return turned
+
+
+def apply_rope_qk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    v: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    layout: str = "bhsd",
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """``apply_rope`` of q and k, and of v where it is given, in one launch: the same tokens, any numbers of heads.
+
+    Args:
+        q: as x of ``apply_rope``, and so are the other arguments.
+        k: shape of q apart from the heads, q's dtype and device.
+        v: as k; some conventions (Paddle's) rotate it too.
+        out: ``(q, k)``, or ``(q, k, v)`` with v: written instead of new tensors.
+
+    Returns:
+        ``(q, k)``, or ``(q, k, v)`` with v, rotated.
+
+    Raises:
+        TypeError, ValueError: as ``apply_rope``.
+    """
+    xs = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    outs = None
+    if out is not None:
+        if not isinstance(out, (tuple, list)):
+            raise TypeError(f"out must be a tuple of {len(xs)} tensors or None, but is {type(out).__name__}")
+        if len(out) != len(xs):
+            raise ValueError(f"out must hold {len(xs)} tensors, for {', '.join(xs)}, but holds {len(out)}")
+        outs = {f"out[{i}]": x for i, x in enumerate(out)}
+    return tuple(_apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs))
+
+
+def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs):
+    rotary_dim = check_rotation(
+        xs, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse, layout=layout,
+        position_ids=position_ids, cu_seqlens=cu_seqlens, outs=outs,
+    )  # fmt: skip
+    if position_ids is not None and position_ids.ndim < 3:
+        position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
+    given = None if outs is None else list(outs.values())
+    return _turn(list(xs.values()), given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
+
+
+def _turn(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout):
+    """What ``_apply`` does to arguments that were checked: for callers who know that theirs are right."""
+    if _has_kernel(tensors[0]):
+        return ops.rope(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
+    turned = [
+        _reference(x, LAYOUTS[layout], cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse,
+                   position_ids=position_ids, cu_seqlens=cu_seqlens)
+        for x in tensors
+    ]  # fmt: skip
+    return turned if given is None else [out.copy_(x) for out, x in zip(given, turned)]
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    """GPUs; CPUs under Triton's interpreter, but for bfloat16, which it gets wrong. float64 takes the reference."""
+    if x.dtype is torch.float64:
+        return False
+    return x.is_cuda or (machine.is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
+
+
+def _reference(x, axes, cos, sin, **options):
+    if axes[0] is None:  # packed tokens: one batch
+        axes, x = (0, *(axis + 1 for axis in axes[1:])), x.unsqueeze(0)
+        return _reference(x, axes, cos, sin, **options).squeeze(0)
+    turned = reference.rotation(x.permute(axes), cos, sin, **options)
+    return turned.permute([axes.index(axis) for axis in range(4)])

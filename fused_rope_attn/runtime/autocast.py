@@ -1,0 +1,25 @@
+"""Autocast, as PyTorch's own attention functions follow it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def autocast(q, k, v, convert=torch.Tensor.to):
+    """q, k and v in autocast's dtype where it is on, as scaled_dot_product_attention does; tables stay as they are.
+    What is None stays None."""
+    if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
+        return q, k, v
+    given = [x for x in (q, k, v) if x is not None]
+    if not all(isinstance(x, torch.Tensor) for x in given) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(
+        convert(x, dtype) if x is not None and x.is_floating_point() and x.dtype is not torch.float64 else x
+        for x in (q, k, v)
+    )
+
+
+def stand_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Shape, device and new dtype of x, without its data: for planning."""
+    return x if x.dtype is dtype else torch.empty((), dtype=dtype, device=x.device).expand(x.shape)

@@ -1,0 +1,189 @@
+"""Checks of single arguments and the wording of refusals, which the validation of every room shares.
+
+`TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. Each message names
+the argument, what was expected and what came.
+"""
+
+import math
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+# float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
+INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_rotary_dim(rotary_dim: Any, head_dim: int) -> None:
+    if not isinstance(rotary_dim, (int, torch.SymInt)) or isinstance(rotary_dim, bool):
+        raise TypeError(f"rotary_dim must be an int or None, but is {kind_of(rotary_dim)}")
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim must be even and between 2 and D = {head_dim}, but is {rotary_dim}")
+
+
+def check_tables(
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    batch: int,
+    length: int,
+    head_dim: int,
+    rotary_dim: int | None,
+    first: str,
+    last: str,
+) -> int:
+    """Check cos and sin against the inputs' dtype and sizes, and resolve the rotary dim from their width.
+
+    `first` names the input whose dtype counts, `last` the one whose `length` positions need rows.
+    """
+    table_dtype, shape = cos.dtype, cos.shape
+    if table_dtype not in (torch.float32, dtype):
+        raise TypeError(f"cos must be float32 or have {first}'s dtype {named(dtype)}, but is {named(table_dtype)}")
+    if sin.dtype != table_dtype:
+        raise TypeError(f"sin must have cos's dtype {named(table_dtype)}, but is {named(sin.dtype)}")
+    if cos.requires_grad or sin.requires_grad:
+        name = "cos" if cos.requires_grad else "sin"
+        raise ValueError(f"{name} must not require a gradient: tables have none; pass {name}.detach()")
+    rank = len(shape)
+    if rank not in (2, 3) or (rank == 3 and shape[0] not in (1, batch)):
+        raise ValueError(
+            f"cos must have shape (S, R/2) or (S, R), perhaps with a leading 1 or B = {batch}, but has {shown(shape)}"
+        )
+    if sin.shape != shape:
+        raise ValueError(f"sin must have cos's shape {shown(shape)}, but has {shown(sin.shape)}")
+    if shape[-2] < length:
+        raise ValueError(f"cos must have a row for each of {last}'s {length} positions, but has {shape[-2]} rows")
+
+    width = shape[-1]
+    if rotary_dim is None:
+        if not 1 <= width <= head_dim:
+            raise ValueError(f"cos must have between 1 and D = {head_dim} columns, but has {width}")
+        rotary_dim = 2 * width if 2 * width <= head_dim else width
+        if rotary_dim % 2:
+            raise ValueError(
+                f"cos with {width} columns is full-width for D = {head_dim}, and a full-width table must have an even "
+                "number of columns"
+            )
+        return rotary_dim
+    check_rotary_dim(rotary_dim, head_dim)
+    if width != rotary_dim and 2 * width != rotary_dim:
+        raise ValueError(
+            f"cos must have rotary_dim = {rotary_dim} or rotary_dim / 2 = {rotary_dim // 2} columns, but has {width}"
+        )
+    return rotary_dim
+
+
+def check_scales(softmax_scale: Any, softcap: Any) -> None:
+    if softmax_scale is not None:
+        if not is_real(softmax_scale):
+            raise TypeError(f"softmax_scale must be a float or None, but is {kind_of(softmax_scale)}")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
+    if softcap != 0.0 or not is_real(softcap):
+        if not is_real(softcap):
+            raise TypeError(f"softcap must be a float, but is {kind_of(softcap)}")
+        if not (math.isfinite(softcap) and softcap > 0.0):
+            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+
+
+def check_window(window: Any) -> None:
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window must be a tuple (left, right) or None, but is {kind_of(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window must have two elements (left, right), but has {len(window)}")
+    for bound in window:
+        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool):
+            raise TypeError(f"window must hold two ints, but holds {kind_of(bound)}")
+        if bound < -1:
+            raise ValueError(f"window must hold sizes of 0 or more, or -1 for unbounded, but is {tuple(window)}")
+
+
+def check_sinks(sinks: Any, dtype: torch.dtype, device: torch.device, heads_q: int) -> None:
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None, but is {kind_of(sinks)}")
+    if sinks.dtype not in (torch.float32, dtype):
+        raise TypeError(f"sinks must be float32 or have q's dtype {named(dtype)}, but is {named(sinks.dtype)}")
+    if sinks.device != device:
+        refuse_device(device, sinks=sinks)
+    if sinks.ndim != 1 or sinks.shape[0] != heads_q:
+        raise ValueError(f"sinks must have shape (HQ,) = ({heads_q},), but has {shown(sinks.shape)}")
+
+
+def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> None:
+    if not isinstance(bounds, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, but is {kind_of(bounds)}")
+    if bounds.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, but is {named(bounds.dtype)}")
+    if bounds.device != device:
+        refuse_device(device, **{name: bounds})
+    if bounds.ndim != 1 or bounds.shape[0] != batch:
+        raise ValueError(f"{name} must have shape (B,) = ({batch},), but has {shown(bounds.shape)}")
+
+
+def refuse_non_tensor(**arguments: Any) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, Tensor))
+    raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(value)}")
+
+
+def refuse_non_bool(**arguments: Any) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, bool))
+    raise TypeError(f"{name} must be a bool, but is {kind_of(value)}")
+
+
+def refuse_device(device: torch.device, first: str = "q", /, **arguments: Tensor) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if value.device != device)
+    raise ValueError(f"{name} must be on {first}'s device {device}, but is on {value.device}")
+
+
+def refuse_dtype(dtype: torch.dtype, **arguments: Tensor) -> NoReturn:
+    name, value = next((name, value) for name, value in arguments.items() if value.dtype != dtype)
+    raise TypeError(f"{name} must have q's dtype {named(dtype)}, but is {named(value.dtype)}")
+
+
+def refuse_rank(keys: str, **arguments: Tensor) -> NoReturn:
+    """`keys`: the shape that whatever is not q must have."""
+    name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
+    form = "(B, HQ, NQ, D)" if name == "q" else keys
+    raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {shown(value.shape)}")
+
+
+def refuse_heads(q_shape) -> NoReturn:
+    raise ValueError(
+        f"q must have at least one head and an even head dim of at least 2, but has shape {shown(q_shape)}"
+    )
+
+
+def refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str = "") -> NoReturn:
+    """`kind` goes behind k and v: "_cache" for caches."""
+    if k[0] != q[0]:
+        raise ValueError(f"k{kind} must have q's batch size {q[0]}, but has {k[0]}")
+    if k[3] != q[3]:
+        raise ValueError(f"k{kind} must have q's head dim {q[3]}, but has {k[3]}")
+    if v != k:
+        raise ValueError(f"v{kind} must have k{kind}'s shape {shown(k)}, but has {shown(v)}")
+    raise ValueError(f"k{kind} has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
+
+
+def refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:
+    expected = " or ".join(", ".join(repr(choice) for choice in choices).rsplit(", ", 1))
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, {expected}, but is {kind_of(value)}")
+    raise ValueError(f"{name} must be {expected}, but is {value!r}")
+
+
+def is_real(value: Any) -> bool:
+    """A real number of Python or NumPy, or a traced one. A bool is not meant as one, and a tensor would need a sync."""
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) and not isinstance(value, bool)
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shown(shape: torch.Size) -> str:
+    return str(tuple(shape))
