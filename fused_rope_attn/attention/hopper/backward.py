@@ -11,12 +11,12 @@ from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.kernels.arguments import heads_per_section, scale_and_sign, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.gluon_compat import (
+from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source, ordered
+from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides, table_strides
+from fused_rope_attn.runtime.triton_compat import (
     TensorDescriptor,
     gl,
 )
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source, ordered
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides, table_strides
 
 
 class BlockSource(Source):

@@ -28,7 +28,7 @@ from fused_rope_attn.kernels.primitives import (
     let_next_launch_start,
     scheduled_tile,
 )
-from fused_rope_attn.runtime.gluon_compat import (
+from fused_rope_attn.runtime.triton_compat import (
     fence_async_shared,
     gl,
     jit,

@@ -4,7 +4,7 @@ from fused_rope_attn.attention.hopper.dq import BLOCK_M
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.primitives import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.runtime.gluon_compat import gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 # Key rows of one block; the keys of one of its warpgroups, the M of a wgmma.
 BLOCK_N = gl.constexpr(128)

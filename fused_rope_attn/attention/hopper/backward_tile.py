@@ -7,7 +7,7 @@ from fused_rope_attn.attention.hopper.dq import BLOCK_M
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.primitives import head_tables, load_angles, rotate, store_pairs, store_tile, unpack_pairs
-from fused_rope_attn.runtime.gluon_compat import gl, jit, mbarrier, reinterpret, warpgroup_mma
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, reinterpret, warpgroup_mma
 
 # A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
 HIDDEN = gl.constexpr(-1e18)

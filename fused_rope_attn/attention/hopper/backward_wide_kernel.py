@@ -19,7 +19,7 @@ from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key
 from fused_rope_attn.kernels.primitives import LN2, let_next_launch_start, scheduled_tile
-from fused_rope_attn.runtime.gluon_compat import (
+from fused_rope_attn.runtime.triton_compat import (
     barrier,
     fence_async_shared,
     gl,

@@ -18,7 +18,7 @@ from fused_rope_attn.kernels.primitives import (
     wait_for_previous_launch,
     wait_until,
 )
-from fused_rope_attn.runtime.gluon_compat import gl, jit, mbarrier, tma_reduce_add, tma_store, tma_store_wait
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, tma_reduce_add, tma_store, tma_store_wait
 
 # Query rows of one block, and the warpgroups, each of which brings its part of a block's columns.
 BLOCK_M = gl.constexpr(64)

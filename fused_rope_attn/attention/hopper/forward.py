@@ -11,11 +11,11 @@ from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
 from fused_rope_attn.kernels.arguments import heads_per_section, scale_and_sign, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.gluon_compat import (
-    gl,
-)
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides, table_strides
+from fused_rope_attn.runtime.triton_compat import (
+    gl,
+)
 
 
 class ForwardCall:

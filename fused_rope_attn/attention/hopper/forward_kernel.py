@@ -43,7 +43,7 @@ from fused_rope_attn.kernels.primitives import (
     add_sink,
     store_tile,
 )
-from fused_rope_attn.runtime.gluon_compat import (
+from fused_rope_attn.runtime.triton_compat import (
     fence_async_shared,
     gl,
     jit,

@@ -13,7 +13,7 @@ from fused_rope_attn.attention.hopper.tiles import (
     work,
 )
 from fused_rope_attn.kernels.primitives import head_tables, load_rotated, wait_for_previous_launch
-from fused_rope_attn.runtime.gluon_compat import fence_async_shared, gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import fence_async_shared, gl, jit, mbarrier
 
 
 @jit

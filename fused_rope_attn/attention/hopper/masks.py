@@ -6,7 +6,7 @@ Which blocks are visited, and which of them need this, says ``kernels.masks`` as
 from fused_rope_attn.attention.hopper.backward_load import KEYS
 from fused_rope_attn.attention.hopper.dq import BLOCK_M
 from fused_rope_attn.attention.hopper.tiles import query_limit, tile_bounds
-from fused_rope_attn.runtime.gluon_compat import gl, jit
+from fused_rope_attn.runtime.triton_compat import gl, jit
 
 
 @jit

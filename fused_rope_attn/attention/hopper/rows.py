@@ -5,7 +5,7 @@ tensor, but where a sequence ends or begins inside it, the loading warp waits fo
 warps that multiply know nothing of it. One tile or two of a sequence are affected, and cost a round trip to memory.
 """
 
-from fused_rope_attn.runtime.gluon_compat import fence_async_shared, gl, jit, mbarrier, reinterpret, tma_load
+from fused_rope_attn.runtime.triton_compat import fence_async_shared, gl, jit, mbarrier, reinterpret, tma_load
 
 
 @jit

@@ -12,7 +12,7 @@ What ``primitives.online_softmax`` computes, with four differences, whose figure
 import triton.language as tl
 
 from fused_rope_attn.kernels.primitives import tanh
-from fused_rope_attn.runtime.gluon_compat import gl, jit
+from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # Powers of two by which a row's largest weight may pass 1. 16-bit floats keep their relative precision there, sums are
 # float32.

@@ -4,7 +4,7 @@ from fused_rope_attn.attention.prepass_kernel import TABLE
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key, key_range
 from fused_rope_attn.kernels.primitives import scheduled_tile
-from fused_rope_attn.runtime.gluon_compat import gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 # Query rows of one consumer warpgroup (the M of a wgmma), and the warpgroups that share a tile.
 ROWS = gl.constexpr(64)

@@ -1,5 +1,6 @@
-"""The Gluon names that moved between triton 3.6 and 3.9, under one name each; nothing else."""
+"""The names that moved between triton 3.6 and 3.9, Gluon's above all, under one name each; nothing else."""
 
+import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -11,12 +12,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
 __all__ = [
-    "TensorDescriptor", "barrier", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
+    "TensorDescriptor", "aggregate", "barrier", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
     "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
+# A class whose fields travel through device code together; private before triton 3.9.
+aggregate = getattr(triton, "aggregate", None) or core._aggregate
 # Of the threads of one partition.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # The same shared memory as another dtype, shape and layout; private before triton 3.9.

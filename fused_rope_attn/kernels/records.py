@@ -1,0 +1,49 @@
+"""Records: named values that travel through device code together, so that helpers take a few of them by name.
+
+An entry kernel takes flat parameters, which is what a launch can give, bundles them at its top, and hands records to its
+helpers::
+
+    @record
+    class Keys:
+        """The keys of one head."""
+
+        ptr: tl.tensor
+        strides: tl.tuple
+        first_key: tl.tensor | None
+        D: tl.constexpr
+
+    keys = Keys(ptr=k_ptr, strides=k_strides, first_key=None, D=D)
+
+A field holds a tensor, a tuple, another record or a compile-time value, and which of them is settled by each call: a
+field that a call leaves None is a compile-time None, ``if keys.first_key is not None`` costs nothing, and
+``tl.arange(0, keys.D)`` works. Annotations are for the reader. A record compiles to the same code as the separate
+values, also where a loop carries it, with every supported Triton, in Gluon, and in the interpreter (a NamedTuple would
+turn compile-time fields into run-time values).
+"""
+
+import triton
+from triton.language import core
+
+from fused_rope_attn.runtime.triton_compat import aggregate
+
+
+def record(cls: type) -> type:
+    """The class ``cls`` of annotated fields, as device code can build it: by field names, or in their order."""
+    names = tuple(cls.__annotations__)
+
+    def __init__(self, *values, **named):
+        def wrapped(value):
+            if isinstance(value, (tuple, core.tuple)):
+                return core.tuple([wrapped(part) for part in value])
+            return value if isinstance(value, core.base_value) else core.constexpr(value)
+
+        fields = dict(zip(names, values)) | named
+        if len(values) + len(named) != len(names) or set(fields) != set(names):
+            raise TypeError(f"a record of {', '.join(names)} cannot be made of {len(values)} values and {set(named)}")
+        for name, value in fields.items():
+            setattr(self, name, wrapped(value))
+
+    cls.__init__ = triton.constexpr_function(__init__)
+    # Triton checks the type of each field by its annotation, and a field's type is the call's to choose.
+    cls.__annotations__ = dict.fromkeys(names, object)
+    return aggregate(cls)

@@ -1,0 +1,65 @@
+"""Records in device code: compile-time and run-time fields, None, tuples, and a record around a loop."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.runtime.device import is_interpreted
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="runs in Triton's interpreter")
+
+
+@record
+class Rows:
+    """Rows of a matrix and where its visible columns begin."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+    first: tl.tensor | None
+    D: tl.constexpr
+
+
+@triton.jit
+def load_row(rows, i):
+    columns = tl.arange(0, rows.D)
+    x = tl.load(rows.ptr + i * rows.strides[0] + columns * rows.strides[1])
+    if rows.first is not None:
+        x = tl.where(columns >= rows.first, x, 0.0)
+    return x
+
+
+@triton.jit
+def sum_kernel(x_ptr, first_ptr, o_ptr, strides, N: tl.constexpr, D: tl.constexpr):
+    first = None
+    if first_ptr is not None:
+        first = tl.load(first_ptr)
+    rows = Rows(ptr=x_ptr, strides=strides, first=first, D=D)
+    total = tl.zeros((D,), tl.float32)
+    for i in range(N):
+        total += load_row(rows, i)
+    tl.store(o_ptr + tl.arange(0, D), total)
+
+
+@pytest.mark.parametrize("first", [None, 5])
+def test_fields_of_every_kind(first):
+    x = torch.randn(16, 7).T
+    out = torch.empty(16)
+    first_ptr = None if first is None else torch.tensor([first], dtype=torch.int32)
+    sum_kernel[(1,)](x, first_ptr, out, x.stride(), 7, 16)
+    expected = x.sum(0)
+    if first is not None:
+        expected[:first] = 0
+    torch.testing.assert_close(out, expected)
+
+
+@triton.jit
+def incomplete_kernel(x_ptr):
+    rows = Rows(ptr=x_ptr, D=16)
+    tl.store(rows.ptr, 0.0)
+
+
+def test_a_missing_field_is_an_error():
+    with pytest.raises(Exception, match="a record of ptr, strides, first, D cannot be made of"):
+        incomplete_kernel[(1,)](torch.empty(1))
