@@ -1,12 +1,10 @@
 """Records: named values that travel through device code together, so that helpers take a few of them by name.
 
-An entry kernel takes flat parameters, which is what a launch can give, bundles them at its top, and hands records to its
-helpers::
+An entry kernel takes flat parameters, which is what a launch can give, bundles them at its top, and hands records to
+its helpers::
 
     @record
     class Keys:
-        """The keys of one head."""
-
         ptr: tl.tensor
         strides: tl.tuple
         first_key: tl.tensor | None
@@ -17,22 +15,27 @@ helpers::
 A field holds a tensor, a tuple, another record or a compile-time value, and which of them is settled by each call: a
 field that a call leaves None is a compile-time None, ``if keys.first_key is not None`` costs nothing, and
 ``tl.arange(0, keys.D)`` works. Annotations are for the reader. A record compiles to the same code as the separate
-values, also where a loop carries it, with every supported Triton, in Gluon, and in the interpreter (a NamedTuple would
-turn compile-time fields into run-time values).
+values, also where a loop carries it, with every supported Triton, in Gluon, and in the interpreter. (A NamedTuple
+would turn compile-time fields into run-time values.)
 """
 
 import triton
 from triton.language import core
 
+from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.triton_compat import aggregate
 
 
 def record(cls: type) -> type:
     """The class ``cls`` of annotated fields, as device code can build it: by field names, or in their order."""
     names = tuple(cls.__annotations__)
+    # The interpreter runs device code as Python, which knows no compile-time values: None is None there.
+    interpreted = is_interpreted()
 
     def __init__(self, *values, **named):
         def wrapped(value):
+            if interpreted:
+                return value
             if isinstance(value, (tuple, core.tuple)):
                 return core.tuple([wrapped(part) for part in value])
             return value if isinstance(value, core.base_value) else core.constexpr(value)

@@ -15,8 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "TensorDescriptor", "aggregate", "barrier", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
-    "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "TensorDescriptor", "aggregate", "barrier", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret",
+    "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init",
+    "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # A class whose fields travel through device code together; private before triton 3.9.
