@@ -13,7 +13,7 @@ from test_kernels import F16, F32, both, cases, hold
 from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.masks import describe_masks
-from fused_rope_attn.kernels.masks import key_range, query_range
+from fused_rope_attn.kernels.masks import Mask, key_range, query_range
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference
 
@@ -192,7 +192,7 @@ SM_90 = (
 def test_the_table_of_packed_tiles(case):
     """What the sm_90 forward reads instead of searching: every query in one tile, with its sequence."""
     from fused_rope_attn.attention.prepass import RotateKeys
-    from fused_rope_attn.attention.prepass_kernel import TABLE
+    from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 
     masks, tensors = packed_masks(case)
     inputs = make_inputs(case)
@@ -201,7 +201,7 @@ def test_the_table_of_packed_tiles(case):
     rotate = RotateKeys(inputs.k, inputs.cos, inputs.sin, *options, tiles=(case.len_q, 32))
     counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
     rotate(0, inputs.k, inputs.cos, inputs.sin, counter, tensors)
-    table = [tuple(row[:5]) for row in counter.reshape(-1, TABLE.value)[1:].tolist()]
+    table = [tuple(row[:5]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
     expected = [
         (first_q + start, first_q + len_q, first_k, len_k, len_q)
         for first_q, len_q, first_k, len_k in sequences_of(case)
@@ -487,10 +487,11 @@ def test_blocks_outside_are_not_visited():
     @triton.jit
     def ranges(out_ptr, start_m, NK, left, MIRRORED: tl.constexpr):
         start = tl.maximum(0, -left)
+        mask = Mask(num_keys=NK, first_key=start, left=left, right=None, IS_CAUSAL=True, READS_LENGTHS=False)
         if MIRRORED:
-            first, full_first, full_last, last = query_range(start_m, 0, NK, NK, start, left, None, True, False, 64, 64)
+            first, full_first, full_last, last = query_range(mask, start_m, 0, NK, 64, 64)
         else:
-            first, full_first, full_last, last = key_range(start_m, 0, NK, start, left, None, True, False, 64, 64)
+            first, full_first, full_last, last = key_range(mask, start_m, 0, 64, 64)
         tl.store(out_ptr, first)
         tl.store(out_ptr + 1, full_first)
         tl.store(out_ptr + 2, full_last)

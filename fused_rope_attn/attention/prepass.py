@@ -4,7 +4,7 @@ import torch
 import triton
 
 from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
-from fused_rope_attn.attention.prepass_kernel import TABLE, rotate_kernel
+from fused_rope_attn.attention.prepass_kernel import TILE_WORDS, rotate_kernel
 from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, table_strides
@@ -32,7 +32,7 @@ def _rotation(
             cos.shape[-2], len_q, len_k,
         ),
         {
-            "COUNTER": counter,
+            "ZERO_COUNTER": counter,
             "TILE_ROWS": tile_rows,
             "HEADS": chunk,
             "D": head_dim,
@@ -40,8 +40,8 @@ def _rotation(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d(head_dim),
             "INTERLEAVED": interleaved,
-            "LONG": is_long(x.stride()),
-            "FOLLOWS": follows,
+            "USE_INT64_OFFSETS": is_long(x.stride()),
+            "END_AFTER_PREVIOUS_LAUNCH": follows,
             "PDL": config.pdl,
         },
         {"num_warps": 4, **({"launch_pdl": True} if follows else {})},
@@ -72,7 +72,8 @@ class RotateKeys:
 
     counter: the call also zeroes an int32 word, in which the next launch counts. ``masks``: keys that do not exist are
     not rotated, packed sequences begin at row 0 each. tiles: (NQ, rows of a tile), to describe packed queries' tiles
-    behind the counter, which then is ``counter_size`` words long. follows: as FOLLOWS of ``rotate_kernel``.
+    behind the counter, which then is ``counter_size`` words long. follows: as END_AFTER_PREVIOUS_LAUNCH
+    of ``rotate_kernel``.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RotateKeys:
         self.describes = tiles is not None and masks.packed
         len_q, tile_rows = tiles if self.describes else (None, 0)
         self.num_tiles = tile_count(len_q, masks.num_sequences, tile_rows) if self.describes else 0
-        self.counter_size = TABLE.value * (1 + self.num_tiles)
+        self.counter_size = TILE_WORDS.value * (1 + self.num_tiles)
         self.launch = _rotation(
             k, cos, sin, rotary_dim, interleaved, config, masks.num_sequences, len_q=len_q, counter=counter,
             tile_rows=tile_rows, follows=follows and config.pdl,

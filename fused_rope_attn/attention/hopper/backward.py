@@ -87,8 +87,9 @@ class BackwardCall:
                 batch, heads_q, heads_kv, len_q, pitch, len_k, sequences, cos.shape[-2],
             ),
             ordered(
-                preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, BOUNDED=masks.bounded, ROTATE=True,
-                PROGRESS_ROWS=BLOCK_M.value, PADDED=BLOCK_M.value if masks.packed else 0,
+                preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, READS_LENGTHS=masks.bounded, ROTATE=True,
+                PROGRESS_ROWS=BLOCK_M.value, PAD_TO=BLOCK_M.value if masks.packed else 0,
+                USE_INT64_OFFSETS=shared["LONG"],
             ),
             {"num_warps": 4},
         )  # fmt: skip

@@ -35,8 +35,8 @@ class BackwardCall:
             "R": rotary_dim,
             "BLOCK_D": pad_d,
             "INTERLEAVED": interleaved,
-            "BOUNDED": masks.bounded,
-            "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "READS_LENGTHS": masks.bounded,
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
         }
         chunk, block = config.rotate_heads, config.rotate_rows
         programs = tile_count(len_q, sequences, block) * triton.cdiv(heads_q, chunk) * batch
@@ -54,11 +54,11 @@ class BackwardCall:
                     batch, heads_q, heads_kv, len_q, len_q, len_k, sequences, cos.shape[-2],
                 ),
                 ordered(
-                    preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PROGRESS_ROWS=0, PADDED=0,
+                    preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PROGRESS_ROWS=0, PAD_TO=0,
                 ),
                 {"num_warps": 4},
             )  # fmt: skip
-        shared.update(IS_CAUSAL=causal, INLINE=inline, PRECISION=precision, TMA=tma)
+        shared.update(IS_CAUSAL=causal, ROTATE_INLINE=inline, PRECISION=precision, USE_TMA=tma)
         head_bytes = 2 * head_dim * q.element_size()
         if batch * len_k:
             tile, heads = config.dkdv, batch * heads_kv
