@@ -33,7 +33,7 @@ from bench.timing import Options, interleave, quantile, ratio
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.configs import HopperBackwardConfig, HopperForwardConfig
-from fused_rope_attn.attention.hopper import backward, tiles
+from fused_rope_attn.attention.hopper import shapes
 from fused_rope_attn.testing import Case
 
 RESULTS = ROOT / "bench" / "results"
@@ -163,10 +163,10 @@ def visited(case: Case, part: str, plan: Any) -> int | None:
         return None
     if part == "fwd":
         if backend == "hopper":
-            return visited_scores(case, tiles.BLOCK_M, plan.forward.block_n)
+            return visited_scores(case, shapes.FORWARD_BLOCK_M.value, plan.forward.block_n)
         return visited_scores(case, plan.forward.tile.block_m, plan.forward.tile.block_n)
     if backend == "hopper":
-        return visited_by_keys(case, backward.BLOCK_M.value, backward.BLOCK_N.value)
+        return visited_by_keys(case, shapes.BACKWARD_BLOCK_M.value, shapes.BACKWARD_BLOCK_N.value)
     dkdv, dq = plan.backward.dkdv, plan.backward.dq
     return visited_by_keys(case, dkdv.block_m, dkdv.block_n) + visited_scores(case, dq.block_m, dq.block_n)
 

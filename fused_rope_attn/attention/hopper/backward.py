@@ -5,8 +5,10 @@ import triton
 
 from fused_rope_attn.attention.hopper import backward_wide_kernel as wide_kernel
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.backward_load import BLOCK_N
-from fused_rope_attn.attention.hopper.dq import BLOCK_M, CONSUMERS, postprocess_kernel
+from fused_rope_attn.attention.hopper.dq import postprocess_kernel
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.kernels.arguments import heads_per_section, scale_and_sign, tile_count

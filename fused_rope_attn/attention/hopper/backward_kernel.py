@@ -17,10 +17,13 @@ Three kinds of warps meet only at barriers in shared memory:
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA.
 """
 
-from fused_rope_attn.attention.hopper.backward_load import BLOCK_N, KEYS, load, query_blocks
+from fused_rope_attn.attention.hopper.backward_load import load, query_blocks
+from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import drop_keys, issue_product, store_dk, store_dv, weigh
-from fused_rope_attn.attention.hopper.dq import BLOCK_M, CONSUMERS, reduce, stage_rows
-from fused_rope_attn.attention.hopper.masks import needs_mask
+from fused_rope_attn.attention.hopper.dq import reduce, stage_rows
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.masks import first_key
 from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile

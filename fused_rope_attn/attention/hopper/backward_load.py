@@ -1,14 +1,11 @@
 """The sm_90 backward's loading warp: which query blocks a key block sees, and the rings that hold them."""
 
-from fused_rope_attn.attention.hopper.dq import BLOCK_M
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
 from fused_rope_attn.kernels.masks import Mask, first_query, query_range
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
-
-# Key rows of one block; the keys of one of its warpgroups, the M of a wgmma.
-BLOCK_N = gl.constexpr(128)
-KEYS = gl.constexpr(64)
 
 
 @jit

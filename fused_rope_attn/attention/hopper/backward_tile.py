@@ -2,9 +2,9 @@
 
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper.backward_load import KEYS
-from fused_rope_attn.attention.hopper.dq import BLOCK_M
-from fused_rope_attn.attention.hopper.masks import hide_pairs
+from fused_rope_attn.attention.hopper.backward_masks import hide_pairs
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import KEYS
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile

@@ -13,9 +13,10 @@ threads hold it: through shared memory, as ``backward`` does it, it would be a t
 """
 
 from fused_rope_attn.attention.hopper.backward_load import load, query_blocks
-from fused_rope_attn.attention.hopper.backward_tile import KEYS, drop_keys, issue_product, store_dk, store_dv, weigh
-from fused_rope_attn.attention.hopper.dq import BLOCK_M, CONSUMERS
-from fused_rope_attn.attention.hopper.masks import needs_mask
+from fused_rope_attn.attention.hopper.backward_masks import needs_mask
+from fused_rope_attn.attention.hopper.backward_tile import drop_keys, issue_product, store_dk, store_dv, weigh
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key
 from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile

@@ -7,16 +7,14 @@
 import triton
 import triton.language as tl
 
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
 from fused_rope_attn.kernels.tiles import RowFormat, Rows
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, tma_reduce_add, tma_store, tma_store_wait
-
-# Query rows of one block, and the warpgroups, each of which brings its part of a block's columns.
-BLOCK_M = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
 
 
 @jit

@@ -3,10 +3,7 @@
 import torch
 
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
-from fused_rope_attn.attention.hopper.tiles import (
-    BLOCK_M,
-    ROWS,
-)
+from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M, ROWS
 from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
 from fused_rope_attn.kernels.arguments import heads_per_section, scale_and_sign, tile_count
@@ -35,7 +32,9 @@ class ForwardCall:
         qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
         rotation = (cos, sin, rotary_dim, interleaved, config)
         self.rotate_queries = RotateQueries(q, len_k, *rotation, q_sign, masks) if wide else None
-        self.rotate_keys = RotateKeys(k, *rotation, counter=True, masks=masks, tiles=(len_q, BLOCK_M), follows=wide)
+        self.rotate_keys = RotateKeys(
+            k, *rotation, counter=True, masks=masks, tiles=(len_q, FORWARD_BLOCK_M.value), follows=wide
+        )
         k_like = k.new_empty(k.shape)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         key_layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_n, pad_d], element)
@@ -51,7 +50,7 @@ class ForwardCall:
         cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
         num_heads, group_size = batch * heads_q, heads_q // heads_kv
         self.packed = masks.packed
-        slots = tile_count(len_q, masks.num_sequences, BLOCK_M)
+        slots = tile_count(len_q, masks.num_sequences, FORWARD_BLOCK_M.value)
         num_tiles = slots * num_heads
         kv_bytes = 2 * masks.longest(len_k) * head_dim * k.element_size()
         section = heads_per_section(num_heads, group_size, kv_bytes, config.section_bytes)

@@ -16,7 +16,8 @@ last ones. O leaves in two halves of its columns, through the same memory.
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.forward_load import load, rotate_queries
-from fused_rope_attn.attention.hopper.masks import first_position, mask_scores
+from fused_rope_attn.attention.hopper.forward_masks import first_position, mask_scores
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
 from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
     fold_scores,
@@ -29,11 +30,9 @@ from fused_rope_attn.attention.hopper.softmax import (
 )
 from fused_rope_attn.attention.hopper.tiles import (
     BOUNDS,
-    CONSUMERS,
     NUMBERS,
     PACKED_BOUNDS,
     RING,
-    ROWS,
     next_tile,
     query_limit,
 )

@@ -1,10 +1,9 @@
 """The sm_90 forward's warps that fill shared memory: keys, values, and queries, rotated or as they are."""
 
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
 from fused_rope_attn.attention.hopper.tiles import (
-    CONSUMERS,
     PACKED_BOUNDS,
-    ROWS,
     announce,
     next_tile,
     packed_work,

@@ -1,15 +1,12 @@
 """Which tile a block of the sm_90 forward works on, and how its warps hear of it."""
 
+from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import Mask, first_key, key_range
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-# Query rows of one consumer warpgroup (the M of a wgmma), and the warpgroups that share a tile.
-ROWS = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
-BLOCK_M = 128
 # Tiles announced ahead of the slowest reader, and the numbers that announce one: those of every call, and those of
 # calls whose keys do not begin at 0 or end at NK, with one more where queries end before NQ, in packed calls. RANGED
 # everywhere is how many of the latter there are: 0, BOUNDS or PACKED_BOUNDS.
@@ -23,7 +20,6 @@ PACKED_BOUNDS = gl.constexpr(5)
 def visited_blocks(start_m, q_offset, NK, start, left, right, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    BOUNDED: gl.constexpr):  # fmt: skip
     """(key blocks, those of them that need a mask, bounds) of the tile of queries from start_m on; see ``work``."""
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     mask = Mask(num_keys=NK, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
     first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
     if start is None:
@@ -48,7 +44,6 @@ def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr,
     ``bounds``: (the last key block, how many blocks come before those that hold keys before some row's first one, first
     key, number of keys). A block may be of both kinds.
     """
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, IS_CAUSAL)
     start_m = block * BLOCK_M
     batch = bh // HQ

@@ -1,0 +1,19 @@
+"""The sizes that the sm_90 kernels share: warpgroups and the rows that they own. Nothing here varies with a call.
+
+Both directions give a block two warpgroups that multiply. Each of them owns as many rows as one wgmma has (its M): of
+queries in the forward, of keys in the backward.
+"""
+
+from fused_rope_attn.runtime.triton_compat import gl
+
+# Warpgroups of a block that multiply, and so consume what the loading warp brings.
+CONSUMERS = gl.constexpr(2)
+# Rows of one wgmma: the query rows of a warpgroup in the forward, its key rows in the backward.
+ROWS = gl.constexpr(64)
+KEYS = gl.constexpr(64)
+
+# Query rows of the forward's tile: those of both warpgroups.
+FORWARD_BLOCK_M = gl.constexpr(128)
+# Query rows that the backward takes at a time, and key rows of its tile: those of both warpgroups.
+BACKWARD_BLOCK_M = gl.constexpr(64)
+BACKWARD_BLOCK_N = gl.constexpr(128)
