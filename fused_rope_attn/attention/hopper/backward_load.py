@@ -1,6 +1,6 @@
 """The sm_90 backward's loading warp: which query blocks a key block sees, and the rings that hold them."""
 
-from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
+from fused_rope_attn.attention.hopper.rows import RowStatistics, load_existing, load_rows
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
 from fused_rope_attn.kernels.masks import Mask, first_query, query_range
@@ -41,15 +41,16 @@ def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: 
     smem, stats_smem, full, empty = ring
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-    stats = stats_smem.index(slot)
+    stats = None
+    if stats_desc is not None:
+        stats = RowStatistics(desc=stats_desc, start=row, smem=stats_smem.index(slot))
     if alive is None:
-        load_rows(desc, batch, head, start_m, smem.index(slot), full.index(slot), stats_desc, row, stats)
+        load_rows(desc, batch, head, start_m, smem.index(slot), full.index(slot), stats)
     else:
         if limit is None:
             limit = start_m + BLOCK_M
         zeroed = load_existing(
-            desc, batch, head, start_m, smem.index(slot), full.index(slot), raw, zeroed, alive, limit, stats_desc, row,
-            stats,
+            desc, batch, head, start_m, smem.index(slot), full.index(slot), alive, limit, raw, zeroed, stats
         )  # fmt: skip
     return zeroed
 
@@ -69,7 +70,7 @@ def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring
     if raw is None:
         load_rows(v_desc, batch, head, start_n, v_smem, v_full)
     else:
-        zeroed = load_existing(v_desc, batch, head, start_n, v_smem, v_full, raw, zeroed, start, NK)
+        zeroed = load_existing(v_desc, batch, head, start_n, v_smem, v_full, start, NK, raw, zeroed)
     # The pre-process writes all that follows, and every other warp waits for some of it.
     wait_for_previous_launch(PDL)
     if OWNED:
@@ -78,7 +79,7 @@ def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring
     if raw is None:
         load_rows(k_desc, batch, head, start_n, k_smem, k_full)
     else:
-        zeroed = load_existing(k_desc, batch, head, start_n, k_smem, k_full, raw, zeroed, start, NK)
+        zeroed = load_existing(k_desc, batch, head, start_n, k_smem, k_full, start, NK, raw, zeroed)
     head_q = head * GROUP_SIZE
     step = 0
     for member in range(GROUP_SIZE):

@@ -91,7 +91,7 @@ def load(q_desc, k_desc, v_desc, counter_ptr, q_smem, k_smem, v_smem, q_full, q_
                 # Scores of keys that do not exist are masked; values would meet weights of zero.
                 slot_v = v_smem.index(slot)
                 zeroed = load_existing(
-                    v_desc, batch, head_kv, row, slot_v, v_full.index(slot), raw, zeroed, first_row, last_row
+                    v_desc, batch, head_kv, row, slot_v, v_full.index(slot), first_row, last_row, raw, zeroed
                 )
             else:
                 load_rows(v_desc, batch, head_kv, row, v_smem.index(slot), v_full.index(slot))
