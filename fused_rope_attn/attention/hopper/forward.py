@@ -70,15 +70,15 @@ class ForwardCall:
                 "STAGES": config.stages,
                 "INTERLEAVED": interleaved,
                 "IS_CAUSAL": causal,
-                "BOUNDED": masks.bounded,
-                "LONG": is_long(q.stride(), self.o_strides),
+                "READS_LENGTHS": masks.bounded,
+                "USE_INT64_OFFSETS": is_long(q.stride(), self.o_strides),
                 "PDL": config.pdl,
                 "ATTEND_REGISTERS": config.attend_registers,
                 "ROTATE_REGISTERS": config.rotate_registers,
                 "LOAD_REGISTERS": 24,
                 # With few blocks to a tile the registers that it takes cost more than it gives, and packed calls have
                 # none to spare: 168 bytes of stack with it.
-                "PIN": config.pin and masks.left is None and not masks.packed,
+                "PIN_SUMS": config.pin and masks.left is None and not masks.packed,
                 "Q_LAYOUT": gl.NVMMASharedLayout.get_default_for([ROWS.value, pad_d], element),
             },
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},

@@ -3,15 +3,20 @@
 Which blocks are visited, and which of them need this, says ``kernels.masks`` as for the portable kernels.
 """
 
-from fused_rope_attn.attention.hopper.tiles import query_limit, tile_bounds
+from fused_rope_attn.attention.hopper.tiles import tile_bounds
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 
-@jit
-def first_position(start_m, blocks, bounds, NQ, NK, RANGED: gl.constexpr):
-    """The position of the tile's first query."""
-    _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-    return start_m + len_k - query_limit(bounds, NQ, RANGED)
+@record
+class MaskOptions:
+    """The masks of a call, of which each tile has a part."""
+
+    left: gl.tensor | None  # how many keys before its own position a query sees; None: all
+    right: gl.tensor | None  # how many keys behind its own position a query sees; None: all, or causal
+    IS_CAUSAL: gl.constexpr
+    READS_LENGTHS: gl.constexpr  # the device reads which keys exist: a query may lie before position 0
+    HAS_STARTS: gl.constexpr  # whether there are kv_starts
 
 
 @jit
@@ -30,31 +35,33 @@ def hide_keys(scores, limit, columns, UPPER: gl.constexpr):
 
 
 @jit
-def mask_scores(scores, position, columns, i, blocks, masked, bounds, NK, left, right, IS_CAUSAL: gl.constexpr,
-                BOUNDED: gl.constexpr, RANGED: gl.constexpr, STARTS: gl.constexpr):  # fmt: skip
-    """-inf where a query at ``position`` (rows,) must not see a key of block ``i`` of the tile, as ``visible`` says.
+def mask_scores(scores, positions, columns, visit, tile, masks, NK):
+    """-inf where a query must not see a key, as ``kernels.masks.visible`` says.
+
+    scores (rows, BLOCK_N) float32 of the ``visit``-th key block that the tile visits; positions (rows,) int32 of the
+    queries; columns: 0 .. BLOCK_N.
 
     Of the conditions on each side of a row the narrowest is found first. A block that is whole on one side does not
-    pay for it. Without STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
+    pay for it. Without HAS_STARTS the tile's first key is what ``left`` gives the first query, and says nothing more.
     """
-    top, low, start, len_k = tile_bounds(bounds, blocks, NK, RANGED)
-    first = (top - i) * scores.shape[1]
-    if i < masked:
-        last = position * 0 + (len_k - 1)
-        if IS_CAUSAL:
-            last = gl.minimum(last, position)
-        if right is not None:
-            last = gl.minimum(last, position + right)
-        if BOUNDED and not IS_CAUSAL:
-            last = gl.where(position >= 0, last, -1)
-        scores = hide_keys(scores, last - first, columns, True)
-    if left is not None or STARTS:
-        if i >= low:
-            if left is None:
-                least = position * 0 + start
+    bounds = tile_bounds(tile, NK)
+    start_n = (bounds.last_block - visit) * scores.shape[1]
+    if visit < tile.upper_masked:
+        last = positions * 0 + (bounds.num_keys - 1)
+        if masks.IS_CAUSAL:
+            last = gl.minimum(last, positions)
+        if masks.right is not None:
+            last = gl.minimum(last, positions + masks.right)
+        if masks.READS_LENGTHS and not masks.IS_CAUSAL:
+            last = gl.where(positions >= 0, last, -1)
+        scores = hide_keys(scores, last - start_n, columns, UPPER=True)
+    if masks.left is not None or masks.HAS_STARTS:
+        if visit >= bounds.lower_masked_from:
+            if masks.left is None:
+                least = positions * 0 + bounds.first_key
             else:
-                least = position - left
-                if STARTS:
-                    least = gl.maximum(least, start)
-            scores = hide_keys(scores, least - first, columns, False)
+                least = positions - masks.left
+                if masks.HAS_STARTS:
+                    least = gl.maximum(least, bounds.first_key)
+            scores = hide_keys(scores, least - start_n, columns, UPPER=False)
     return scores

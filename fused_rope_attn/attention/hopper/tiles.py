@@ -1,168 +1,150 @@
-"""Which tile a block of the sm_90 forward works on, and how its warps hear of it."""
+"""A tile of the sm_90 forward as its warps know it, and the ring in which the loading warp announces the next ones.
 
-from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.kernels.lengths import existing_keys
-from fused_rope_attn.kernels.masks import Mask, first_key, key_range
-from fused_rope_attn.kernels.schedule import scheduled_tile
+The loading warp alone asks which tile comes next and divides it into batch, head and key blocks. The other warps hear
+of it as a few int32 numbers in shared memory, and count the tiles that they have heard of: ``tile_step``.
+"""
+
+from triton import constexpr_function
+
+from fused_rope_attn.attention.hopper.barriers import Ring
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-# Tiles announced ahead of the slowest reader, and the numbers that announce one: those of every call, and those of
-# calls whose keys do not begin at 0 or end at NK, with one more where queries end before NQ, in packed calls. RANGED
-# everywhere is how many of the latter there are: 0, BOUNDS or PACKED_BOUNDS.
-RING = gl.constexpr(4)
-NUMBERS = gl.constexpr(6)
-BOUNDS = gl.constexpr(4)
-PACKED_BOUNDS = gl.constexpr(5)
+# Warps of a warpgroup: the loading warp is alone, all others come in fours.
+WARPGROUP = gl.constexpr(4)
+# Tiles announced ahead of the slowest reader.
+TILE_STAGES = gl.constexpr(4)
+
+
+@record
+class TileBounds:
+    """Where a tile's keys and queries begin and end, int32, in calls where the shapes alone do not say so."""
+
+    last_block: gl.tensor  # the last key block that some row sees, counted from the sequence's first key
+    lower_masked_from: gl.tensor  # visited blocks from this number on hold keys before some row's first visible one
+    first_key: gl.tensor  # no row sees a key before this one
+    num_keys: gl.tensor  # keys from this one on do not exist
+    query_end: gl.tensor | None  # in packed calls: the row behind the last one of the tile's sequence
+
+
+@record
+class QueryTile:
+    """FORWARD_BLOCK_M query rows of one head and the key blocks that they see, int32.
+
+    Key blocks are visited from the last one down, and counted in that order. A block may need a mask on both sides.
+    """
+
+    start_m: gl.tensor  # the first query row; in packed calls a row of the packed tensor
+    bh: gl.tensor  # batch * HQ + head
+    batch: gl.tensor
+    head: gl.tensor
+    num_blocks: gl.tensor  # key blocks to visit; 0: there is no such tile, and none after it
+    upper_masked: gl.tensor  # visited blocks before this number hold keys behind some row's last visible one
+    bounds: TileBounds | None  # None: keys begin at 0 and end at NK, queries end at NQ
 
 
 @jit
-def visited_blocks(start_m, q_offset, NK, start, left, right, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                   BOUNDED: gl.constexpr):  # fmt: skip
-    """(key blocks, those of them that need a mask, bounds) of the tile of queries from start_m on; see ``work``."""
-    mask = Mask(num_keys=NK, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
-    first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
-    if start is None:
-        start = 0
+def tile_bounds(tile, NK):
+    """The ``TileBounds`` of any tile: where none are announced, none are carried around loops either."""
+    if tile.bounds is None:
+        return TileBounds(
+            last_block=tile.num_blocks - 1, lower_masked_from=tile.num_blocks, first_key=0, num_keys=NK, query_end=None
+        )
     else:
-        # That of the rows' last keys alone: where a window is narrower than a block, both ends may lie in the same one.
-        upper = Mask(num_keys=NK, first_key=None, left=None, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
-        _, _, full_last, _ = key_range(upper, start_m, q_offset, BLOCK_M, BLOCK_N)
-    first_block = first // BLOCK_N
-    blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
-    top = first_block + blocks - 1
-    bounds = (top, top + 1 - full_first // BLOCK_N, start, NK)
-    return blocks, top + 1 - full_last // BLOCK_N, bounds
+        return tile.bounds
 
 
 @jit
-def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr, left, right, BLOCK_N: gl.constexpr,
-         IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
-    """(first row, batch * HQ + head, batch, head, key head, key blocks, those of them that need a mask, bounds).
-
-    Key blocks are visited from the last one down; the first ``masked`` hold keys behind some row's last one.
-    ``bounds``: (the last key block, how many blocks come before those that hold keys before some row's first one, first
-    key, number of keys). A block may be of both kinds.
-    """
-    block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, IS_CAUSAL)
-    start_m = block * BLOCK_M
-    batch = bh // HQ
-    head = bh % HQ
-    if lens_ptr is not None:
-        NK = existing_keys(lens_ptr, batch, NK)
-    start = None
-    if starts_ptr is not None or left is not None:
-        start = first_key(starts_ptr, batch, NK - NQ, NK, left)
-    blocks, masked, bounds = visited_blocks(
-        start_m, NK - NQ, NK, start, left, right, BLOCK_N, IS_CAUSAL, BOUNDED
-    )  # fmt: skip
-    return start_m, bh, batch, head, head // GROUP_SIZE, blocks, masked, bounds
-
-
-@jit
-def table_entry(tile, num_tiles, table_ptr, slots, num_heads, section, IS_CAUSAL: gl.constexpr):
-    """(head, first row, row behind the sequence's last, first key row, keys, queries) of a tile of packed queries.
-
-    As ``describe_tiles`` left it in ``table``. A tile past the last one is read as the last.
-    """
-    slot, head = scheduled_tile(gl.minimum(tile, num_tiles - 1), slots, num_heads, section, IS_CAUSAL)
-    entry = table_ptr + slot * TILE_WORDS
-    return head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
-
-
-@jit
-def packed_work(tile, num_tiles, counter_ptr, num_heads, section, GROUP_SIZE, slots, left, right,
-                BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
-    """``work`` of the first tile from ``tile`` on that holds queries: (..., bounds, first key row); no blocks: none.
-
-    Rows are those of the packed tensors, so that a tile has its first row for ``start_m``, and its bounds end with the
-    row behind its sequence's last, in place of NQ: positions, which depend on the difference, come out as they are.
-    """
-    table_ptr = counter_ptr + TILE_WORDS
-    head, row, end, first_k, len_k, len_q = table_entry(
-        tile, num_tiles, table_ptr, slots, num_heads, section, IS_CAUSAL
-    )  # fmt: skip
-    while (row >= end) & (tile < num_tiles):
-        tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        head, row, end, first_k, len_k, len_q = table_entry(
-            tile, num_tiles, table_ptr, slots, num_heads, section, IS_CAUSAL
-        )  # fmt: skip
-    start = None
-    if left is not None:
-        start = first_key(None, 0, len_k - len_q, len_k, left)
-    blocks, masked, bounds = visited_blocks(row, len_k - end, len_k, start, left, right, BLOCK_N, IS_CAUSAL, BOUNDED)
-    blocks = gl.where(tile < num_tiles, blocks, 0)
-    top, low, start, len_k = bounds
-    bounds = (top, low, start, len_k, end)
-    return row, head, head * 0, head, head // GROUP_SIZE, blocks, masked, bounds, first_k
-
-
-@jit
-def announce(tile_smem, tile_full, tile_empty, turn, start_m, bh, batch, head, blocks, masked, bounds,
-             RANGED: gl.constexpr):  # fmt: skip
-    """Tell the other warps which tile this turn has, so that its divisions are made once; no blocks: there is none."""
-    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = turn % RING
-    mbarrier.wait(tile_empty.index(slot), ((turn // RING) & 1) ^ 1)
-    first = slot * (NUMBERS + RANGED)
-    tile_smem.index(first).store(gl.full([1], start_m, gl.int32, LANE))
-    tile_smem.index(first + 1).store(gl.full([1], bh, gl.int32, LANE))
-    tile_smem.index(first + 2).store(gl.full([1], batch, gl.int32, LANE))
-    tile_smem.index(first + 3).store(gl.full([1], head, gl.int32, LANE))
-    tile_smem.index(first + 4).store(gl.full([1], blocks, gl.int32, LANE))
-    tile_smem.index(first + 5).store(gl.full([1], masked, gl.int32, LANE))
-    if RANGED:
-        for i in gl.static_range(RANGED):
-            tile_smem.index(first + NUMBERS + i).store(gl.full([1], bounds[i], gl.int32, LANE))
-    mbarrier.arrive(tile_full.index(slot))
-
-
-@jit
-def number(tile_smem, index, NUM_WARPS: gl.constexpr):
-    return gl.max(tile_smem.index(index).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
-
-
-@jit
-def next_tile(tile_smem, tile_full, tile_empty, turn, NUM_WARPS: gl.constexpr, RANGED: gl.constexpr):
-    """What ``announce`` said in this turn: (start_m, bh, batch, head, blocks, masked, bounds); see ``tile_bounds``."""
-    slot = turn % RING
-    mbarrier.wait(tile_full.index(slot), (turn // RING) & 1)
-    first = slot * (NUMBERS + RANGED)
-    start_m = number(tile_smem, first, NUM_WARPS)
-    bh = number(tile_smem, first + 1, NUM_WARPS)
-    batch = number(tile_smem, first + 2, NUM_WARPS)
-    head = number(tile_smem, first + 3, NUM_WARPS)
-    blocks = number(tile_smem, first + 4, NUM_WARPS)
-    masked = number(tile_smem, first + 5, NUM_WARPS)
-    bounds = ()
-    if RANGED:
-        top = number(tile_smem, first + NUMBERS, NUM_WARPS)
-        low = number(tile_smem, first + NUMBERS + 1, NUM_WARPS)
-        start = number(tile_smem, first + NUMBERS + 2, NUM_WARPS)
-        len_k = number(tile_smem, first + NUMBERS + 3, NUM_WARPS)
-        bounds = (top, low, start, len_k)
-        if RANGED == PACKED_BOUNDS:
-            bounds = (top, low, start, len_k, number(tile_smem, first + NUMBERS + 4, NUM_WARPS))
-    mbarrier.arrive(tile_empty.index(slot))
-    return start_m, bh, batch, head, blocks, masked, bounds
-
-
-@jit
-def tile_bounds(bounds, blocks, NK, RANGED: gl.constexpr):
-    """(last key block, blocks before those at the other end that need a mask, first key, number of keys) of a tile.
-
-    Without RANGED nothing is announced, and nothing carried around loops: NK keys, seen from the first on.
-    """
-    if RANGED:
-        return bounds[0], bounds[1], bounds[2], bounds[3]
-    else:
-        return blocks - 1, blocks, 0, NK
-
-
-@jit
-def query_limit(bounds, NQ, RANGED: gl.constexpr):
+def query_end(tile, NQ):
     """The row at which a tile's queries end: NQ, or in packed calls its sequence's own."""
-    if RANGED == PACKED_BOUNDS:
-        return bounds[4]
-    else:
+    if tile.bounds is None:
         return NQ
+    elif tile.bounds.query_end is None:
+        return NQ
+    else:
+        return tile.bounds.query_end
+
+
+@jit
+def query_position(tile, row, NQ, NK):
+    """The position of query ``row`` among its sequence's keys: the last query has the last key's."""
+    return row + tile_bounds(tile, NK).num_keys - query_end(tile, NQ)
+
+
+@record
+class TileRing:
+    """The ``Ring`` in which tiles are announced; a slot holds WORDS int32 numbers, ``ring.smem`` those of all slots."""
+
+    ring: Ring
+    WORDS: gl.constexpr  # as ``announced_words`` counts them
+    HAS_BOUNDS: gl.constexpr  # whether tiles have ``TileBounds``
+    IS_PACKED: gl.constexpr  # whether these have a ``query_end``
+
+    @jit
+    def write(self, word, number):
+        ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.ring.smem.index(word).store(gl.full([1], number, gl.int32, ONE_WARP))
+
+    @jit
+    def read(self, word):
+        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPGROUP], [0])
+        return gl.max(self.ring.smem.index(word).load(ONE_WARPGROUP), 0)
+
+
+@constexpr_function
+def announced_words(has_bounds, is_packed):
+    """How many numbers announce a tile."""
+    return 6 + 4 * has_bounds + is_packed
+
+
+@jit
+def announce_tile(tiles, step, tile):
+    """Tell the other warps which tile is number ``step``, so that its divisions are made once."""
+    ring = tiles.ring
+    ring.wait_empty(step)
+    word = ring.slot(step) * tiles.WORDS
+    tiles.write(word, tile.start_m)
+    tiles.write(word + 1, tile.bh)
+    tiles.write(word + 2, tile.batch)
+    tiles.write(word + 3, tile.head)
+    tiles.write(word + 4, tile.num_blocks)
+    tiles.write(word + 5, tile.upper_masked)
+    if tiles.HAS_BOUNDS:
+        tiles.write(word + 6, tile.bounds.last_block)
+        tiles.write(word + 7, tile.bounds.lower_masked_from)
+        tiles.write(word + 8, tile.bounds.first_key)
+        tiles.write(word + 9, tile.bounds.num_keys)
+        if tiles.IS_PACKED:
+            tiles.write(word + 10, tile.bounds.query_end)
+    mbarrier.arrive(ring.full.index(ring.slot(step)))
+
+
+@jit
+def next_tile(tiles, step):
+    """The ``QueryTile`` that was announced as number ``step``, for a warpgroup that has not asked for it before."""
+    ring = tiles.ring
+    ring.wait_full(step)
+    word = ring.slot(step) * tiles.WORDS
+    start_m = tiles.read(word)
+    bh = tiles.read(word + 1)
+    batch = tiles.read(word + 2)
+    head = tiles.read(word + 3)
+    num_blocks = tiles.read(word + 4)
+    upper_masked = tiles.read(word + 5)
+    bounds = None
+    if tiles.HAS_BOUNDS:
+        last_block = tiles.read(word + 6)
+        lower_masked_from = tiles.read(word + 7)
+        first_key = tiles.read(word + 8)
+        num_keys = tiles.read(word + 9)
+        query_end = None
+        if tiles.IS_PACKED:
+            query_end = tiles.read(word + 10)
+        bounds = TileBounds(
+            last_block=last_block, lower_masked_from=lower_masked_from, first_key=first_key, num_keys=num_keys,
+            query_end=query_end,
+        )  # fmt: skip
+    ring.release(step)
+    return QueryTile(
+        start_m=start_m, bh=bh, batch=batch, head=head, num_blocks=num_blocks, upper_masked=upper_masked, bounds=bounds
+    )

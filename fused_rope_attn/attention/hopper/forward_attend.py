@@ -1,0 +1,194 @@
+"""The warpgroups of the sm_90 forward that multiply: scores, softmax and values of 64 query rows each."""
+
+import triton.language as tl
+
+from fused_rope_attn.attention.hopper.barriers import arrive_at_named_barrier, wait_at_named_barrier
+from fused_rope_attn.attention.hopper.forward_masks import mask_scores
+from fused_rope_attn.attention.hopper.forward_output import write_output
+from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.softmax import (
+    cap_scores,
+    fold_scores,
+    no_sums,
+    pack_weights,
+    pin,
+    rescale,
+    unpack_weights,
+    whole_sums,
+)
+from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.softmax import LN2, LOG2E, add_sink
+from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
+
+# Named barriers at which warpgroup 0 and 1 wait for the tensor cores; triton counts those of its partitions from 0.
+TENSOR_CORES_OF_0 = gl.constexpr(8)
+TENSOR_CORES_OF_1 = gl.constexpr(9)
+CONSUMER_THREADS = gl.constexpr(256)
+
+
+@record
+class Softmax:
+    """What turns the scores into weights."""
+
+    qk_scale: gl.tensor  # > 0, times log2(e), and times the cap where there is one
+    cap_scale: gl.tensor | None  # by which scores are multiplied before their tanh
+    sinks_ptr: gl.tensor | None  # (HQ,)
+    PIN_SUMS: gl.constexpr  # see ``softmax.pin``
+
+
+@jit
+def wait_for_tensor_cores(MEMBER: gl.constexpr):
+    """Wait until the other warpgroup has issued its products, so that one computes while the other multiplies."""
+    if MEMBER == 0:
+        wait_at_named_barrier(TENSOR_CORES_OF_0, CONSUMER_THREADS)
+    else:
+        wait_at_named_barrier(TENSOR_CORES_OF_1, CONSUMER_THREADS)
+
+
+@jit
+def hand_over_tensor_cores(MEMBER: gl.constexpr):
+    """Let the other warpgroup issue its products."""
+    if MEMBER == 0:
+        arrive_at_named_barrier(TENSOR_CORES_OF_1, CONSUMER_THREADS)
+    else:
+        arrive_at_named_barrier(TENSOR_CORES_OF_0, CONSUMER_THREADS)
+
+
+@jit
+def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, MEMBER: gl.constexpr):
+    """Issue the scores of key block ``key_step`` and, behind them, the values of the block before, with weights p.
+
+    q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc (ROWS, BLOCK_D) is multiplied
+    by first. Returns the scores (ROWS, BLOCK_N) float32, capped where there is a ``cap_scale``, and acc in flight.
+    Unless the block ``exists``, the scores mean nothing.
+    """
+    BLOCK_D: gl.constexpr = q.shape[1]
+    BLOCK_N: gl.constexpr = keys.smem.shape[3]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    k_slot, v_slot = keys.slot(key_step), values.slot(key_step - 1)
+    weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    keys.wait_full(key_step, exists)
+    k = keys.smem.index(k_slot).reshape((BLOCK_N, BLOCK_D))
+    wait_for_tensor_cores(MEMBER)
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    acc = rescale(acc, correction)
+    values.wait_full(key_step - 1)
+    v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
+    acc = warpgroup_mma(weights, v, acc, is_async=True)
+    hand_over_tensor_cores(MEMBER)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    keys.release(key_step, exists)
+    return cap_scores(scores, cap_scale, q.dtype), acc
+
+
+@jit
+def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
+    """Rows [ROWS * MEMBER, ROWS * MEMBER + ROWS) of every tile.
+
+    ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
+    mask and those that do not: of two, ptxas set up the address of q in the first alone, and jumped past it when that
+    loop had no iterations.
+    """
+    BLOCK_N: gl.constexpr = keys.smem.shape[3]
+    BLOCK_D: gl.constexpr = keys.smem.shape[4]
+    DTYPE: gl.constexpr = keys.smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    unseen = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+
+    tile_step = 0
+    key_step = 0
+    tile = next_tile(tiles, tile_step)
+    start_m = tile.start_m + MEMBER * ROWS
+    positions = query_position(tile, start_m, NQ, NK) + rows
+    exists = True
+    if tiles.IS_PACKED:
+        # How many tiles hold queries only the device knows.
+        exists = tile.num_blocks > 0
+    queries.wait_full(tile_step, MEMBER, exists)
+    keys.wait_full(key_step, exists)
+    k = keys.smem.index(keys.slot(key_step)).reshape((BLOCK_N, BLOCK_D))
+    q = queries.tile(tile_step, MEMBER).reshape((ROWS, BLOCK_D))
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    keys.release(key_step, exists)
+    scores = cap_scores(scores, softmax.cap_scale, DTYPE)
+    scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
+    p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
+    p = pack_weights(p, DTYPE)
+    if MEMBER == 1:
+        hand_over_tensor_cores(MEMBER)
+    while tile.num_blocks > 0:
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
+        correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+        q = queries.tile(tile_step, MEMBER).reshape((ROWS, BLOCK_D))
+        for visit in range(1, tile.num_blocks):
+            key_step += 1
+            scores, acc = multiply(
+                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, MEMBER
+            )  # fmt: skip
+            if queries.IS_SINGLE:
+                # The next tile's queries can come while this one's last softmax is computed.
+                if visit + 1 == tile.num_blocks:
+                    queries.release(tile_step, MEMBER)
+            scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
+            p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
+            if softmax.PIN_SUMS:
+                pin(row_sum)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            values.release(key_step - 1)
+            p = pack_weights(p, DTYPE)
+        if queries.IS_SINGLE:
+            queries.release(tile_step, MEMBER, tile.num_blocks == 1)
+        else:
+            queries.release(tile_step, MEMBER)
+
+        # The next tile's first scores run beside this tile's last values. After the last tile they are computed from
+        # whatever the buffers hold, and dropped.
+        tile_step += 1
+        key_step += 1
+        finished = tile
+        row_end = query_end(finished, NQ)
+        tile = next_tile(tiles, tile_step)
+        exists = tile.num_blocks > 0
+        positions = query_position(tile, tile.start_m + MEMBER * ROWS, NQ, NK) + rows
+        queries.wait_full(tile_step, MEMBER, exists)
+        scores, acc = multiply(
+            queries.tile(tile_step, MEMBER).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
+            exists, softmax.cap_scale, MEMBER,
+        )  # fmt: skip
+        scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
+        p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
+
+        # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
+        row_sum = whole_sums(row_sum, gl.SliceLayout(1, S))
+        seen = row_sum != 0.0
+        weight = 1.0
+        if softmax.sinks_ptr is not None:
+            sink = gl.load(softmax.sinks_ptr + finished.head).to(gl.float32) * LOG2E
+            row_max, row_sum, weight = add_sink(row_max, row_sum, sink, seen)
+        divisor = gl.where(seen, row_sum, 1.0)
+        lse = gl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
+        start_m = finished.start_m + MEMBER * ROWS
+        offs_m = start_m + rows
+        gl.store(output.lse_ptr + finished.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
+        factor = gl.convert_layout(gl.where(seen, weight / divisor, 0.0), gl.SliceLayout(1, OUT))
+        seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT))
+        tma_store_wait(0)
+        if softmax.PIN_SUMS:
+            pin(new_sum)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        values.release(key_step - 1)
+        o = gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
+        write_output(output, o, finished, start_m, row_end, MEMBER)
+        p = pack_weights(p, DTYPE)
+        row_max, row_sum = new_max, new_sum
+    if MEMBER == 0:
+        # The other warpgroup hands the tensor cores over once more.
+        wait_for_tensor_cores(MEMBER)
+    tma_store_wait(0)

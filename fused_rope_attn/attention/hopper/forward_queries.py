@@ -1,0 +1,119 @@
+"""The query tiles of the sm_90 forward in shared memory, and the warps that rotate them on their way there."""
+
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
+from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, tile_bounds
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, head_rows, rows_from
+from fused_rope_attn.runtime.triton_compat import fence_async_shared, gl, jit, mbarrier
+
+
+@record
+class QueryBuffers:
+    """Tiles of ROWS queries in shared memory, one for each warpgroup that multiplies, in pair order.
+
+    Either there are two sets of them, of which the ``tile_step``-th tile uses number ``tile_step % 2``, with one pair
+    of mbarriers each; or, IS_SINGLE, there is one set, and each warpgroup has mbarriers of its own, so that the next
+    queries can follow as soon as the one warpgroup has done with its last ones.
+    """
+
+    smem: gl.shared_memory_descriptor  # (2 * CONSUMERS, ROWS, BLOCK_D), or (CONSUMERS, 1, 1, ROWS, BLOCK_D)
+    full: gl.shared_memory_descriptor  # (2, 1)
+    empty: gl.shared_memory_descriptor  # (2, 1)
+    IS_SINGLE: gl.constexpr
+
+    @jit
+    def init(self):
+        for i in gl.static_range(2):
+            mbarrier.init(self.full.index(i), count=1)
+            mbarrier.init(self.empty.index(i), count=1 if self.IS_SINGLE else CONSUMERS)
+
+    @jit
+    def barrier(self, tile_step, MEMBER: gl.constexpr):
+        """Which of the mbarriers serves warpgroup MEMBER."""
+        if self.IS_SINGLE:
+            return MEMBER
+        else:
+            return tile_step % 2
+
+    @jit
+    def phase(self, tile_step):
+        """How often that mbarrier has served before, modulo 2."""
+        if self.IS_SINGLE:
+            return tile_step & 1
+        else:
+            return (tile_step // 2) & 1
+
+    @jit
+    def tile(self, tile_step, MEMBER: gl.constexpr):
+        """The shared memory of warpgroup MEMBER's queries."""
+        if self.IS_SINGLE:
+            return self.smem.index(MEMBER)
+        else:
+            return self.smem.index((tile_step % 2) * CONSUMERS + MEMBER)
+
+    @jit
+    def wait_full(self, tile_step, MEMBER: gl.constexpr, pred=True):
+        mbarrier.wait(self.full.index(self.barrier(tile_step, MEMBER)), self.phase(tile_step), pred=pred)
+
+    @jit
+    def release(self, tile_step, MEMBER: gl.constexpr, pred=True):
+        mbarrier.arrive(self.empty.index(self.barrier(tile_step, MEMBER)), pred=pred)
+
+    @jit
+    def wait_empty(self, tile_step, MEMBER: gl.constexpr = 0):
+        if self.IS_SINGLE:
+            mbarrier.wait(self.empty.index(MEMBER), self.phase(tile_step + 1))
+        else:
+            mbarrier.wait(self.empty.index(self.barrier(tile_step, MEMBER)), self.phase(tile_step) ^ 1)
+
+
+@record
+class QuerySource:
+    """The queries as they lie in memory, (B, HQ, NQ, D), and how they are rotated."""
+
+    ptr: gl.tensor
+    strides: gl.tuple
+    cos_ptr: gl.tensor
+    sin_ptr: gl.tensor
+    cos_strides: gl.tuple  # (batch, row, pair)
+    sin_strides: gl.tuple
+    sign: gl.tensor  # 1 or -1, the sign of softmax_scale
+    D: gl.constexpr
+    R: gl.constexpr
+    INTERLEAVED: gl.constexpr
+    USE_INT64_OFFSETS: gl.constexpr
+
+
+@jit
+def rotate_queries(tiles, queries, source, NQ, NK):
+    """Rotate the query rows of each tile into shared memory; a warpgroup's work."""
+    BLOCK_D: gl.constexpr = queries.smem.shape[2]
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    # Rows that four warps rotate at a time, eight pairs a thread.
+    CHUNK: gl.constexpr = 2048 // BLOCK_D
+    offs = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
+    row_format = RowFormat(D=source.D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=source.USE_INT64_OFFSETS)
+    tile_step = 0
+    tile = next_tile(tiles, tile_step)
+    while tile.num_blocks > 0:
+        rotation = head_rotation(
+            source.cos_ptr, source.sin_ptr, source.cos_strides, source.sin_strides, tile.batch.to(gl.int64),
+            tile_bounds(tile, NK).num_keys, source.R, source.INTERLEAVED,
+        )  # fmt: skip
+        origin = Origin(batch=tile.batch.to(gl.int64), head=tile.head.to(gl.int64), row=0)
+        head = head_rows(source.ptr, source.strides, origin, query_end(tile, NQ), row_format)
+        queries.wait_empty(tile_step)
+        for member in gl.static_range(CONSUMERS):
+            for chunk in gl.static_range(ROWS // CHUNK):
+                start = tile.start_m + member * ROWS + chunk * CHUNK
+                q = load_rotated(
+                    rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
+                    PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE,
+                )  # fmt: skip
+                queries.tile(tile_step, member).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
+        fence_async_shared()
+        mbarrier.arrive(queries.full.index(queries.barrier(tile_step, 0)))
+        tile_step += 1
+        tile = next_tile(tiles, tile_step)
