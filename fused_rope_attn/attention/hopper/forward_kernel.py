@@ -98,8 +98,9 @@ def forward_kernel(q_ptr, q_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_pt
     )  # fmt: skip
     if ROTATES_QUERIES:
         source = QuerySource(
-            ptr=q_ptr, strides=q_strides, cos_ptr=cos_ptr, sin_ptr=sin_ptr, cos_strides=cos_strides, sin_strides=sin_strides,
-            sign=q_sign, D=D, R=R, INTERLEAVED=INTERLEAVED, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
+            ptr=q_ptr, strides=q_strides, cos_ptr=cos_ptr, sin_ptr=sin_ptr, cos_strides=cos_strides,
+            sin_strides=sin_strides, sign=q_sign, D=D, R=R, INTERLEAVED=INTERLEAVED,
+            USE_INT64_OFFSETS=USE_INT64_OFFSETS,
         )  # fmt: skip
         gl.warp_specialize([
             (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),

@@ -45,13 +45,13 @@ def write_columns(output, o_tile, tile, row, row_end, COLUMN: gl.constexpr):
             base = output.ptr + tile.head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
             if COLUMN:
                 base += COLUMN * strides[3]
+            o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
             rows = Rows(
                 ptr=base, stride_row=strides[2], stride_column=strides[3], num_rows=row_end - row, first_row=None,
                 format=RowFormat(
                     D=output.D - COLUMN, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=output.USE_INT64_OFFSETS
                 ),
             )  # fmt: skip
-            o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
             store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 

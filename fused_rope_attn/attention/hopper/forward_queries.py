@@ -4,7 +4,7 @@ from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, tile_bounds
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, head_rows, rows_from
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, rows_from
 from fused_rope_attn.runtime.triton_compat import fence_async_shared, gl, jit, mbarrier
 
 
@@ -102,8 +102,12 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             source.cos_ptr, source.sin_ptr, source.cos_strides, source.sin_strides, tile.batch.to(gl.int64),
             tile_bounds(tile, NK).num_keys, source.R, source.INTERLEAVED,
         )  # fmt: skip
-        origin = Origin(batch=tile.batch.to(gl.int64), head=tile.head.to(gl.int64), row=0)
-        head = head_rows(source.ptr, source.strides, origin, query_end(tile, NQ), row_format)
+        strides = source.strides
+        head = Rows(
+            ptr=source.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1],
+            stride_row=strides[2], stride_column=strides[3], num_rows=query_end(tile, NQ), first_row=None,
+            format=row_format,
+        )  # fmt: skip
         queries.wait_empty(tile_step)
         for member in gl.static_range(CONSUMERS):
             for chunk in gl.static_range(ROWS // CHUNK):
