@@ -50,17 +50,36 @@ def sink_gradient(sink, lse, delta):
 
 
 @triton.jit
-def finish_softmax(acc, row_max, row_sum, sink):
-    """(o, lse) of the running sums ``acc`` (rows, columns), base-2 ``row_max`` and ``row_sum`` (rows,).
+def finish_sums(row_max, row_sum, sink):
+    """(seen, row_max, divisor, weight), (rows,) each: with what the running sums of values become the output.
 
-    sink: base-2 logit of one more key without a value, (rows,), a scalar or None. Only a row that saw no key sums to
-    zero, and stays without one: o = 0, lse = -inf. NaN counts as seen and stays NaN.
+    row_max in base 2 and row_sum (rows,) are those of all keys; sink: base-2 logit of one more key without a value,
+    (rows,), a scalar or None. The sums of values are multiplied by ``weight``, which is 1 without a sink, and divided
+    by ``divisor``. Only a row that saw no key sums to zero, and stays without one: it is not ``seen``, and its divisor
+    is 1. NaN counts as seen and stays NaN.
     """
     seen = row_sum != 0.0
+    weight = 1.0
     if sink is not None:
         row_max, row_sum, weight = add_sink(row_max, row_sum, sink, seen)
+    return seen, row_max, tl.where(seen, row_sum, 1.0), weight
+
+
+@triton.jit
+def log_sum_exp(seen, row_max, divisor):
+    """lse (rows,), the natural logarithm, of what ``finish_sums`` returns; -inf where a row saw no key."""
+    return tl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
+
+
+@triton.jit
+def finish_softmax(acc, row_max, row_sum, sink):
+    """(o, lse) of the running sums ``acc`` (rows, columns), and of ``row_max``, ``row_sum`` and ``sink``.
+
+    The latter as ``finish_sums`` takes them. A row that saw no key has o = 0 and lse = -inf.
+    """
+    seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
+    if sink is not None:
         acc = acc * weight[:, None]
     # A row that saw nothing has met values with p = 0, which NaN or infinity among them would have turned into NaN.
-    o = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
-    lse = tl.where(seen, (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * LN2, float("-inf"))
-    return o, lse
+    o = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
+    return o, log_sum_exp(seen, row_max, divisor)

@@ -1,7 +1,5 @@
 """The warpgroups of the sm_90 forward that multiply: scores, softmax and values of 64 query rows each."""
 
-import triton.language as tl
-
 from fused_rope_attn.attention.hopper.barriers import arrive_at_named_barrier, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.forward_masks import mask_scores
 from fused_rope_attn.attention.hopper.forward_output import write_output
@@ -12,13 +10,13 @@ from fused_rope_attn.attention.hopper.softmax import (
     no_sums,
     pack_weights,
     pin,
-    rescale,
+    rescale_output,
     unpack_weights,
     whole_sums,
 )
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.softmax import LN2, LOG2E, add_sink
+from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
 
 # Named barriers at which warpgroup 0 and 1 wait for the tensor cores; triton counts those of its partitions from 0.
@@ -73,7 +71,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, M
     k = keys.smem.index(k_slot).reshape((BLOCK_N, BLOCK_D))
     wait_for_tensor_cores(MEMBER)
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    acc = rescale(acc, correction)
+    acc = rescale_output(acc, correction)
     values.wait_full(key_step - 1)
     v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
     acc = warpgroup_mma(weights, v, acc, is_async=True)
@@ -165,15 +163,12 @@ def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, 
         scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
 
-        # Only a row that saw no key sums to zero; NaN counts as seen and stays NaN.
         row_sum = whole_sums(row_sum, gl.SliceLayout(1, S))
-        seen = row_sum != 0.0
-        weight = 1.0
+        sink = None
         if softmax.sinks_ptr is not None:
             sink = gl.load(softmax.sinks_ptr + finished.head).to(gl.float32) * LOG2E
-            row_max, row_sum, weight = add_sink(row_max, row_sum, sink, seen)
-        divisor = gl.where(seen, row_sum, 1.0)
-        lse = gl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
+        seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
+        lse = log_sum_exp(seen, row_max, divisor)
         start_m = finished.start_m + MEMBER * ROWS
         offs_m = start_m + rows
         gl.store(output.lse_ptr + finished.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)

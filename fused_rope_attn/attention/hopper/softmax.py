@@ -43,7 +43,7 @@ RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_constraints(64))
 
 
 @jit
-def rescale(acc, correction):
+def rescale_output(acc, correction):
     """acc (64, BLOCK_D) times correction (64,), without a multiplication in warps whose factors are all 1."""
     factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
     if acc.shape[1] == 64:
