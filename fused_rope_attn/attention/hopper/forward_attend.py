@@ -19,9 +19,9 @@ from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
 
-# Named barriers at which warpgroup 0 and 1 wait for the tensor cores; triton counts those of its partitions from 0.
-TENSOR_CORES_OF_0 = gl.constexpr(8)
-TENSOR_CORES_OF_1 = gl.constexpr(9)
+# The first of two named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
+# counts the barriers of its partitions from 0.
+TENSOR_CORES = gl.constexpr(8)
 CONSUMER_THREADS = gl.constexpr(256)
 
 
@@ -38,19 +38,13 @@ class Softmax:
 @jit
 def wait_for_tensor_cores(MEMBER: gl.constexpr):
     """Wait until the other warpgroup has issued its products, so that one computes while the other multiplies."""
-    if MEMBER == 0:
-        wait_at_named_barrier(TENSOR_CORES_OF_0, CONSUMER_THREADS)
-    else:
-        wait_at_named_barrier(TENSOR_CORES_OF_1, CONSUMER_THREADS)
+    wait_at_named_barrier(TENSOR_CORES + MEMBER, CONSUMER_THREADS)
 
 
 @jit
 def hand_over_tensor_cores(MEMBER: gl.constexpr):
     """Let the other warpgroup issue its products."""
-    if MEMBER == 0:
-        arrive_at_named_barrier(TENSOR_CORES_OF_1, CONSUMER_THREADS)
-    else:
-        arrive_at_named_barrier(TENSOR_CORES_OF_0, CONSUMER_THREADS)
+    arrive_at_named_barrier(TENSOR_CORES + (1 - MEMBER), CONSUMER_THREADS)
 
 
 @jit

@@ -120,31 +120,24 @@ def announce_tile(tiles, step, tile):
 
 
 @jit
+def read_bounds(tiles, word):
+    """The ``TileBounds`` that begin with number ``word`` of the ring."""
+    return TileBounds(
+        last_block=tiles.read(word), lower_masked_from=tiles.read(word + 1), first_key=tiles.read(word + 2),
+        num_keys=tiles.read(word + 3), query_end=tiles.read(word + 4) if tiles.IS_PACKED else None,
+    )  # fmt: skip
+
+
+@jit
 def next_tile(tiles, step):
     """The ``QueryTile`` that was announced as number ``step``, for a warpgroup that has not asked for it before."""
     ring = tiles.ring
     ring.wait_full(step)
     word = ring.slot(step) * tiles.WORDS
-    start_m = tiles.read(word)
-    bh = tiles.read(word + 1)
-    batch = tiles.read(word + 2)
-    head = tiles.read(word + 3)
-    num_blocks = tiles.read(word + 4)
-    upper_masked = tiles.read(word + 5)
-    bounds = None
-    if tiles.HAS_BOUNDS:
-        last_block = tiles.read(word + 6)
-        lower_masked_from = tiles.read(word + 7)
-        first_key = tiles.read(word + 8)
-        num_keys = tiles.read(word + 9)
-        query_end = None
-        if tiles.IS_PACKED:
-            query_end = tiles.read(word + 10)
-        bounds = TileBounds(
-            last_block=last_block, lower_masked_from=lower_masked_from, first_key=first_key, num_keys=num_keys,
-            query_end=query_end,
-        )  # fmt: skip
+    tile = QueryTile(
+        start_m=tiles.read(word), bh=tiles.read(word + 1), batch=tiles.read(word + 2), head=tiles.read(word + 3),
+        num_blocks=tiles.read(word + 4), upper_masked=tiles.read(word + 5),
+        bounds=read_bounds(tiles, word + 6) if tiles.HAS_BOUNDS else None,
+    )  # fmt: skip
     ring.release(step)
-    return QueryTile(
-        start_m=start_m, bh=bh, batch=batch, head=head, num_blocks=num_blocks, upper_masked=upper_masked, bounds=bounds
-    )
+    return tile
