@@ -36,19 +36,19 @@ class Softmax:
 
 
 @jit
-def wait_for_tensor_cores(MEMBER: gl.constexpr):
+def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
     """Wait until the other warpgroup has issued its products, so that one computes while the other multiplies."""
-    wait_at_named_barrier(TENSOR_CORES + MEMBER, CONSUMER_THREADS)
+    wait_at_named_barrier(TENSOR_CORES + WARPGROUP, CONSUMER_THREADS)
 
 
 @jit
-def hand_over_tensor_cores(MEMBER: gl.constexpr):
+def hand_over_tensor_cores(WARPGROUP: gl.constexpr):
     """Let the other warpgroup issue its products."""
-    arrive_at_named_barrier(TENSOR_CORES + (1 - MEMBER), CONSUMER_THREADS)
+    arrive_at_named_barrier(TENSOR_CORES + (1 - WARPGROUP), CONSUMER_THREADS)
 
 
 @jit
-def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, MEMBER: gl.constexpr):
+def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr):
     """Issue the scores of key block ``key_step`` and, behind them, the values of the block before, with weights p.
 
     q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc (ROWS, BLOCK_D) is multiplied
@@ -63,21 +63,39 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, M
     weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     keys.wait_full(key_step, exists)
     k = keys.smem.index(k_slot).reshape((BLOCK_N, BLOCK_D))
-    wait_for_tensor_cores(MEMBER)
+    wait_for_tensor_cores(WARPGROUP)
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     acc = rescale_output(acc, correction)
     values.wait_full(key_step - 1)
     v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
     acc = warpgroup_mma(weights, v, acc, is_async=True)
-    hand_over_tensor_cores(MEMBER)
+    hand_over_tensor_cores(WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=[scores])
     keys.release(key_step, exists)
     return cap_scores(scores, cap_scale, q.dtype), acc
 
 
 @jit
-def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
-    """Rows [ROWS * MEMBER, ROWS * MEMBER + ROWS) of every tile.
+def finish_rows(output, softmax, tile, row_end, row_max, row_sum, NQ, WARPGROUP: gl.constexpr):
+    """Write lse of a warpgroup's rows that lie before ``row_end``; returns (seen, factor), what makes acc the output.
+
+    row_max (rows,) and row_sum (rows, 4) as ``fold_scores`` left them. factor (rows,): what acc is multiplied by; a row
+    that is not ``seen`` has seen no key, and its output is 0.
+    """
+    row_sum = whole_sums(row_sum, row_max.type.layout)
+    sink = None
+    if softmax.sinks_ptr is not None:
+        sink = gl.load(softmax.sinks_ptr + tile.head).to(gl.float32) * LOG2E
+    seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
+    lse = log_sum_exp(seen, row_max, divisor)
+    offs_m = tile.start_m + WARPGROUP * ROWS + gl.arange(0, ROWS, row_max.type.layout)
+    gl.store(output.lse_ptr + tile.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
+    return seen, gl.where(seen, weight / divisor, 0.0)
+
+
+@jit
+def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
+    """Rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
 
     ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
     mask and those that do not: of two, ptxas set up the address of q in the first alone, and jumped past it when that
@@ -96,16 +114,16 @@ def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, 
     tile_step = 0
     key_step = 0
     tile = next_tile(tiles, tile_step)
-    start_m = tile.start_m + MEMBER * ROWS
+    start_m = tile.start_m + WARPGROUP * ROWS
     positions = query_position(tile, start_m, NQ, NK) + rows
     exists = True
     if tiles.IS_PACKED:
         # How many tiles hold queries only the device knows.
         exists = tile.num_blocks > 0
-    queries.wait_full(tile_step, MEMBER, exists)
+    queries.wait_full(tile_step, WARPGROUP, exists)
     keys.wait_full(key_step, exists)
     k = keys.smem.index(keys.slot(key_step)).reshape((BLOCK_N, BLOCK_D))
-    q = queries.tile(tile_step, MEMBER).reshape((ROWS, BLOCK_D))
+    q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     keys.release(key_step, exists)
@@ -113,21 +131,21 @@ def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, 
     scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
     p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
     p = pack_weights(p, DTYPE)
-    if MEMBER == 1:
-        hand_over_tensor_cores(MEMBER)
+    if WARPGROUP == 1:
+        hand_over_tensor_cores(WARPGROUP)
     while tile.num_blocks > 0:
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
         correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
-        q = queries.tile(tile_step, MEMBER).reshape((ROWS, BLOCK_D))
+        q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
         for visit in range(1, tile.num_blocks):
             key_step += 1
             scores, acc = multiply(
-                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, MEMBER
+                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP
             )  # fmt: skip
             if queries.IS_SINGLE:
                 # The next tile's queries can come while this one's last softmax is computed.
                 if visit + 1 == tile.num_blocks:
-                    queries.release(tile_step, MEMBER)
+                    queries.release(tile_step, WARPGROUP)
             scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
             p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
             if softmax.PIN_SUMS:
@@ -136,9 +154,9 @@ def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, 
             values.release(key_step - 1)
             p = pack_weights(p, DTYPE)
         if queries.IS_SINGLE:
-            queries.release(tile_step, MEMBER, tile.num_blocks == 1)
+            queries.release(tile_step, WARPGROUP, tile.num_blocks == 1)
         else:
-            queries.release(tile_step, MEMBER)
+            queries.release(tile_step, WARPGROUP)
 
         # The next tile's first scores run beside this tile's last values. After the last tile they are computed from
         # whatever the buffers hold, and dropped.
@@ -148,25 +166,17 @@ def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, 
         row_end = query_end(finished, NQ)
         tile = next_tile(tiles, tile_step)
         exists = tile.num_blocks > 0
-        positions = query_position(tile, tile.start_m + MEMBER * ROWS, NQ, NK) + rows
-        queries.wait_full(tile_step, MEMBER, exists)
+        positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + rows
+        queries.wait_full(tile_step, WARPGROUP, exists)
         scores, acc = multiply(
-            queries.tile(tile_step, MEMBER).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, MEMBER,
+            queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
+            exists, softmax.cap_scale, WARPGROUP,
         )  # fmt: skip
         scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
 
-        row_sum = whole_sums(row_sum, gl.SliceLayout(1, S))
-        sink = None
-        if softmax.sinks_ptr is not None:
-            sink = gl.load(softmax.sinks_ptr + finished.head).to(gl.float32) * LOG2E
-        seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
-        lse = log_sum_exp(seen, row_max, divisor)
-        start_m = finished.start_m + MEMBER * ROWS
-        offs_m = start_m + rows
-        gl.store(output.lse_ptr + finished.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
-        factor = gl.convert_layout(gl.where(seen, weight / divisor, 0.0), gl.SliceLayout(1, OUT))
+        seen, factor = finish_rows(output, softmax, finished, row_end, row_max, row_sum, NQ, WARPGROUP)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT))
         seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT))
         tma_store_wait(0)
         if softmax.PIN_SUMS:
@@ -174,10 +184,10 @@ def attend(MEMBER: gl.constexpr, tiles, queries, keys, values, output, softmax, 
         acc = warpgroup_mma_wait(0, deps=[acc])
         values.release(key_step - 1)
         o = gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
-        write_output(output, o, finished, start_m, row_end, MEMBER)
+        write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
         p = pack_weights(p, DTYPE)
         row_max, row_sum = new_max, new_sum
-    if MEMBER == 0:
+    if WARPGROUP == 0:
         # The other warpgroup hands the tensor cores over once more.
-        wait_for_tensor_cores(MEMBER)
+        wait_for_tensor_cores(WARPGROUP)
     tma_store_wait(0)

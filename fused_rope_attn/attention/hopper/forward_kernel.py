@@ -20,8 +20,8 @@ from fused_rope_attn.attention.hopper.forward_masks import MaskOptions
 from fused_rope_attn.attention.hopper.forward_output import Output
 from fused_rope_attn.attention.hopper.forward_queries import QueryBuffers, QuerySource, rotate_queries
 from fused_rope_attn.attention.hopper.forward_schedule import Schedule
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
-from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, WARPGROUP, TileRing, announced_words
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, TileRing, announced_words
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
@@ -107,10 +107,10 @@ def forward_kernel(q_ptr, q_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_pt
             (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
             (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
             (load, (loader, schedule, masks, tiles, NONE, keys, values)),
-        ], [WARPGROUP, WARPGROUP, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        ], [WARPGROUP_WARPS, WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
             (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
             (load, (loader, schedule, masks, tiles, queries, keys, values)),
-        ], [WARPGROUP, 1], [ATTEND_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        ], [WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -23,11 +23,11 @@ class Loader:
 @jit
 def load_queries(q_desc, queries, tile, tile_step):
     """Load the rotated queries of a tile, for each warpgroup as soon as it has done with its last ones."""
-    for member in gl.static_range(CONSUMERS):
-        queries.wait_empty(tile_step, member)
-        row = tile.start_m + member * ROWS
-        full = queries.full.index(queries.barrier(tile_step, member))
-        load_rows(q_desc, tile.batch, tile.head, row, queries.tile(tile_step, member), full)
+    for warpgroup in gl.static_range(CONSUMERS):
+        queries.wait_empty(tile_step, warpgroup)
+        row = tile.start_m + warpgroup * ROWS
+        full = queries.full.index(queries.barrier(tile_step, warpgroup))
+        load_rows(q_desc, tile.batch, tile.head, row, queries.tile(tile_step, warpgroup), full)
 
 
 @jit

@@ -65,14 +65,14 @@ def halves(x):
 
 
 @jit
-def write_output(output, o, tile, row, row_end, MEMBER: gl.constexpr):
+def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
     """Write o (ROWS, BLOCK_D), 16-bit, to rows [row, row + ROWS), those before ``row_end``.
 
-    The shared memory of warpgroup MEMBER is free for it: its last output has left. This one may still be leaving when
-    the function returns.
+    The warpgroup's shared memory is free for it: its last output has left. This one may still be leaving when the
+    function returns.
     """
     BLOCK_D: gl.constexpr = o.shape[1]
-    o_tile = output.smem.index(MEMBER)
+    o_tile = output.smem.index(WARPGROUP)
     if output.IN_HALVES:
         left_half, right_half = halves(o)
         o_tile.reshape((ROWS, BLOCK_D // 2)).store(left_half)

@@ -29,10 +29,10 @@ class QueryBuffers:
             mbarrier.init(self.empty.index(i), count=1 if self.IS_SINGLE else CONSUMERS)
 
     @jit
-    def barrier(self, tile_step, MEMBER: gl.constexpr):
-        """Which of the mbarriers serves warpgroup MEMBER."""
+    def barrier(self, tile_step, WARPGROUP: gl.constexpr):
+        """Which of the mbarriers serves warpgroup WARPGROUP."""
         if self.IS_SINGLE:
-            return MEMBER
+            return WARPGROUP
         else:
             return tile_step % 2
 
@@ -45,27 +45,27 @@ class QueryBuffers:
             return (tile_step // 2) & 1
 
     @jit
-    def tile(self, tile_step, MEMBER: gl.constexpr):
-        """The shared memory of warpgroup MEMBER's queries."""
+    def tile(self, tile_step, WARPGROUP: gl.constexpr):
+        """The shared memory of warpgroup WARPGROUP's queries."""
         if self.IS_SINGLE:
-            return self.smem.index(MEMBER)
+            return self.smem.index(WARPGROUP)
         else:
-            return self.smem.index((tile_step % 2) * CONSUMERS + MEMBER)
+            return self.smem.index((tile_step % 2) * CONSUMERS + WARPGROUP)
 
     @jit
-    def wait_full(self, tile_step, MEMBER: gl.constexpr, pred=True):
-        mbarrier.wait(self.full.index(self.barrier(tile_step, MEMBER)), self.phase(tile_step), pred=pred)
+    def wait_full(self, tile_step, WARPGROUP: gl.constexpr, pred=True):
+        mbarrier.wait(self.full.index(self.barrier(tile_step, WARPGROUP)), self.phase(tile_step), pred=pred)
 
     @jit
-    def release(self, tile_step, MEMBER: gl.constexpr, pred=True):
-        mbarrier.arrive(self.empty.index(self.barrier(tile_step, MEMBER)), pred=pred)
+    def release(self, tile_step, WARPGROUP: gl.constexpr, pred=True):
+        mbarrier.arrive(self.empty.index(self.barrier(tile_step, WARPGROUP)), pred=pred)
 
     @jit
-    def wait_empty(self, tile_step, MEMBER: gl.constexpr = 0):
+    def wait_empty(self, tile_step, WARPGROUP: gl.constexpr = 0):
         if self.IS_SINGLE:
-            mbarrier.wait(self.empty.index(MEMBER), self.phase(tile_step + 1))
+            mbarrier.wait(self.empty.index(WARPGROUP), self.phase(tile_step + 1))
         else:
-            mbarrier.wait(self.empty.index(self.barrier(tile_step, MEMBER)), self.phase(tile_step) ^ 1)
+            mbarrier.wait(self.empty.index(self.barrier(tile_step, WARPGROUP)), self.phase(tile_step) ^ 1)
 
 
 @record
@@ -109,14 +109,14 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             format=row_format,
         )  # fmt: skip
         queries.wait_empty(tile_step)
-        for member in gl.static_range(CONSUMERS):
+        for warpgroup in gl.static_range(CONSUMERS):
             for chunk in gl.static_range(ROWS // CHUNK):
-                start = tile.start_m + member * ROWS + chunk * CHUNK
+                start = tile.start_m + warpgroup * ROWS + chunk * CHUNK
                 q = load_rotated(
                     rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
                     PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE,
                 )  # fmt: skip
-                queries.tile(tile_step, member).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
+                queries.tile(tile_step, warpgroup).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
         mbarrier.arrive(queries.full.index(queries.barrier(tile_step, 0)))
         tile_step += 1

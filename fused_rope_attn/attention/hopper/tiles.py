@@ -7,11 +7,10 @@ of it as a few int32 numbers in shared memory, and count the tiles that they hav
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.barriers import Ring
+from fused_rope_attn.attention.hopper.shapes import WARPGROUP_WARPS
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-# Warps of a warpgroup: the loading warp is alone, all others come in fours.
-WARPGROUP = gl.constexpr(4)
 # Tiles announced ahead of the slowest reader.
 TILE_STAGES = gl.constexpr(4)
 
@@ -87,7 +86,7 @@ class TileRing:
 
     @jit
     def read(self, word):
-        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPGROUP], [0])
+        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPGROUP_WARPS], [0])
         return gl.max(self.ring.smem.index(word).load(ONE_WARPGROUP), 0)
 
 
