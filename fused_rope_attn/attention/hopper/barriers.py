@@ -1,8 +1,8 @@
 """How the warps of an sm_90 kernel meet: rings of buffers in shared memory, and named barriers.
 
 A ring is what Triton's Gluon tutorial on attention calls a channel, and CUTLASS a pipeline: a producer fills its slots
-in a cycle, consumers empty them, and two mbarriers for each slot say whose turn it is. Named barriers are the
-hardware's sixteen ``bar`` counters, which need no memory.
+in a cycle, consumers empty them, and two mbarriers for each slot say when it is full and when it is empty. Named
+barriers are the hardware's sixteen ``bar`` counters, which need no memory.
 """
 
 from fused_rope_attn.kernels.records import record
@@ -20,8 +20,9 @@ class Ring:
     """STAGES slots of shared memory, which a producer fills and consumers empty in a cycle.
 
     ``smem`` (STAGES, ...) holds the slots; ``full`` and ``empty`` (STAGES, 1) are mbarriers. Both sides count *steps*:
-    how many slots they have filled or emptied since the kernel began. Step s uses slot ``s % STAGES``, and its phase is
-    how often the whole ring has been used before, modulo 2, which is what an mbarrier can tell apart.
+    how many slots they have filled or emptied since the kernel began. Step s uses slot ``s % STAGES``; what an mbarrier
+    can tell apart is how often the whole ring has been used before, modulo 2. A producer waits until the slot is empty,
+    fills it and arrives at ``full``, or lets the TMA do so; a consumer waits until it is full, and releases it.
     """
 
     smem: gl.shared_memory_descriptor
@@ -37,6 +38,7 @@ class Ring:
 
     @jit
     def slot(self, step):
+        """The slot that a step uses."""
         return step % self.STAGES
 
     @jit

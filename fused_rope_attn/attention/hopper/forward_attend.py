@@ -82,13 +82,14 @@ def finish_rows(output, softmax, tile, row_end, row_max, row_sum, NQ, WARPGROUP:
     row_max (rows,) and row_sum (rows, 4) as ``fold_scores`` left them. factor (rows,): what acc is multiplied by; a row
     that is not ``seen`` has seen no key, and its output is 0.
     """
-    row_sum = whole_sums(row_sum, row_max.type.layout)
+    ROW: gl.constexpr = row_max.type.layout
+    row_sum = whole_sums(row_sum, ROW)
     sink = None
     if softmax.sinks_ptr is not None:
         sink = gl.load(softmax.sinks_ptr + tile.head).to(gl.float32) * LOG2E
     seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
     lse = log_sum_exp(seen, row_max, divisor)
-    offs_m = tile.start_m + WARPGROUP * ROWS + gl.arange(0, ROWS, row_max.type.layout)
+    offs_m = tile.start_m + WARPGROUP * ROWS + gl.arange(0, ROWS, ROW)
     gl.store(output.lse_ptr + tile.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
     return seen, gl.where(seen, weight / divisor, 0.0)
 

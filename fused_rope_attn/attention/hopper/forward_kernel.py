@@ -1,14 +1,15 @@
-"""sm_90 attention forward: persistent, warp-specialised; Q rotated ahead by warps of its own, K by the pre-pass.
+"""sm_90 attention forward: persistent, warp-specialised; K rotated by the pre-pass, Q ahead of its use.
 
 One block per multiprocessor runs four kinds of warps, which meet only at barriers in shared memory:
 
-- ``load``, one warp: takes tiles from a counter and keeps the rings of K and V blocks full through the TMA;
-- ``rotate_queries``, four warps: rotate the query rows of the *next* tile into shared memory;
-- ``attend``, two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et al. 2024), one block
-  behind with the values, and one tile ahead with the first scores, so that the tensor cores work through the ends of
-  the tiles.
+- ``load`` (forward_load.py), one warp: takes tiles from a counter (forward_schedule.py), announces them to the other
+  warps (tiles.py), and keeps the rings of K and V blocks full through the TMA;
+- ``rotate_queries`` (forward_queries.py), four warps: rotate the query rows of the *next* tile into shared memory;
+- ``attend`` (forward_attend.py), two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et
+  al. 2024), one block behind with the values, and one tile ahead with the first scores, so that the tensor cores work
+  through the ends of the tiles.
 
-Head dims beyond 128 ("wide") leave neither registers for warps that rotate nor room for a second buffer of queries: the
+Head dims beyond 128 leave neither registers for warps that rotate nor room for a second set of query buffers: the
 pre-pass rotates Q too, and the loading warp brings each warpgroup its 64 rows as soon as that one has done with the
 last ones. O leaves in two halves of its columns, through the same memory.
 """
@@ -36,15 +37,21 @@ def forward_kernel(q_ptr, q_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_pt
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
-    """Grid: one block per multiprocessor. counter_ptr: int32, zero when the pre-pass has finished.
+    """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
-    Queries either as they are, at q_ptr, to be rotated here, or as q_desc, rotated.
+    k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
+    either as they are, at q_ptr with q_strides and tables, to be rotated here, or rotated, as q_desc; of both ways the
+    other's arguments are None. o_desc as ``Output`` says. lse (B, HQ, NQ) float32. counter_ptr: int32, which is zero
+    when the pre-pass has finished. Strides are in elements, (B, H, N, D) for tensors and (batch, row, pair) for tables.
 
     What a call does not use is None, and costs nothing: sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to
     right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its descriptor, and
     ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
+
+    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``. The REGISTERS are those of a thread of
+    each kind of warps; Q_LAYOUT is the shared memory's of queries that are rotated here.
     """
-    NONE: gl.constexpr = None
+    NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
     IS_PACKED: gl.constexpr = tiles_per_head is not None
     HAS_STARTS: gl.constexpr = starts_ptr is not None
     # Where a tile's keys may begin after key 0, or end before NK, it is announced with them.
@@ -81,7 +88,7 @@ def forward_kernel(q_ptr, q_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_pt
         keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS)
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS)
 
-    # Triton 3.6 fails on what a partition is given and does not use: hence None for what is announced with each tile.
+    # What each tile's announcement says is None here: Triton 3.6 fails on what warps are given and do not use.
     masks = MaskOptions(
         left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS
     )  # fmt: skip

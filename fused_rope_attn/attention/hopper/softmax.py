@@ -1,15 +1,16 @@
 """The softmax of the sm_90 forward: a row's scores lie in the four threads of a quad, 32 in each.
 
-What ``kernels.softmax.online_softmax`` computes, with four differences, whose figures are in docs/log.md:
+It computes what ``kernels.softmax.online_softmax`` does, with four differences, each of which was measured to pay:
 
 - the maximum lags: it follows only when a row grows by more than 2**LAG, so that the output is rarely rescaled (an idea
   of FlashAttention-4's);
 - the sums stay apart in the four threads of a quad until the end of the tile;
-- maxima are taken in two chains a row instead of one;
+- the maximum of a row is taken in two chains of comparisons instead of one;
 - the weights travel around the loop as the words that the next product reads.
 """
 
 import triton.language as tl
+from triton import constexpr_function
 
 from fused_rope_attn.kernels.products import tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
@@ -19,7 +20,8 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 LAG = gl.constexpr(8.0)
 
 
-def _rescale_asm(values: int) -> str:
+@constexpr_function
+def rescale_asm(values):
     """Multiply ``values`` registers by their factors, unless all factors of the warp are 1: two rows, two factors."""
     factors = 2 * values
     return (
@@ -31,29 +33,21 @@ def _rescale_asm(values: int) -> str:
     )
 
 
-def _rescale_constraints(values: int) -> str:
+@constexpr_function
+def rescale_constraints(values):
+    """The registers of ``rescale_asm``: results, which are the first operands too, and factors."""
     return ",".join(["=f"] * values + [str(i) for i in range(values)] + ["f"] * values)
-
-
-# A thread holds 32 or 64 values of the output's 64 rows, or twice 64.
-RESCALE_32 = gl.constexpr(_rescale_asm(32))
-RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_constraints(32))
-RESCALE_64 = gl.constexpr(_rescale_asm(64))
-RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_constraints(64))
 
 
 @jit
 def rescale_output(acc, correction):
-    """acc (64, BLOCK_D) times correction (64,), without a multiplication in warps whose factors are all 1."""
+    """acc (64, BLOCK_D) float32 times correction (64,), without a multiplication in warps whose factors are all 1."""
+    # A thread holds 32 or 64 values of the output's 64 rows, or twice 64.
+    VALUES: gl.constexpr = 32 if acc.shape[1] == 64 else 64
     factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
-    if acc.shape[1] == 64:
-        return gl.inline_asm_elementwise(
-            RESCALE_32, RESCALE_32_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=32
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            RESCALE_64, RESCALE_64_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=64
-        )
+    return gl.inline_asm_elementwise(
+        rescale_asm(VALUES), rescale_constraints(VALUES), [acc, factors], dtype=gl.float32, is_pure=True, pack=VALUES
+    )
 
 
 @jit
@@ -70,7 +64,7 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
             "tanh.approx.f32 $0, $1;", "=f,f", [scores * cap_scale], dtype=gl.float32, is_pure=True, pack=1
         )
     else:
-        return tanh(scores * cap_scale, False)
+        return tanh(scores * cap_scale, PRECISE=False)
 
 
 @jit
@@ -84,13 +78,16 @@ def no_sums():
 
 @jit
 def whole_sums(row_sum, LAYOUT: gl.constexpr):
-    """The sums of the rows, (64,)."""
+    """The sums of the rows, (64,) in LAYOUT, of sums (64, 4) in the threads of a quad."""
     return gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
 
 
 @jit
 def fold_scores(scores, row_max, row_sum, qk_scale):
     """One step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
+
+    scores and weights (64, BLOCK_N), correction (what the output so far is multiplied by) and row_max (64,), row_sum
+    (64, 4) as in ``no_sums``; all float32.
 
     A row that has seen nothing has the maximum -inf, and while it does its subtrahend is 0, so that exp2 gives 0, never
     NaN. ``row_max`` may be less than the maximum by LAG.
@@ -110,7 +107,7 @@ def fold_scores(scores, row_max, row_sum, qk_scale):
 
 @jit
 def pack_weights(p, DTYPE: gl.constexpr):
-    """float32 -> int32: one word for every two neighbours, rounded to 16 bits, and a word that stays 0.
+    """p (64, BLOCK_N) float32 -> int32: one word for every two neighbours, rounded to DTYPE, and a word that stays 0.
 
     A 16-bit tensor that a loop carries takes a register for every value, and instructions to take words apart and put
     them together. A carried zero takes nothing.
@@ -137,7 +134,7 @@ def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @jit
 def pin(row_sum):
-    """Keep what row_sum is computed from before the waits that follow.
+    """Keep what row_sum (64, 4) is computed from before the waits that follow.
 
     ptxas moves the wait for a product up past arithmetic that could run beside the product. It does not move it past a
     store, not even one that never happens: row_sum is not negative.
