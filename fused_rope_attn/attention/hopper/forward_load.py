@@ -16,7 +16,7 @@ class Loader:
     q_desc: gl.tensor | None  # queries that have been rotated; None: other warps rotate them
     k_desc: gl.tensor  # rotated keys
     v_desc: gl.tensor
-    arrival: gl.tensor | None  # the mbarrier of ``load_existing``; None: the TMA alone knows which keys exist
+    arrival: gl.tensor | None  # the mbarrier of ``load_existing``; None: keys end where the tensor does
     PDL: gl.constexpr  # programmatic dependent launch
 
 
@@ -45,7 +45,7 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
     announce_tile(tiles, 0, work.tile)
     # The counter and the keys are the pre-pass's; the rotating warps need neither.
     wait_for_previous_launch(loader.PDL)
-    tile_step = 0
+    tile_step = 0  # the tile that was announced last, which is one ahead of the tile that is loaded
     key_step = 0
     arrivals = 0
     while work.tile.num_blocks > 0:
@@ -65,13 +65,13 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             keys.wait_empty(key_step)
             load_rows(loader.k_desc, tile.batch, work.head_kv, row, keys.smem.index(slot), keys.full.index(slot))
             if queries is not None:
-                # Behind the keys, whose slot is free before the last tile's queries have been used.
+                # Behind the first keys, whose slot is free earlier than the queries' memory.
                 if visit == 0:
                     load_queries(loader.q_desc, queries, tile, tile_step - 1)
             values.wait_empty(key_step)
             v_tile, v_full = values.smem.index(slot), values.full.index(slot)
             if tiles.HAS_BOUNDS:
-                # Scores of keys that do not exist are masked; values would meet weights of zero.
+                # Scores of keys that do not exist are masked. Their values meet weights of zero; NaN would stay NaN.
                 arrivals = load_existing(
                     loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, loader.arrival,
                     arrivals,

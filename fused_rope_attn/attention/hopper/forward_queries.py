@@ -24,6 +24,7 @@ class QueryBuffers:
 
     @jit
     def init(self):
+        """Initialise the mbarriers, before any warp uses them."""
         for i in gl.static_range(2):
             mbarrier.init(self.full.index(i), count=1)
             mbarrier.init(self.empty.index(i), count=1 if self.IS_SINGLE else CONSUMERS)
@@ -54,14 +55,17 @@ class QueryBuffers:
 
     @jit
     def wait_full(self, tile_step, WARPGROUP: gl.constexpr, pred=True):
+        """Wait until the queries of warpgroup WARPGROUP have come."""
         mbarrier.wait(self.full.index(self.barrier(tile_step, WARPGROUP)), self.phase(tile_step), pred=pred)
 
     @jit
     def release(self, tile_step, WARPGROUP: gl.constexpr, pred=True):
+        """Warpgroup WARPGROUP reads its queries no more."""
         mbarrier.arrive(self.empty.index(self.barrier(tile_step, WARPGROUP)), pred=pred)
 
     @jit
     def wait_empty(self, tile_step, WARPGROUP: gl.constexpr = 0):
+        """Wait until nothing reads the last content any more: of warpgroup WARPGROUP, or unless IS_SINGLE of any."""
         if self.IS_SINGLE:
             mbarrier.wait(self.empty.index(WARPGROUP), self.phase(tile_step + 1))
         else:

@@ -12,20 +12,24 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 
 @record
 class Schedule:
-    """What the tiles of a call follow from. The blocks of the grid begin with one tile each, and count on together."""
+    """What the tiles of a call follow from.
 
-    counter_ptr: gl.tensor  # int32, how many tiles have been given out behind the first ones; in packed calls the
-    # table that ``describe_tiles`` has written follows it, TILE_WORDS behind
+    A block of the grid begins with the tile of its own number. Every further one it takes from a counter that all
+    blocks share, so that the blocks end together, however long their tiles take.
+    """
+
+    # int32: how many tiles have been taken. In packed calls the table of ``describe_tiles`` follows, TILE_WORDS behind.
+    counter_ptr: gl.tensor
     starts_ptr: gl.tensor | None  # kv_starts (B,) int32
     lens_ptr: gl.tensor | None  # kv_lens (B,) int32
     num_tiles: gl.tensor  # of all heads
     num_heads: gl.tensor  # B * HQ
     heads_per_section: gl.tensor  # heads whose keys and values share the L2, as for ``scheduled_tile``
-    HQ: gl.tensor | None  # None in packed calls, as all that the table says instead
+    HQ: gl.tensor | None  # None in packed calls, as NQ and NK: the table says what they would
     GROUP_SIZE: gl.tensor
     NQ: gl.tensor | None
     NK: gl.tensor | None
-    tiles_per_head: gl.tensor | None  # entries of the table in packed calls, some of which hold no queries; else None
+    tiles_per_head: gl.tensor | None  # packed calls: entries of the table, some of which hold no queries
     BLOCK_N: gl.constexpr
 
 
@@ -39,10 +43,11 @@ class Work:
 
 
 @jit
-def visited_blocks(mask, start_m, q_offset, BLOCK_N: gl.constexpr):
-    """(num_blocks, upper_masked, last_block, lower_masked_from) of the tile of queries from ``start_m`` on.
+def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, BLOCK_N: gl.constexpr):
+    """The ``QueryTile`` of a head's queries from row ``start_m`` on, whose position is start_m + q_offset.
 
-    As ``QueryTile`` and ``TileBounds`` define them; ``mask`` is the sequence's ``kernels.masks.Mask``.
+    mask: the sequence's ``kernels.masks.Mask``; query_end as in ``TileBounds``. Every tile visits a block at least,
+    whose scores are masked where nothing is visible: its rows become zero on the usual path.
     """
     first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
     if mask.first_key is not None:
@@ -55,9 +60,23 @@ def visited_blocks(mask, start_m, q_offset, BLOCK_N: gl.constexpr):
     first_block = first // BLOCK_N
     num_blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
     last_block = first_block + num_blocks - 1
-    lower_masked_from = last_block + 1 - full_first // BLOCK_N
-    upper_masked = last_block + 1 - full_last // BLOCK_N
-    return num_blocks, upper_masked, last_block, lower_masked_from
+    bounds = TileBounds(
+        last_block=last_block, lower_masked_from=last_block + 1 - full_first // BLOCK_N,
+        first_key=0 if mask.first_key is None else mask.first_key, num_keys=mask.num_keys, query_end=query_end,
+    )  # fmt: skip
+    return QueryTile(
+        start_m=start_m, bh=bh, batch=batch, head=head, num_blocks=num_blocks,
+        upper_masked=last_block + 1 - full_last // BLOCK_N, bounds=bounds,
+    )  # fmt: skip
+
+
+@jit
+def tile_if(exists, tile):
+    """``tile``, or where there is none one of no blocks, which ends the work of those who hear of it."""
+    return QueryTile(
+        start_m=tile.start_m, bh=tile.bh, batch=tile.batch, head=tile.head,
+        num_blocks=gl.where(exists, tile.num_blocks, 0), upper_masked=tile.upper_masked, bounds=tile.bounds,
+    )  # fmt: skip
 
 
 @jit
@@ -75,14 +94,7 @@ def tile_work(schedule, masks, index):
     mask = sequence_mask(
         schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS
     )
-    num_blocks, upper_masked, last_block, lower_masked_from = visited_blocks(mask, start_m, q_offset, schedule.BLOCK_N)
-    bounds = TileBounds(
-        last_block=last_block, lower_masked_from=lower_masked_from,
-        first_key=0 if mask.first_key is None else mask.first_key, num_keys=num_keys, query_end=None,
-    )  # fmt: skip
-    tile = QueryTile(
-        start_m=start_m, bh=bh, batch=batch, head=head, num_blocks=num_blocks, upper_masked=upper_masked, bounds=bounds
-    )
+    tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, schedule.BLOCK_N)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
 
 
@@ -118,15 +130,8 @@ def packed_work(schedule, masks, index):
         index = take_index(schedule)
         head, row, end, first_k, len_k, len_q = table_entry(schedule, masks, index)
     mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS)
-    num_blocks, upper_masked, last_block, lower_masked_from = visited_blocks(mask, row, len_k - end, schedule.BLOCK_N)
-    num_blocks = gl.where(index < schedule.num_tiles, num_blocks, 0)
-    bounds = TileBounds(
-        last_block=last_block, lower_masked_from=lower_masked_from,
-        first_key=0 if mask.first_key is None else mask.first_key, num_keys=len_k, query_end=end,
-    )  # fmt: skip
-    tile = QueryTile(
-        start_m=row, bh=head, batch=head * 0, head=head, num_blocks=num_blocks, upper_masked=upper_masked, bounds=bounds
-    )
+    tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, schedule.BLOCK_N)
+    tile = tile_if(index < schedule.num_tiles, tile)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
 
 
@@ -149,11 +154,6 @@ def next_work(schedule, masks):
             # There is nothing to read for a tile past the last one.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, masks, index)
-        tile = work.tile
-        tile = QueryTile(
-            start_m=tile.start_m, bh=tile.bh, batch=tile.batch, head=tile.head,
-            num_blocks=gl.where(exists, tile.num_blocks, 0), upper_masked=tile.upper_masked, bounds=tile.bounds,
-        )  # fmt: skip
-        return Work(tile=tile, head_kv=work.head_kv, first_k=None)
+        return Work(tile=tile_if(exists, work.tile), head_kv=work.head_kv, first_k=None)
     else:
         return packed_work(schedule, masks, index)
