@@ -40,6 +40,7 @@ def check_kvcache(
     window: tuple[int, int] | None,
     softcap: float,
     sinks: Tensor | None,
+    kv_starts: Tensor | None,
     return_lse: bool,
 ) -> int:
     """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
@@ -98,6 +99,8 @@ def check_kvcache(
         check_window(window)
     if sinks is not None:
         check_sinks(sinks, dtype, device, heads_q)
+    if kv_starts is not None:
+        check_bounds("kv_starts", kv_starts, device, batch)
     if torch.is_grad_enabled():
         inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks}
         for name, x in inputs.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.rotation import ops, reference
+from fused_rope_attn.rotation import reference
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
 from fused_rope_attn.runtime import device as machine
 
@@ -100,32 +101,36 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
     )  # fmt: skip
     if position_ids is not None and position_ids.ndim < 3:
         position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
+    options = RotationOptions(rotary_dim, interleaved, inverse, layout)
     given = None if outs is None else list(outs.values())
-    return _turn(list(xs.values()), given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
+    return rotate(options, RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens))
 
 
-def _turn(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout):
-    """What ``_apply`` does to arguments that were checked: for callers who know that theirs are right."""
-    if _has_kernel(tensors[0]):
-        return ops.rope(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
-    turned = [
-        _reference(x, LAYOUTS[layout], cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse,
-                   position_ids=position_ids, cu_seqlens=cu_seqlens)
-        for x in tensors
-    ]  # fmt: skip
-    return turned if given is None else [out.copy_(x) for out, x in zip(given, turned)]
+def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
+    """What ``apply_rope`` does with arguments that were checked: for callers who know that theirs are right."""
+    if _has_kernel(tensors.xs[0]):
+        from fused_rope_attn.rotation import ops  # Triton may be absent
+
+        return ops.rotate(options, tensors)
+    turned = [_reference(x, options, tensors) for x in tensors.xs]
+    return turned if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, turned)]
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
     """GPUs; CPUs under Triton's interpreter, but for bfloat16, which it gets wrong. float64 takes the reference."""
-    if x.dtype is torch.float64:
+    if x.dtype is torch.float64 or not machine.has_triton():
         return False
     return x.is_cuda or (machine.is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
 
 
-def _reference(x, axes, cos, sin, **options):
-    if axes[0] is None:  # packed tokens: one batch
+def _reference(x: torch.Tensor, options: RotationOptions, tensors: RotationTensors) -> torch.Tensor:
+    axes = LAYOUTS[options.layout]
+    packed = axes[0] is None
+    if packed:  # tokens without a batch are one batch
         axes, x = (0, *(axis + 1 for axis in axes[1:])), x.unsqueeze(0)
-        return _reference(x, axes, cos, sin, **options).squeeze(0)
-    turned = reference.rotation(x.permute(axes), cos, sin, **options)
-    return turned.permute([axes.index(axis) for axis in range(4)])
+    turned = reference.rotation(
+        x.permute(axes), tensors.cos, tensors.sin, rotary_dim=options.rotary_dim, interleaved=options.interleaved,
+        inverse=options.inverse, position_ids=tensors.position_ids, cu_seqlens=tensors.cu_seqlens,
+    )  # fmt: skip
+    turned = turned.permute([axes.index(axis) for axis in range(4)])
+    return turned.squeeze(0) if packed else turned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 
 import torch
@@ -12,6 +13,12 @@ import torch
 def is_interpreted() -> bool:
     """True when Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before triton is first imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the package triton is installed; macOS and Windows have none, and run the reference."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

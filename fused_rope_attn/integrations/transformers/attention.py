@@ -6,9 +6,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen
+from fused_rope_attn import (
+    apply_rope,
+    apply_rope_qk,
+    rope_attention,
+    rope_attention_varlen,
+    rope_attention_with_kvcache,
+)
 from fused_rope_attn.generation import planning
-from fused_rope_attn.generation.api import _with_kvcache
 from fused_rope_attn.integrations.transformers import rooms
 from fused_rope_attn.integrations.transformers.batch import (
     PAST_NAMES,
@@ -21,7 +26,8 @@ from fused_rope_attn.integrations.transformers.batch import (
     tokens_seen,
 )
 from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
-from fused_rope_attn.rotation.api import _turn
+from fused_rope_attn.rotation.api import rotate
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"
@@ -171,7 +177,10 @@ def _begin_cache(
     room, room_of_values = rooms.new_room(k, length), rooms.new_room(v, length)
     keys, values = rooms.first_rows(room, length), rooms.first_rows(room_of_values, length)
     options = tables.options
-    _turn([k], [keys], *tables.arrays, None, None, options["rotary_dim"], options["interleaved"], False, "bhsd")
+    rotate(
+        RotationOptions(options["rotary_dim"], options["interleaved"], inverse=False, layout="bhsd"),
+        RotationTensors([k], [keys], *tables.arrays, position_ids=None, cu_seqlens=None),
+    )
     values.copy_(v)
     rooms.begin(layer, keys, values, room)
 
@@ -213,7 +222,7 @@ def attend_cache(
             caches = rooms.room_for(layer, tokens)
         if caches is not None:
             arrays = inside.long(caches[0].shape[2])
-            o = _with_kvcache(
+            o = rope_attention_with_kvcache(
                 q, *caches, *arrays, k, v, cache_seqlens=batch.cached, kv_starts=batch.kv_starts, **options
             )  # fmt: skip
             if static:
@@ -227,7 +236,7 @@ def attend_cache(
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
     kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), inside.long(keys.shape[2])
     if step:
-        return _with_kvcache(
+        return rope_attention_with_kvcache(
             q, keys, values, *arrays, cache_seqlens=batch.kv_lens, kv_starts=kv_starts, **options
         )  # fmt: skip
     kv_lens = batch.kv_lens if isinstance(layer, StaticLayer) else None
