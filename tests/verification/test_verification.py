@@ -17,7 +17,7 @@ from verification.runner import Row, Task, run_task
 from verification.table import format_table
 
 ONE_CASE = ["--device", "cpu", "--filter", "33 queries, 100 keys, not causal", "--dtype", "float32", "--jobs", "0"]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

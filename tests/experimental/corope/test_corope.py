@@ -18,9 +18,9 @@ from fused_rope_attn.experimental.corope import kernels, reference
 from fused_rope_attn.experimental.corope.api import CoRopeAttention
 from fused_rope_attn.experimental.corope.configs import CoRopeConfig
 from fused_rope_attn.runtime.device import is_interpreted
-from tests.experimental.corope_helpers import NAMES, hold, make, results
+from tests.support.corope import NAMES, hold, make, results
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
 quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

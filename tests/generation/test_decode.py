@@ -452,7 +452,7 @@ def test_the_example_of_context_shifting():
 
 
 def test_the_example_in_the_readme():
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     code = re.search(r"## Generation\n.*?```python\n(.*?)```", text, re.DOTALL)[1]
     names = {"torch": torch, "device": "cpu"}
     exec(compile(code, "README.md", "exec"), names)

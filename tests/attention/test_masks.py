@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_kernels import F16, F32, both, cases, hold
 
 from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.attention import configs
@@ -16,6 +15,7 @@ from fused_rope_attn.attention.masks import describe_masks
 from fused_rope_attn.kernels.masks import key_range, query_range
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference
+from tests.attention.portable.test_kernels import F16, F32, both, cases, hold
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py")
 quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

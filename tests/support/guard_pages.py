@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _AREAS = []  # a tensor made from a buffer does not keep it
 _LAST_WORDS = "no access out of bounds"
 

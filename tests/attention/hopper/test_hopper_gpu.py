@@ -12,7 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gpu import (
+
+from fused_rope_attn import plan, rope_attention, rope_attention_varlen
+from fused_rope_attn.attention import configs, planning
+from fused_rope_attn.testing import (
+    Case,
+    Inputs,
+    Results,
+    compare,
+    make_inputs,
+    masks_of,
+    run_op,
+    run_reference,
+)
+from tests.attention.test_gpu import (
     BF16,
     F16,
     F32,
@@ -27,20 +40,7 @@ from test_gpu import (
     run_with_late_inputs,
 )
 
-from fused_rope_attn import plan, rope_attention, rope_attention_varlen
-from fused_rope_attn.attention import configs, planning
-from fused_rope_attn.testing import (
-    Case,
-    Inputs,
-    Results,
-    compare,
-    make_inputs,
-    masks_of,
-    run_op,
-    run_reference,
-)
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SM_90 = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SM_90, reason="needs an sm_90 GPU")]
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from hf_models import MODELS, make_ids, make_model
-from test_models import LENGTH, assert_close, run
 
 from bench import models as shapes
 from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
+from tests.integrations.transformers.test_models import LENGTH, assert_close, run
+from tests.support.hf_models import MODELS, make_ids, make_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

@@ -13,11 +13,11 @@ import peft
 import pytest
 import torch
 import transformers
-from hf_models import MODELS, SIZES, attentions_of, make_ids, make_model
-from test_models import LENGTH, assert_close, assert_same, calls, eager_rotation, run  # noqa: F401
 
 from fused_rope_attn.integrations.transformers import attention, conventions, patch_model, unpatch_model
 from fused_rope_attn.runtime.device import is_interpreted
+from tests.integrations.transformers.test_models import LENGTH, assert_close, assert_same, calls, eager_rotation, run  # noqa: F401
+from tests.support.hf_models import MODELS, SIZES, attentions_of, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LENGTHS = (9, 1, 15)
@@ -373,7 +373,7 @@ def test_in_the_interpreter(name, interpreted):
 
 
 def test_the_example(tmp_path):
-    script, out = Path(__file__).parents[1] / "examples" / "train_llama.py", tmp_path / "curves.png"
+    script, out = Path(__file__).parents[3] / "examples" / "train_llama.py", tmp_path / "curves.png"
     command = [sys.executable, str(script), "--small", "--steps", "4", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

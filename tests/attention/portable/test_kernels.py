@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter, through the public function, against float64.
 
-Never bfloat16: the interpreter multiplies its raw bits; tests/test_gpu.py has it. Shapes are tiny, since a 64x64 tile
-of one head costs about 0.2 s, and odd, since what is not a multiple of a tile is where kernels go wrong.
+No case is in bfloat16, whose raw bits the interpreter multiplies; tests/attention/test_gpu.py has those. Shapes are
+tiny, since a 64x64 tile of one head costs about 0.2 s, and odd, since kernels go wrong where a tile is cut.
 """
 
 import math
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fused_rope_attn import rope_attention
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, Inputs, Results, compare, make_inputs, run_op, run_reference
-from tests.guard_pages import hold_within_bounds
+from tests.support.guard_pages import hold_within_bounds
 
 pytestmark = [
     pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU see test_gpu.py"),
@@ -382,7 +382,7 @@ def test_any_shape(batch, heads_kv, group, len_q, len_k, head_dim, rotary, causa
 GUARD = """
 import torch
 from fused_rope_attn.testing import Case, make_inputs, run_op
-from tests.guard_pages import abut
+from tests.support.guard_pages import abut
 
 for strategy in ("inline", "prepass"):
     for case in (

@@ -8,13 +8,13 @@ import weakref
 import pytest
 import torch
 import transformers
-from hf_models import WINDOW, make_ids, make_model
-from test_models import assert_close, calls, eager_rotation  # noqa: F401
 from transformers.cache_utils import StaticLayer
 
 from fused_rope_attn.generation import launch as decode
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import attention, patch_model, rooms, unpatch_model
+from tests.integrations.transformers.test_models import assert_close, calls, eager_rotation  # noqa: F401
+from tests.support.hf_models import WINDOW, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Ends of the parts of a sequence: one token and several, before, across and after the window's end. The last part is

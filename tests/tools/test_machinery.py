@@ -30,7 +30,7 @@ def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module", params=ARCHS)
 def toy(request, tmp_path_factory) -> dict[str, dict]:
-    result = python(str(Path(__file__).parent / "toy.py"), request.param, cache=tmp_path_factory.mktemp("cache"))
+    result = python("-m", "tests.support.toy_kernels", request.param, cache=tmp_path_factory.mktemp("cache"))
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert all(row["arch"] == request.param for row in rows)

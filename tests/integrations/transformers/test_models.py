@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from hf_models import MODELS, WINDOW, make_ids, make_model
 
 from fused_rope_attn.integrations.transformers import attention, patch_model, unpatch_model
+from tests.support.hf_models import MODELS, WINDOW, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 every_model = pytest.mark.parametrize("name", MODELS)

@@ -1,7 +1,7 @@
 """Rotation alone: every convention of docs/rotation.md against an oracle of a few lines, and what the API promises.
 
 Here the kernel runs in Triton's interpreter, in float16 and float32, and float64 takes the reference; bfloat16 is in
-tests/test_rotation_gpu.py.
+tests/rotation/test_rotation_gpu.py.
 """
 
 import copy
@@ -21,7 +21,7 @@ from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, permute_
 from fused_rope_attn.rotation.configs import TABLE
 from fused_rope_attn.rotation.reference import rotation
 from fused_rope_attn.runtime.device import is_interpreted
-from tests.guard_pages import hold_within_bounds
+from tests.support.guard_pages import hold_within_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
@@ -514,7 +514,7 @@ def test_any_shape(batch, heads, length, head_dim, share, full, interleaved, inv
 GUARD = """
 import torch
 from fused_rope_attn import apply_rope
-from tests.guard_pages import abut
+from tests.support.guard_pages import abut
 
 for shape, layout, width, options in (
     ((1, 3, 37, 24), "bhsd", 5, {"rotary_dim": 10}),

@@ -153,7 +153,7 @@ def _python(source):
     import sys
     from pathlib import Path
 
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     return subprocess.run(
         [sys.executable, "-c", source], cwd=root, capture_output=True, text=True, timeout=120, check=True
     ).stdout.strip()

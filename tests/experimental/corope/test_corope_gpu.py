@@ -6,7 +6,7 @@ import torch
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.experimental.corope.configs import METHODS, CoRopeConfig
-from tests.experimental.corope_helpers import hold, make, results
+from tests.support.corope import hold, make, results
 
 pytestmark = pytest.mark.gpu
 

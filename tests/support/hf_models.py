@@ -1,4 +1,4 @@
-"""Tiny random models of every supported class, for tests/test_models*.py: windows of 8 tokens, scales of their own."""
+"""Tiny random models of every supported class, for tests/integrations: windows of 8 tokens, scales of their own."""
 
 import torch
 import transformers
