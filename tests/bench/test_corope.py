@@ -8,7 +8,7 @@ import torch
 from bench import corope, report
 from bench.__main__ import main
 from bench.timing import Options
-from tests.bench.test_bench import WallClock
+from tests.support.bench import WallClock
 
 TINY = corope.CoRopeCase("Tiny", 2, 4, 2, 9, 8)
 FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05", "commit": "abc"}

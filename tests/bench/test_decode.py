@@ -11,7 +11,7 @@ from bench.__main__ import main
 from bench.decode_providers import COPY, OURS, PROVIDERS, RAW, DecodeProvider, appending, select
 from fused_rope_attn.generation import configs, planning
 from fused_rope_attn.runtime.device import is_interpreted
-from tests.bench.test_bench import WallClock
+from tests.support.bench import WallClock
 
 TINY = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
 FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05", "commit": "abc"}

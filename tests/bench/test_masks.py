@@ -15,7 +15,7 @@ from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case
-from tests.bench.test_bench import WallClock
+from tests.support.bench import WallClock
 
 TINY = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 LENGTHS = (5, 12, 1, 7)

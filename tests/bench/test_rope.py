@@ -9,7 +9,7 @@ import torch
 from bench import report, rope, rope_report
 from bench.__main__ import main
 from bench.rope_providers import COPY, OURS, PROVIDERS, RopeProvider, select
-from tests.bench.test_bench import WallClock
+from tests.support.bench import WallClock
 
 TINY = rope.RopeCase("Tiny", 2, (4, 2), 16, 8, ("models",), ("fp32",), ("half", "interleaved"))
 SINGLE = rope.RopeCase("Wide", 1, (4,), 256, 8, ("wide",), ("fp32",), ("half",))
