@@ -34,11 +34,10 @@ verify: $(ENVIRONMENT)
 # The interpreter and the compiler do not mix in one process: the ahead-of-time compilation runs in its own.
 test: lint
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(ARGS)
-	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/aot
+	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/tools
 
 test-hf-4: $(VENV_HF4)/.installed
-	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/test_models.py tests/test_models_around.py \
-		tests/test_models_steps.py
+	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/integrations/transformers
 
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.
