@@ -26,7 +26,9 @@ from bench.environment import ROOT, card, environment
 from bench.gate import _LOOSE_RMS, _rms_ratio
 from bench.timing import interleave, ratio
 from fused_rope_attn import rope_tables, testing
+from fused_rope_attn.attention.configs import family
 from fused_rope_attn.generation import configs, planning, reference
+from fused_rope_attn.runtime import device
 
 RESULTS = ROOT / "bench" / "results"
 _MODES = {"eager": ("eager",), "graph": ("graph",), "both": ("graph", "eager")}
@@ -314,28 +316,26 @@ def candidate(text: str, base: configs.DecodeConfig) -> configs.DecodeConfig:
 def tune(cases: list[DecodeCase], texts: list[str], raw: bool, options: Options, clock: Any) -> tuple[str, list[dict]]:
     """(a table: a line for each configuration with its time and share of a copy's bandwidth in each case, the rows)."""
     copy = next(provider for provider in select([]) if provider.name == COPY)
-    given = planning.decode_config
     columns, rows = {}, []
     for case in cases:
         step = case.step(clock.device)
-        table = given(step.q, not raw)
+        arch = family(device.arch(step.q.device))
+        table = configs.decode(arch, step.q.dtype.itemsize, step.q.shape[3], not raw)
         chosen = {"(table)": table} | {text: candidate(text, table) for text in texts}
         fns, notes = {}, {}
         provider = next(p for p in select([RAW]) if p.name == (RAW if raw else OURS))
         for text, config in chosen.items():
             try:
-                planning.decode_config = lambda q, rotated, config=config: config
-                run = provider.make(step)
-                verdict = hold(run(), step, raw=raw, rounded_tables=False, forgiving=False)
-                if verdict["status"] == "ok":
-                    fns[text] = clock.capture(lambda run=run: run)
-                else:
-                    notes[text] = verdict["detail"]
+                with planning.configured(config):
+                    run = provider.make(step)
+                    verdict = hold(run(), step, raw=raw, rounded_tables=False, forgiving=False)
+                    if verdict["status"] == "ok":
+                        fns[text] = clock.capture(lambda run=run: run)
+                    else:
+                        notes[text] = verdict["detail"]
             except Exception as error:
                 notes[text] = _sentence(error)
                 clock.synchronize()
-            finally:
-                planning.decode_config = given
         fns[COPY] = copy.make(step)
         calls = {name: clock.calls_for(fn, options.round_ms) for name, fn in fns.items()}
         measured, _ = interleave(fns, clock.sample, calls, options.rounds, options.out_of_time)

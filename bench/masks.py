@@ -31,9 +31,8 @@ from bench.gate import Gate, Verdict
 from bench.runner import _sentence, _status
 from bench.timing import Options, interleave, quantile, ratio
 from fused_rope_attn import testing
-from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.configs import HopperBackwardConfig, HopperForwardConfig
-from fused_rope_attn.attention.hopper import backward, tiles
+from fused_rope_attn.attention.hopper import backward_kernel, tiles
 from fused_rope_attn.testing import Case
 
 RESULTS = ROOT / "bench" / "results"
@@ -166,7 +165,7 @@ def visited(case: Case, part: str, plan: Any) -> int | None:
             return visited_scores(case, tiles.BLOCK_M, plan.forward.block_n)
         return visited_scores(case, plan.forward.tile.block_m, plan.forward.tile.block_n)
     if backend == "hopper":
-        return visited_by_keys(case, backward.BLOCK_M.value, backward.BLOCK_N.value)
+        return visited_by_keys(case, backward_kernel.BLOCK_M.value, backward_kernel.BLOCK_N.value)
     dkdv, dq = plan.backward.dkdv, plan.backward.dq
     return visited_by_keys(case, dkdv.block_m, dkdv.block_n) + visited_scores(case, dq.block_m, dq.block_n)
 
@@ -287,15 +286,10 @@ class Subject:
         line, backend = self.line, self._backend
         q, k, v, _ = self.problem.tensors(line.form)
         if line.form == "packed":
-            # As rope_attention_varlen asks for it.
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            backend, reason = planning.choose_backend(q, k, backend, "auto", "cu_seqlens_q")
-            if backend == "reference":
-                return planning.Plan("reference", None, reason)
-            longest, count = self.problem.longest, len(self.problem.lengths)
-            return planning.plan_for(
-                q, k, v, True, "auto", backend, False, "cu_seqlens_q", longest, num_sequences=count
-            )
+            x, ends, longest = self.problem.inputs, self.problem.ends, self.problem.longest
+            return fused_rope_attn.plan_varlen(
+                q, k, v, x.cos, x.sin, ends, ends, longest, longest, True, backend=backend
+            )  # fmt: skip
         masks = self._masks if line.form == "dense" else {}
         masks = masks | ({"kv_starts": self.problem.starts} if line.form == "left" else {})
         x = self.problem.inputs

@@ -50,8 +50,10 @@ class Fused:
         from fused_rope_attn.runtime import device
 
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        no_keys = case.len_k == 0
-        obstacle = planning.hopper_obstacle(device.arch(where), case.dtype, case.head_dim, no_keys, self.strategy)
+        needs = planning.Needs(
+            device.arch(where), case.dtype, case.head_dim, self.strategy, no_keys=case.len_k == 0
+        )  # fmt: skip
+        obstacle = planning.obstacle("hopper", "forward", needs)
         return None if obstacle is None else obstacle[1]
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

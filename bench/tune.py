@@ -28,7 +28,7 @@ from bench.environment import environment
 from bench.gate import Gate
 from bench.timing import GpuClock, interleave, ratio
 from fused_rope_attn import testing
-from fused_rope_attn.attention import configs
+from fused_rope_attn.attention import configs, problem
 from fused_rope_attn.runtime import device
 
 Config = configs.ForwardConfig | configs.BackwardConfig
@@ -126,12 +126,11 @@ class Bench:
         case = point.case
         self.inputs = testing.make_inputs(case, clock.device)
         self.gate = Gate(case, self.inputs, grads=point.part == "bwd")
-        self.options = {
-            "causal": case.causal,
-            "softmax_scale": case.scale,
-            "rotary_dim": case.rotary,
-            "interleaved": case.interleaved,
-        }
+        self.tensors = problem.Tensors(*self.inputs[:5])
+        self.problem = problem.describe(
+            self.tensors, causal=case.causal, softmax_scale=case.scale, rotary_dim=case.rotary,
+            interleaved=case.interleaved,
+        ).for_launch()  # fmt: skip
         if point.part == "bwd":
             forward = replace(point, part="fwd").current(arch)
             self.o, self.lse = self._forward(forward)
@@ -139,8 +138,7 @@ class Bench:
     def _forward(self, config: configs.ForwardConfig) -> tuple[torch.Tensor, torch.Tensor]:
         from fused_rope_attn.attention.portable.forward import attention_forward
 
-        x = self.inputs
-        return attention_forward(x.q, x.k, x.v, x.cos, x.sin, **self.options, config=config)
+        return attention_forward(self.problem, self.tensors, config)
 
     def call(self, config: Config) -> Callable[[], Any]:
         """The zero-argument function that is timed."""
@@ -148,9 +146,8 @@ class Bench:
             return lambda: self._forward(config)
         from fused_rope_attn.attention.portable.backward import attention_backward
 
-        x = self.inputs
-        tensors = (x.do, x.q, x.k, x.v, self.o, self.lse, x.cos, x.sin)
-        return lambda: attention_backward(*tensors, **self.options, config=config)
+        gradient = {"do": self.inputs.do, "o": self.o, "lse": self.lse}
+        return lambda: attention_backward(self.problem, self.tensors, config, **gradient)[:3]
 
     def screen(self, config: Config, round_ms: float) -> Timed | str:
         """Gate, then a short look; the reason where it cannot run or computes something else."""

@@ -96,9 +96,10 @@ class CheckTask:
 def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
     """Whether the sm_90 backend serves a check on the machine that it is made for."""
     case = check.case
-    masks = (case.window, case.softcap, case.sinks or None, case.kv_starts, case.kv_lens, case.seqlens)
-    feature = planning.mask_feature(*masks)
-    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto", None, feature) is None
+    needs = planning.Needs(
+        "sm_90", dtype, case.head_dim, packed=case.seqlens is not None, no_keys=case.len_k == 0
+    )  # fmt: skip
+    return planning.obstacle("hopper", "forward", needs) is None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,6 +10,10 @@ from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.device import has_triton
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.attention import ops
 
 
 def rope_attention(
@@ -276,8 +280,6 @@ def _attend(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
     """(o, lse) of a described call, by the backend that planning chooses."""
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
-        from fused_rope_attn.attention import ops  # Triton may be absent
-
         return ops.attention(problem._replace(backend=chosen), tensors)
     q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
     options = {

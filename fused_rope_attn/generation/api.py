@@ -10,6 +10,10 @@ from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.problem import Tensors, describe_step
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.device import has_triton
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.generation import ops
 
 
 def rope_attention_with_kvcache(
@@ -133,8 +137,6 @@ def attend_step(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch
     """(o, lse) of a described step, by the backend that planning chooses."""
     chosen, _ = choose_backend(problem)
     if chosen != "reference":
-        from fused_rope_attn.generation import ops  # Triton may be absent
-
         return ops.attention_with_kvcache(problem, tensors)
     q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
     return reference.attention_with_kvcache(

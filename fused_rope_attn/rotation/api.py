@@ -7,7 +7,10 @@ import torch
 from fused_rope_attn.rotation import reference
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
-from fused_rope_attn.runtime import device as machine
+from fused_rope_attn.runtime.device import has_triton, is_interpreted
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.rotation import ops
 
 
 def apply_rope(
@@ -109,8 +112,6 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
 def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     """What ``apply_rope`` does with arguments that were checked: for callers who know that theirs are right."""
     if _has_kernel(tensors.xs[0]):
-        from fused_rope_attn.rotation import ops  # Triton may be absent
-
         return ops.rotate(options, tensors)
     turned = [_reference(x, options, tensors) for x in tensors.xs]
     return turned if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, turned)]
@@ -118,9 +119,9 @@ def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Ten
 
 def _has_kernel(x: torch.Tensor) -> bool:
     """GPUs; CPUs under Triton's interpreter, but for bfloat16, which it gets wrong. float64 takes the reference."""
-    if x.dtype is torch.float64 or not machine.has_triton():
+    if x.dtype is torch.float64 or not has_triton():
         return False
-    return x.is_cuda or (machine.is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
+    return x.is_cuda or (is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
 
 
 def _reference(x: torch.Tensor, options: RotationOptions, tensors: RotationTensors) -> torch.Tensor:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fused_rope_attn.attention.masks import describe_masks
 
 from fused_rope_attn import cu_seqlens_from_position_ids, plan, rope_attention, rope_attention_varlen
 from fused_rope_attn.attention import configs
-from fused_rope_attn.attention.masks import describe_masks
 from fused_rope_attn.kernels.masks import key_range, query_range
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.testing import Case, compare, make_inputs, masks_of, run_op, run_reference

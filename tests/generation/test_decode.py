@@ -15,7 +15,7 @@ from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.configs import ARCHS
 from fused_rope_attn.attention.planning import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fused_rope_attn.generation import configs, planning
-from fused_rope_attn.generation.api import _with_kvcache
+from fused_rope_attn.generation.api import run_step
 from fused_rope_attn.generation.kernel import sequence_of, tiles_before
 from fused_rope_attn.generation.launch import row_block
 from fused_rope_attn.runtime.device import is_interpreted
@@ -60,7 +60,7 @@ def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
     config = replace(
         configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, least_tiles=least, combine_parts=parts
     )
-    monkeypatch.setattr(planning, "decode_config", lambda q, rotated: config)
+    monkeypatch.setattr(planning, "_override", config)
     check = DecodeCheck("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
     failures = [result for result in hold(check, F32) if not result.ok]
     assert not failures, failures
@@ -271,7 +271,7 @@ def test_nothing_to_do(empty):
     cos, sin = rope_tables(8, 16)
     lens = torch.zeros(batch, dtype=torch.int32)
     for backend in ("reference", "triton"):
-        o, lse = _with_kvcache(
+        o, lse = run_step(
             q, k_cache, v_cache, cos, sin, cache_seqlens=lens, return_lse=True, backend=backend
         )  # fmt: skip
         assert o.shape == q.shape and lse.shape == q.shape[:3]
@@ -281,7 +281,7 @@ def test_nothing_to_do(empty):
 @interpreted
 @quiet
 def test_kernels_and_reference_agree_on_padded_prompts():
-    """``kv_starts``, which is not public: keys before it do not exist, not even NaN."""
+    """Keys before ``kv_starts`` do not exist, not even NaN."""
     inputs = make_inputs(PLAIN, F32)
     starts = torch.tensor([20, 0], dtype=torch.int32)
     inputs.v_cache[0, :, :20] = math.nan
@@ -289,7 +289,7 @@ def test_kernels_and_reference_agree_on_padded_prompts():
     for backend in ("reference", "triton"):
         q, k_cache, v_cache, cos, sin, k, v, lens, _ = (x if x is None else x.clone() for x in inputs)
         results.append(
-            _with_kvcache(
+            run_step(
                 q,
                 k_cache,
                 v_cache,
@@ -327,7 +327,7 @@ def test_compile_writes_the_caches():
     inputs = make_inputs(TINY, F32)
 
     def step(q, k_cache, v_cache, k, v, lens):
-        o, lse = _with_kvcache(
+        o, lse = run_step(
             2 * q, k_cache, v_cache, inputs.cos, inputs.sin, k, v, cache_seqlens=lens, return_lse=True,
             backend="triton",
         )  # fmt: skip

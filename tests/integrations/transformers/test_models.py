@@ -35,7 +35,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(attention, name, counted)
 
-    for name in ("rope_attention", "rope_attention_varlen", "_with_kvcache"):
+    for name in ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache"):
         count(name)
     return counts
 
@@ -128,7 +128,8 @@ def test_generation(name, cache, calls):
     emptied = 0
     if cache == "static" and transformers.__version__ < "5":
         emptied = 2 * sum(not layer.is_sliding for layer in model._cache.layers)
-    assert Counter(calls) == Counter({"rope_attention": 2 * 2 - emptied, "_with_kvcache": 2 * 2 * 13 + emptied})
+    steps = 2 * 2 * 13 + emptied
+    assert Counter(calls) == Counter({"rope_attention": 2 * 2 - emptied, "rope_attention_with_kvcache": steps})
 
 
 @every_model
@@ -140,4 +141,4 @@ def test_beams(name, calls):
     expected = model.generate(ids, attention_mask=mask, do_sample=False, num_beams=3, max_new_tokens=6)
     patched = patch_model(model).generate(ids, attention_mask=mask, do_sample=False, num_beams=3, max_new_tokens=6)
     assert torch.equal(expected, patched)
-    assert calls == {"rope_attention": 2, "_with_kvcache": 2 * (options["max_new_tokens"] - 1)}
+    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 2 * (options["max_new_tokens"] - 1)}

@@ -17,6 +17,7 @@ import transformers
 from fused_rope_attn.integrations.transformers import attention, conventions, patch_model, unpatch_model
 from fused_rope_attn.runtime.device import is_interpreted
 from tests.integrations.transformers.test_models import LENGTH, assert_close, assert_same, calls, eager_rotation, run  # noqa: F401
+from tests.support.generation import interpreted_step
 from tests.support.hf_models import MODELS, SIZES, attentions_of, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -355,7 +356,8 @@ def test_autocast(calls):  # noqa: F811
 def interpreted(monkeypatch):
     """The portable kernels, in Triton's interpreter."""
     assert is_interpreted() or torch.cuda.is_available()
-    for name in ("rope_attention", "rope_attention_varlen", "_with_kvcache"):
+    monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
+    for name in ("rope_attention", "rope_attention_varlen"):
         operator = functools.partial(getattr(attention, name), backend="triton")
         monkeypatch.setattr(attention, name, operator)
 

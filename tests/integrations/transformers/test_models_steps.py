@@ -1,7 +1,6 @@
 """Steps of a patched model onto a cache: which of them take the generation step, and what they leave in the cache."""
 
 import copy
-import functools
 import gc
 import weakref
 
@@ -14,6 +13,7 @@ from fused_rope_attn.generation import launch as decode
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import attention, patch_model, rooms, unpatch_model
 from tests.integrations.transformers.test_models import assert_close, calls, eager_rotation  # noqa: F401
+from tests.support.generation import interpreted_step
 from tests.support.hf_models import WINDOW, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -51,7 +51,7 @@ def test_steps_of_every_length(name, kind, padded, calls):  # noqa: F811
     got = parts(patch_model(model), patched, ids, mask)
     present = mask.bool() if padded else slice(None)
     assert_close(got[present], expected[present], 1e-5)
-    assert calls == {"rope_attention": 2 * 2, "_with_kvcache": 2 * (len(ENDS) - 2)}
+    assert calls == {"rope_attention": 2 * 2, "rope_attention_with_kvcache": 2 * (len(ENDS) - 2)}
     for layer, other in zip(patched.layers, plain.layers):
         assert layer.get_seq_length() == other.get_seq_length()
         if not padded:  # what padding tokens leave in later layers is nobody's business
@@ -67,7 +67,7 @@ def test_a_cache_that_is_used_again(calls):  # noqa: F811
     first = parts(model, past, ids)
     past.reset()
     assert_close(parts(model, past, ids), first, 1e-6)  # the first part of it is a step, this time
-    assert calls == {"rope_attention": 4 + 3, "_with_kvcache": 8 + 9}
+    assert calls == {"rope_attention": 4 + 3, "rope_attention_with_kvcache": 8 + 9}
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def test_tokens_that_are_taken_back(calls):  # noqa: F811
     past.crop(-6)
     got = model(ids[:, 9:], past_key_values=past).logits
     assert_close(got, expected[:, 9:], 1e-5)
-    assert calls == {"rope_attention": 2, "_with_kvcache": 4}
+    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 4}
 
 
 def test_gradients_go_without_the_step(calls):  # noqa: F811
@@ -92,10 +92,10 @@ def test_gradients_go_without_the_step(calls):  # noqa: F811
     # Nobody's gradient, though gradients are on; then the sinks' alone.
     model.requires_grad_(False)
     parts(model, make_cache(model, "dynamic"), ids, ends=(6, 7))
-    assert calls == {"rope_attention": 6, "_with_kvcache": 2}
+    assert calls == {"rope_attention": 6, "rope_attention_with_kvcache": 2}
     model.model.layers[1].self_attn.sinks.requires_grad_(True)
     parts(model, make_cache(model, "dynamic"), ids, ends=(6, 7))
-    assert calls == {"rope_attention": 9, "_with_kvcache": 3}
+    assert calls == {"rope_attention": 9, "rope_attention_with_kvcache": 3}
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def test_a_cache_of_another_dtype(calls):  # noqa: F811
     assert calls == {"rope_attention": 4}
     with torch.autocast("cpu", torch.bfloat16):  # the cache too
         parts(model, make_cache(model, "static"), ids, ends=(8, 9))
-    assert calls == {"rope_attention": 6, "_with_kvcache": 2}
+    assert calls == {"rope_attention": 6, "rope_attention_with_kvcache": 2}
 
 
 def test_few_queries():
@@ -150,7 +150,7 @@ def test_who_writes_a_static_cache(calls, monkeypatch):  # noqa: F811
     past = CountingCache(config=model.config, max_cache_len=CAPACITY)
     results.append(parts(model, past, ids, ends=(9, 10, 12)))
     assert written[2:] == [9, 9, 1, 1, 2, 2] and past.tokens == 2 * 12
-    assert calls == {"rope_attention": 4, "_with_kvcache": 8}
+    assert calls == {"rope_attention": 4, "rope_attention_with_kvcache": 8}
     assert_close(*results, 1e-6)
     # Windows: a layer that is full moves what it holds.
     written.clear()
@@ -326,8 +326,7 @@ def test_nothing_outlives_its_pass(monkeypatch):
 def interpreted(monkeypatch):
     """The generation step in Triton's interpreter, all else as a CPU has it."""
     monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
-    operator = functools.partial(attention._with_kvcache, backend="triton")
-    monkeypatch.setattr(attention, "_with_kvcache", operator)
+    monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
