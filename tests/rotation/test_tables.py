@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from fused_rope_attn import apply_rope, rope_tables, rope_tables_2d
@@ -29,3 +30,38 @@ def test_rope_tables_2d():
     ids = torch.stack((torch.arange(15) // width, torch.arange(15) % width))[None]
     two = apply_rope(x, *line, rotary_dim=12, interleaved=True, position_ids=ids)
     assert_close(apply_rope(x, cos, sin, interleaved=True), two.double(), 1e-6)
+
+
+def test_rope_tables():
+    cos, sin = rope_tables(7, 6)
+    assert cos.shape == sin.shape == (7, 3) and cos.dtype == sin.dtype == torch.float32
+    for position in range(7):
+        for i in range(3):
+            angle = torch.tensor(position / 10000.0 ** (2 * i / 6), dtype=torch.float64)
+            torch.testing.assert_close(cos[position, i], angle.cos().float(), rtol=0, atol=1e-7)
+            torch.testing.assert_close(sin[position, i], angle.sin().float(), rtol=0, atol=1e-7)
+    far, _ = rope_tables(1, 2, positions=torch.tensor([131071]))
+    torch.testing.assert_close(far[0, 0], torch.tensor(131071.0, dtype=torch.float64).cos().float())
+    again, _ = rope_tables(7, 6, positions=torch.arange(7), device="cpu")
+    assert torch.equal(again, cos)
+    slow, _ = rope_tables(7, 6, base=1e6)
+    assert not torch.equal(slow, cos)
+    assert rope_tables(0, 4)[0].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "arguments", "options"),
+    [
+        (TypeError, "seq_len", (7.0, 6), {}),
+        (TypeError, "rotary_dim", (7, True), {}),
+        (ValueError, "seq_len", (-1, 6), {}),
+        (ValueError, "rotary_dim", (7, 5), {}),
+        (ValueError, "rotary_dim", (7, 0), {}),
+        (ValueError, "base", (7, 6), {"base": 0.0}),
+        (ValueError, "base", (7, 6), {"base": float("nan")}),
+        (ValueError, "positions", (7, 6), {"positions": torch.arange(6)}),
+    ],
+)
+def test_rope_tables_refuses(error, name, arguments, options):
+    with pytest.raises(error, match=f"^{name} "):
+        rope_tables(*arguments, **options)
