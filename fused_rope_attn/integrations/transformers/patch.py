@@ -194,4 +194,5 @@ _PREPARERS: set = set()
 
 
 def _prepare_method(module: nn.Module) -> types.MethodType:
-    return types.MethodType(_prepare_function(type(module)), module)
+    cls: type = type(module)
+    return types.MethodType(_prepare_function(cls), module)
