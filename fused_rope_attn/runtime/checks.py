@@ -185,5 +185,5 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shown(shape: torch.Size) -> str:
+def shown(shape: tuple[int, ...]) -> str:
     return str(tuple(shape))
