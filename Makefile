@@ -66,6 +66,7 @@ bench: $(ENVIRONMENT) $(RIVALS)
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 # What `pip install` of a release would take, into dist/. Without isolation: the environment has what it builds with.
 .PHONY: wheel

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -105,7 +106,7 @@ def typical_plan() -> dict[str, Any]:
     }
 
 
-def _attempt(question) -> Any:
+def _attempt(question: Callable[[], Any]) -> Any:
     """The answer, or the error that came instead of it: a report about a broken machine shall still be printed."""
     try:
         return question()

@@ -84,7 +84,7 @@ class RotaryEmbedding(torch.nn.Module):
             self._cos, self._sin = rope_tables(rows, self.dim, base=self.base, device=device)
         return self._cos, self._sin
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cos": None, "_sin": None}
 
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -71,17 +72,17 @@ def current_stream(device: torch.device) -> int:
 
 
 class _NoGuard:
-    def __enter__(self):
+    def __enter__(self) -> None:
         return None
 
-    def __exit__(self, *exc):
-        return False
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
 _NO_GUARD = _NoGuard()
 
 
-def guard(device: torch.device):
+def guard(device: torch.device) -> AbstractContextManager[None]:
     """Context in which kernels launch on ``device``; free when it is already the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NO_GUARD

@@ -40,7 +40,7 @@ _said_of_layers: set[str] = set()
 _MOST_TABLES = 8
 
 
-def forward(self: AttentionModule, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
+def forward(self: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Attention of hidden states (B, N, width): (output (B, N, width), None), as the module's own forward gives it.
 
     Called with the keywords that transformers' decoder layers use. Without a Batch (the layer was called, not the
@@ -142,7 +142,16 @@ def _features(module: AttentionModule, convention: Convention, q: Tensor) -> dic
     }
 
 
-def _attend(module, convention, q, k, v, tables: _Tables, batch: Batch, packed: bool) -> Tensor:
+def _attend(
+    module: AttentionModule,
+    convention: Convention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: _Tables,
+    batch: Batch,
+    packed: bool,
+) -> Tensor:
     """Attention of a batch whose keys are its own tokens: o (B, HQ, N, D)."""
     options = tables.options | _features(module, convention, q)
     if not packed:
@@ -269,6 +278,6 @@ def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Te
     return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts
 
 
-def _own_forward(module: AttentionModule):
+def _own_forward(module: AttentionModule) -> Any:
     previous = module.__dict__.get(PREVIOUS)
     return type(module).forward.__get__(module) if previous is None else previous

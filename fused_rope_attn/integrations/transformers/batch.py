@@ -30,7 +30,7 @@ class Kept:
     # No dict: a plain object passes through what takes containers apart to move the tensors in them.
     __slots__ = ("tables",)
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.tables: dict[tuple, Any] = {}
 
 
