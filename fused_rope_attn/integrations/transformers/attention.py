@@ -242,15 +242,17 @@ def attend_cache(
                 rows = cast(int, batch.rows) + tokens
                 keys, values = (rooms.first_rows(cache, rows) for cache in caches)
                 rooms.settle(layer, keys, values, caches[0])
-            return o
+            return cast(Tensor, o)
     if single:
         k = apply_rope(k, *tables.arrays, **tables.options)
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
     kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), inside.long(keys.shape[2])
     if step:
-        return rope_attention_with_kvcache(
-            q, keys, values, *arrays, cache_seqlens=batch.kv_lens, kv_starts=kv_starts, **options
+        lengths = cast(Tensor, batch.kv_lens)  # there is a cache
+        o = rope_attention_with_kvcache(
+            q, keys, values, *arrays, cache_seqlens=lengths, kv_starts=kv_starts, **options
         )  # fmt: skip
+        return cast(Tensor, o)
     kv_lens = batch.kv_lens if isinstance(layer, StaticLayer) else None
     return cast(Tensor, rope_attention(q, keys, values, *arrays, kv_starts=kv_starts, kv_lens=kv_lens, **options))
 
