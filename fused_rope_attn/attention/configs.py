@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
@@ -153,7 +154,7 @@ class Row:
 
     def config(self, arch: str, strategy: str) -> ForwardConfig | BackwardConfig:
         """The launch configuration of this row."""
-        options = {
+        options: dict[str, Any] = {
             "section_bytes": self.section_bytes,
             "rotate_rows": self.rotate_rows,
             "rotate_heads": self.rotate_heads,
@@ -161,8 +162,10 @@ class Row:
             "tma": self.tma and strategy == "prepass",
         }
         if len(self.tiles) == 2:
-            return BackwardConfig(strategy, *self.tiles, **options)
-        return ForwardConfig(strategy, *self.tiles, **options, prefetch_rows=self.prefetch_rows)
+            dkdv, dq = self.tiles
+            return BackwardConfig(strategy, dkdv, dq, **options)
+        (tile,) = self.tiles
+        return ForwardConfig(strategy, tile, prefetch_rows=self.prefetch_rows, **options)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,14 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 def _doors(config_type: type) -> tuple[Callable, Callable]:
     """(forward, backward) of the backend that a configuration belongs to, imported when a call first needs it."""
     if config_type in (configs.ForwardConfig, configs.BackwardConfig):
-        from fused_rope_attn.attention.portable import backward, forward
-    else:
-        from fused_rope_attn.attention.hopper import backward, forward
-    return forward.attention_forward, backward.attention_backward
+        from fused_rope_attn.attention.portable import backward as portable_backward
+        from fused_rope_attn.attention.portable import forward as portable_forward
+
+        return portable_forward.attention_forward, portable_backward.attention_backward
+    from fused_rope_attn.attention.hopper import backward as hopper_backward
+    from fused_rope_attn.attention.hopper import forward as hopper_forward
+
+    return hopper_forward.attention_forward, hopper_backward.attention_backward
 
 
 def _with_unit_strides(tensors: Tensors) -> Tensors:
@@ -36,14 +40,16 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
 
 def _run_forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     config = planning.plan_for(problem, tensors.v).forward
+    kind: type = type(config)
     with device.guard(problem.device):
-        return _doors(type(config))[0](problem.for_launch(), _with_unit_strides(tensors), config)
+        return _doors(kind)[0](problem.for_launch(), _with_unit_strides(tensors), config)
 
 
 def _run_backward(problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
     config = planning.plan_for(problem, tensors.v).backward
+    kind: type = type(config)
     with device.guard(problem.device):
-        run = _doors(type(config))[1]
+        run = _doors(kind)[1]
         return run(problem.for_launch(), _with_unit_strides(tensors), config, do=do, o=o, lse=lse)
 
 

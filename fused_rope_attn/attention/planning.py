@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -13,9 +13,9 @@ from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.layouts import has_descriptor
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-HOPPER_DTYPES = (torch.float16, torch.bfloat16)
+HOPPER_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
 
 
@@ -63,7 +63,7 @@ def obstacle(backend: str, direction: str, needs: Needs) -> Obstacle | None:
 
     None when it can; else the error that an explicit backend raises. This is the one statement of what each serves.
     """
-    name, dtypes = ("the Triton kernels", KERNEL_DTYPES)
+    name, dtypes = "the Triton kernels", KERNEL_DTYPES
     if backend == "hopper":
         name, dtypes = ("backend='hopper'", HOPPER_DTYPES)
         if needs.cached:
@@ -118,8 +118,8 @@ def _arch(where: torch.device) -> str:
 
 
 # What torch.compiler.assume_constant_result does to a function; calling it would import torch._dynamo with us, seconds.
-_arch._dynamo_marked_constant = True
-_portable_machine_obstacle._dynamo_marked_constant = True
+_arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_backend(problem: Problem) -> tuple[str, str]:
@@ -186,7 +186,7 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
     if tma and queries > 0 and not has_descriptor(v):
         where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
         if problem.backend == "hopper":
-            error, message = obstacle("hopper", "forward", needs._replace(v_layout=where))
+            error, message = cast(Obstacle, obstacle("hopper", "forward", needs._replace(v_layout=where)))
             raise error(message)
         plan, _ = _plan(needs._replace(v_layout="another layout"), *wanted)
     return plan
@@ -241,7 +241,9 @@ def _plan(
         strategy,
         f"{_which(forward, backward)}; {why}",
         row.config if forward[0] else configs.forward(*portable, strategy, *shape, masked),
-        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape, masked),
+        cast(configs.HopperBackwardConfig, row_backward.config)
+        if backward[0]
+        else configs.backward(*portable, backward_strategy, *shape, masked),
     )
     return plan, forward[0] or backward[0]
 

@@ -7,7 +7,7 @@ import torch
 from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.problem import Tensors, describe_step
+from fused_rope_attn.generation.problem import Tensors, cache_of, describe_step
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.device import has_triton
@@ -140,7 +140,7 @@ def attend_step(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch
         return ops.attention_with_kvcache(problem, tensors)
     q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
     return reference.attention_with_kvcache(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=problem.cache.is_rotated,
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
         causal=problem.causal, softmax_scale=problem.softmax_scale, rotary_dim=problem.rotary_dim,
         interleaved=problem.interleaved, window=problem.window, softcap=problem.softcap, sinks=sinks,
         kv_starts=kv_starts,

@@ -8,7 +8,7 @@ from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
 from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
-from fused_rope_attn.generation.problem import Tensors
+from fused_rope_attn.generation.problem import Tensors, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
@@ -37,7 +37,7 @@ class StepCall:
     def __init__(self, problem: Problem, tensors: tuple, config: DecodeConfig):
         given = Tensors(*tensors)
         q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
-        appends = problem.cache.appends
+        appends = cache_of(problem).appends
         group_rows = problem.len_q * problem.group_size
         block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(problem.head_dim)
         many_rows = block_m == DECODE_ROWS  # their sums leave fewer registers for scores
@@ -76,7 +76,7 @@ class StepCall:
             k_strides=new_strides[0] if appends else None,
             v_strides=new_strides[1] if appends else None,
             BLOCK_NEW=16,
-            ROTATED=problem.cache.is_rotated,
+            ROTATED=cache_of(problem).is_rotated,
             UNIT=unit,
             LONG=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         )

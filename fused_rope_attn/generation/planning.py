@@ -9,6 +9,7 @@ from fused_rope_attn.attention.configs import family
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import configs
+from fused_rope_attn.generation.problem import cache_of
 from fused_rope_attn.runtime import device
 
 _override: configs.DecodeConfig | None = None
@@ -25,12 +26,12 @@ def step_config(problem: Problem) -> configs.DecodeConfig:
     if _override is not None:
         return _override
     arch = family(device.arch(problem.device))
-    return configs.decode(arch, problem.dtype.itemsize, problem.head_dim, problem.cache.is_rotated)
+    return configs.decode(arch, problem.dtype.itemsize, problem.head_dim, cache_of(problem).is_rotated)
 
 
 def plan_for(problem: Problem, reason: str) -> Plan:
     """The plan of such a step; ``reason`` is why the kernels were chosen."""
-    keys = "cached keys are read as they are" if problem.cache.is_rotated else "cached keys are rotated in the loop"
+    keys = "cached keys are read as they are" if cache_of(problem).is_rotated else "cached keys are rotated in the loop"
     why = f"portable kernels: there are no others for a generation step; {keys}"
     return Plan("triton", None, f"{reason}; {why}" if reason else why, step_config(problem))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fused_rope_attn.attention.problem import Cache, Problem, describe
 from fused_rope_attn.attention.problem import Tensors as AttentionTensors
@@ -27,6 +27,11 @@ class Tensors(NamedTuple):
     sinks: Any = None
 
 
+def cache_of(problem: Problem) -> Cache:
+    """What the ``Problem`` of a generation step has and attention's has not."""
+    return cast(Cache, problem.cache)
+
+
 def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Problem:
     """The ``Problem`` of a checked generation step; ``options`` as ``attention.problem.describe`` takes them."""
     q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
@@ -48,7 +53,7 @@ def flatten(problem: Problem, tensors: Tensors) -> tuple:
     """The operator's arguments, as ``SCHEMA`` names them."""
     left, right = (-1, -1) if problem.window is None else problem.window
     return (
-        *tensors, problem.cache.is_rotated, problem.causal, problem.softmax_scale, problem.rotary_dim,
+        *tensors, cache_of(problem).is_rotated, problem.causal, problem.softmax_scale, problem.rotary_dim,
         problem.interleaved, left, right, problem.softcap,
     )  # fmt: skip
 

@@ -90,7 +90,7 @@ def check_kvcache(
         refuse_shapes(q_shape, cache_shape, v_cache.shape, "_cache")
     if heads_q < 1 or head_dim < 2 or head_dim % 2:
         refuse_heads(q_shape)
-    if append:
+    if k is not None and v is not None:
         _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim))
     check_bounds("cache_seqlens", cache_seqlens, device, batch)
     rotary_dim = check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", "k_cache")

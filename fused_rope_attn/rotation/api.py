@@ -125,10 +125,11 @@ def _has_kernel(x: torch.Tensor) -> bool:
 
 
 def _reference(x: torch.Tensor, options: RotationOptions, tensors: RotationTensors) -> torch.Tensor:
-    axes = LAYOUTS[options.layout]
-    packed = axes[0] is None
-    if packed:  # tokens without a batch are one batch
-        axes, x = (0, *(axis + 1 for axis in axes[1:])), x.unsqueeze(0)
+    batch_axis, *others = LAYOUTS[options.layout]
+    packed = batch_axis is None  # tokens without a batch are one batch
+    axes = (0, *(axis + 1 for axis in others)) if batch_axis is None else (batch_axis, *others)
+    if packed:
+        x = x.unsqueeze(0)
     turned = reference.rotation(
         x.permute(axes), tensors.cos, tensors.sin, rotary_dim=options.rotary_dim, interleaved=options.interleaved,
         inverse=options.inverse, position_ids=tensors.position_ids, cu_seqlens=tensors.cu_seqlens,

@@ -64,7 +64,7 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx, *dos):
         needed = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(dos) :]
         wanted = [i for i, do in enumerate(dos) if do is not None and needed[i]]
-        gradients = [None] * len(dos)
+        gradients: list[torch.Tensor | None] = [None] * len(dos)
         if wanted:
             given = [dos[i] for i in wanted]
             tensors = RotationTensors(given, None, *ctx.saved_tensors)

@@ -33,8 +33,8 @@ class BackwardCall:
     """The launches of one backward signature: pre-process, main kernel, post-process."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig):
-        do, o, *given = tensors
-        given = Tensors(*given)
+        do, o, *of_forward = tensors
+        given = Tensors(*of_forward)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
@@ -59,8 +59,9 @@ class BackwardCall:
         # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
         left, right = problem.window_left, problem.window_right
-        two_sided = left is not None and (problem.causal or right is not None)
-        if two_sided and not problem.reads_lengths and not self.wide and 4 * (left + (right or 0)) <= len_k:
+        bounded_ahead = problem.causal or right is not None
+        narrow_window = left is not None and bounded_ahead and 4 * (left + (right or 0)) <= len_k
+        if narrow_window and not problem.reads_lengths and not self.wide:
             self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
@@ -152,7 +153,8 @@ class BackwardCall:
             do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=q.device)
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
-        cleared, progress = accumulator, None
+        cleared: torch.Tensor | None = accumulator
+        progress: torch.Tensor | None = None
         if self.progress_size is not None:
             cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=q.device)
         q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
@@ -177,7 +179,7 @@ class BackwardCall:
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
-        return Gradients(dq, dk, dv, None if sinks is None else parts.sum(0).to(sinks.dtype))
+        return Gradients(dq, dk, dv, None if parts is None else parts.sum(0).to(sinks.dtype))
 
 
 _prepared = PreparedCalls(BackwardCall)

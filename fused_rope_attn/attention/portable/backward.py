@@ -20,8 +20,8 @@ class BackwardCall:
     """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig):
-        do, o, *given = tensors
-        given = Tensors(*given)
+        do, o, *of_forward = tensors
+        given = Tensors(*of_forward)
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         self.inline = inline = config.strategy == "inline"
