@@ -63,6 +63,8 @@ def obstacle(backend: str, direction: str, needs: Needs) -> Obstacle | None:
 
     None when it can; else the error that an explicit backend raises. This is the one statement of what each serves.
     """
+    if not device.has_triton():
+        return RuntimeError, f"backend={backend!r} needs the package triton, which is not installed here"
     name, dtypes = "the Triton kernels", KERNEL_DTYPES
     if backend == "hopper":
         name, dtypes = ("backend='hopper'", HOPPER_DTYPES)
@@ -84,8 +86,6 @@ def obstacle(backend: str, direction: str, needs: Needs) -> Obstacle | None:
 
 
 def _portable_machine_obstacle(arch: str) -> Obstacle | None:
-    if not device.has_triton():
-        return RuntimeError, "the Triton kernels need the package triton, which is not installed here"
     if configs.family(arch) is not None:
         return None
     if arch.startswith(("sm_", "gfx")):

@@ -16,10 +16,13 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 
 
-@functools.cache
+# Found once, at import, so that torch.compile takes it for the constant that it is.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Whether the package triton is installed; macOS and Windows have none, and run the reference."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 @functools.cache
