@@ -280,7 +280,7 @@ def _attend(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
     """(o, lse) of a described call, by the backend that planning chooses."""
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
-        return ops.attention(problem._replace(backend=chosen), tensors)
+        return ops.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
     q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
     options = {
         "softmax_scale": problem.softmax_scale,

@@ -10,22 +10,37 @@ import torch
 from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 @functools.cache
-def _doors(config_type: type) -> tuple[Callable, Callable]:
-    """(forward, backward) of the backend that a configuration belongs to, imported when a call first needs it."""
+def _doors(config_type: type) -> tuple[PreparedCalls, PreparedCalls]:
+    """(forward, backward) of the backend that a configuration belongs to, imported when a call first needs it.
+
+    Each gives the prepared call of (problem, tensors, configuration).
+    """
     if config_type in (configs.ForwardConfig, configs.BackwardConfig):
-        from fused_rope_attn.attention.portable import backward as portable_backward
-        from fused_rope_attn.attention.portable import forward as portable_forward
+        from fused_rope_attn.attention.portable import backward, forward
+    else:
+        from fused_rope_attn.attention.hopper import backward, forward
+    return forward.prepared, backward.prepared
 
-        return portable_forward.attention_forward, portable_backward.attention_backward
-    from fused_rope_attn.attention.hopper import backward as hopper_backward
-    from fused_rope_attn.attention.hopper import forward as hopper_forward
 
-    return hopper_forward.attention_forward, hopper_backward.attention_backward
+def _prepare_forward(problem: Problem, tensors: tuple) -> Callable:
+    config = planning.plan_for(problem, Tensors(*tensors).v).forward
+    return _doors(type(config))[0](problem.for_launch(), tensors, config)
+
+
+def _prepare_backward(problem: Problem, tensors: tuple) -> Callable:
+    config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
+    return _doors(type(config))[1](problem.for_launch(), tensors, config)
+
+
+# A plan depends on the problem and on v's layout in memory, so that it is remembered with the call that it leads to.
+_forward_calls = PreparedCalls(_prepare_forward)
+_backward_calls = PreparedCalls(_prepare_backward)
 
 
 def _with_unit_strides(tensors: Tensors) -> Tensors:
@@ -39,18 +54,17 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
 
 
 def _run_forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    config = planning.plan_for(problem, tensors.v).forward
-    kind: type = type(config)
+    if problem.has_masks:
+        tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
-        return _doors(kind)[0](problem.for_launch(), _with_unit_strides(tensors), config)
+        return _forward_calls(problem.with_precision(), tensors)(tensors)
 
 
 def _run_backward(problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
-    config = planning.plan_for(problem, tensors.v).backward
-    kind: type = type(config)
+    if problem.has_masks:
+        tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
-        run = _doors(kind)[1]
-        return run(problem.for_launch(), _with_unit_strides(tensors), config, do=do, o=o, lse=lse)
+        return _backward_calls(problem.with_precision(), (do, o, *tensors))(tensors, do, o, lse)
 
 
 def _forward_impl(*arguments):

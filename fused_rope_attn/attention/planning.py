@@ -127,27 +127,33 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
 
     Looks at nothing that a traced graph could not know, such as addresses: that is left to ``plan_for``.
     """
-    backend, strategy = problem.backend, problem.strategy
+    choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
+    return choose(
+        problem.backend,
+        _arch(problem.device),
+        problem.dtype,
+        problem.head_dim,
+        problem.strategy,
+        problem.sequences is not None,
+        problem.cache is not None,
+        problem.backend == "hopper" and problem.len_k == 0,
+        problem.device.type == "cpu",
+    )
+
+
+@functools.cache
+def _choose(backend, arch, dtype, head_dim, strategy, packed, cached, no_keys, on_cpu) -> tuple[str, str]:
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
         return "reference", "asked for"
     kernels = "hopper" if backend == "hopper" else "triton"
-    needs = Needs(
-        _arch(problem.device),
-        problem.dtype,
-        problem.head_dim,
-        strategy,
-        packed=problem.sequences is not None,
-        cached=problem.cache is not None,
-        no_keys=kernels == "hopper" and problem.len_k == 0,
-    )
-    found = obstacle(kernels, "forward", needs)
+    found = obstacle(kernels, "forward", Needs(arch, dtype, head_dim, strategy, packed, cached, no_keys))
     if found is not None:
         if backend != "auto" or strategy != "auto":
             raise found[0](found[1])
         return "reference", found[1]
-    if backend == "auto" and problem.device.type == "cpu":
+    if backend == "auto" and on_cpu:
         if strategy != "auto":
             return "triton", f"strategy={strategy!r} asks for kernels, which run in Triton's interpreter"
         return "reference", "CPU tensors take the reference; backend='triton' would run in Triton's interpreter"

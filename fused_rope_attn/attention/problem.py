@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     window: (left, right) keys around the diagonal, -1 for unbounded, or None. has_sinks, has_kv_starts, has_kv_lens:
     whether the call has these tensors, for a generation step's cache_seqlens has_kv_lens. sequences: how many packed
     sequences there are, empty ones included, or None; max_seqlen: the longest of them, or more. cache: of a generation
-    step, whose len_k is the cache's capacity. precision: of products, as ``for_launch`` finds it.
+    step, whose len_k is the cache's capacity. precision: of products, as ``with_precision`` finds it.
     """
 
     dtype: torch.dtype
@@ -124,34 +124,47 @@ class Problem(NamedTuple):
     def for_launch(self) -> Problem:
         """The problem as launches are prepared for it.
 
-        The longest packed sequence is rounded up to a power of two, so that batches share their launches, and float32
-        products have the precision that PyTorch's settings ask for now.
+        The longest packed sequence is rounded up to a power of two, so that batches share their launches.
         """
-        problem = self
-        if self.dtype is torch.float32:
-            problem = problem._replace(precision=dot_precision(self.dtype))
+        problem = self.with_precision()
         if self.sequences is not None:
             problem = problem._replace(max_seqlen=1 << max(0, self.max_seqlen - 1).bit_length())
         return problem
 
+    def with_precision(self) -> Problem:
+        """The problem with the precision of float32 products that PyTorch's settings ask for now."""
+        if self.dtype is not torch.float32:
+            return self
+        return self._replace(precision=dot_precision(self.dtype))
 
-def describe(tensors: Tensors, *, window: tuple[int, int] | None = None, max_seqlen: int = 0, **options) -> Problem:
-    """The ``Problem`` of a call whose arguments were checked; ``options`` are its fields from ``causal`` on."""
-    q, k = tensors.q, tensors.k
+
+def describe(
+    tensors: Tensors,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    rotary_dim: int,
+    interleaved: bool,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    max_seqlen: int = 0,
+    cache: Cache | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> Problem:
+    """The ``Problem`` of a call whose arguments were checked."""
+    q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens, _ = tensors
     batch, heads_q, len_q, head_dim = q.shape
-    if window is not None:
-        left, right = window
-        window = None if left < 0 and right < 0 else (left, right)
-    cu_seqlens = tensors.cu_seqlens_q
+    _, heads_kv, len_k, _ = k.shape
+    if window is not None and window[0] < 0 and window[1] < 0:
+        window = None
+    # By position, in the order of the fields: this is on the path of every eager call.
     return Problem(
-        q.dtype, q.device, batch, heads_q, k.shape[1], len_q, k.shape[2], head_dim,
-        window=window,
-        has_sinks=tensors.sinks is not None,
-        has_kv_starts=tensors.kv_starts is not None,
-        has_kv_lens=tensors.kv_lens is not None,
-        sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        max_seqlen=max_seqlen,
-        **options,
+        q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal, softmax_scale, rotary_dim,
+        interleaved, None if window is None else (window[0], window[1]), softcap, sinks is not None,
+        kv_starts is not None, kv_lens is not None, None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        max_seqlen, cache, "ieee", deterministic, backend, strategy,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class StepCall:
         return o, lse
 
 
-_prepared = PreparedCalls(StepCall)
+prepared = PreparedCalls(StepCall)
 
 
 def attention_with_kvcache(
@@ -116,4 +116,4 @@ def attention_with_kvcache(
 
     Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log. Needs at least one query.
     """
-    return _prepared(problem, tensors, config)(tensors)
+    return prepared(problem, tensors, config)(tensors)

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation import planning
-from fused_rope_attn.generation.launch import attention_with_kvcache as launch
+from fused_rope_attn.generation import launch, planning
+from fused_rope_attn.generation.configs import DecodeConfig
 from fused_rope_attn.generation.problem import SCHEMA, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
+def _prepare(problem: Problem, tensors: tuple, override: DecodeConfig | None) -> Callable:
+    return launch.prepared(problem.for_launch(), tensors, override or planning.step_config(problem))
+
+
+_calls = PreparedCalls(_prepare)
+
+
 def _run(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k_cache = tensors.q, tensors.k_cache
+    q, k_cache, v_cache, _, _, k, _, cache_seqlens, kv_starts, sinks = tensors
     if problem.batch * problem.len_q == 0:
         return _fake(q)
     # The kernels index these with unit stride; they nearly always have it.
-    given = {name: getattr(tensors, name) for name in ("cache_seqlens", "kv_starts", "sinks")}
-    strided = {name: x.contiguous() for name, x in given.items() if x is not None and not x.is_contiguous()}
-    if strided:
-        tensors = tensors._replace(**strided)
-    with device.guard(q.device):
-        out = launch(problem.for_launch(), tensors, planning.step_config(problem))
-    if tensors.k is not None and not k_cache.is_inference():
+    for name, x in (("cache_seqlens", cache_seqlens), ("kv_starts", kv_starts), ("sinks", sinks)):
+        if x is not None and not x.is_contiguous():
+            tensors = tensors._replace(**{name: x.contiguous()})
+    with device.guard(problem.device):
+        out = _calls(problem.with_precision(), tensors, planning.override)(tensors)
+    if k is not None and not k_cache.is_inference():
         # Autograd should know if it has saved a cache that is another one now.
-        torch.autograd.graph.increment_version((k_cache, tensors.v_cache))
+        torch.autograd.graph.increment_version((k_cache, v_cache))
     return out
 
 

@@ -12,7 +12,8 @@ from fused_rope_attn.generation import configs
 from fused_rope_attn.generation.problem import cache_of
 from fused_rope_attn.runtime import device
 
-_override: configs.DecodeConfig | None = None
+# What ``configured`` says instead of the table.
+override: configs.DecodeConfig | None = None
 
 
 def reads_cache_once(len_q: int, group_size: int) -> bool:
@@ -23,8 +24,8 @@ def reads_cache_once(len_q: int, group_size: int) -> bool:
 
 def step_config(problem: Problem) -> configs.DecodeConfig:
     """The configuration of a step that ``attention.planning.choose_backend`` has admitted to the kernels."""
-    if _override is not None:
-        return _override
+    if override is not None:
+        return override
     arch = family(device.arch(problem.device))
     return configs.decode(arch, problem.dtype.itemsize, problem.head_dim, cache_of(problem).is_rotated)
 
@@ -39,9 +40,9 @@ def plan_for(problem: Problem, reason: str) -> Plan:
 @contextlib.contextmanager
 def configured(config: configs.DecodeConfig) -> Iterator[None]:
     """Generation steps within the context run ``config``, whatever the table says: for tuning and tests."""
-    global _override
-    previous, _override = _override, config
+    global override
+    previous, override = override, config
     try:
         yield
     finally:
-        _override = previous
+        override = previous

@@ -34,11 +34,9 @@ def cache_of(problem: Problem) -> Cache:
 
 def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Problem:
     """The ``Problem`` of a checked generation step; ``options`` as ``attention.problem.describe`` takes them."""
-    q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
-    seen = AttentionTensors(
-        q, k_cache, v_cache, tensors.cos, tensors.sin, tensors.sinks, tensors.kv_starts, tensors.cache_seqlens
-    )
-    return describe(seen, cache=Cache(cache_is_rotated, tensors.k is not None), **options)
+    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks = tensors
+    seen = AttentionTensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens)
+    return describe(seen, cache=Cache(cache_is_rotated, k is not None), **options)
 
 
 # The operator's arguments in the order of ``flatten``. window_left, window_right: -1 for unbounded.

@@ -14,8 +14,6 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_rope_attn.runtime.layouts import signature
-
 _MAX_PREPARED = 4096
 
 
@@ -83,22 +81,33 @@ def _hooked() -> bool:
 class PreparedCalls:
     """Calls by signature, built on first use; forgets everything when it grows past any reasonable working set.
 
-    ``prepare(problem, tensors, config)`` builds one; ``problem`` is a hashable record of all that is not a tensor.
+    ``prepare(problem, tensors)``, or ``prepare(problem, tensors, config)``, builds one; ``problem`` is a hashable
+    record of all that is not a tensor, a tensor that a call has not is None.
     """
 
     def __init__(self, prepare: Callable):
         self._prepare = prepare
         self._calls: dict = {}
 
-    def __call__(self, problem, tensors: tuple[torch.Tensor | None, ...], config):
-        key = (problem, id(config), *[None if x is None else signature(x) for x in tensors])
+    def __call__(self, problem, tensors: tuple[torch.Tensor | None, ...], *config):
+        # What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it. Written out,
+        # because a call of a function for each tensor would cost the host another microsecond.
+        key = (
+            problem,
+            *map(id, config),
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors],
+        )
         entry = self._calls.get(key)
         if entry is None:
             if len(self._calls) >= _MAX_PREPARED:
-                self._calls.clear()
+                self.forget()
             # The entry keeps the configuration alive, so that its id stays its own.
-            entry = self._calls[key] = (self._prepare(problem, tensors, config), config)
+            entry = self._calls[key] = (self._prepare(problem, tensors, *config), config)
         return entry[0]
+
+    def forget(self) -> None:
+        """Build every call again when it comes."""
+        self._calls.clear()
 
 
 class Source:

@@ -109,7 +109,7 @@ def test_configurations_by_name():
 @pytest.mark.parametrize("raw", [False, True])
 def test_tuning_is_one_table(raw):
     text, rows = decode.tune([TINY], ["16x1x1x3", "32x1x1x2l2"], raw, decode.Options(rounds=1), WallClock())
-    assert planning._override is None
+    assert planning.override is None
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["(table)", "16x1x1x3", "32x1x1x2l2"] and "B2-32" in lines[0]
     assert [row["config"] for row in rows] == ["(table)", "16x1x1x3", "32x1x1x2l2"]

@@ -60,7 +60,7 @@ def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
     config = replace(
         configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, least_tiles=least, combine_parts=parts
     )
-    monkeypatch.setattr(planning, "_override", config)
+    monkeypatch.setattr(planning, "override", config)
     check = DecodeCheck("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
     failures = [result for result in hold(check, F32) if not result.ok]
     assert not failures, failures

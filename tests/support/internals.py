@@ -7,6 +7,7 @@ from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Tensors, describe, flatten
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of
 
 OPERATORS = torch.ops.fused_rope_attn
@@ -65,10 +66,17 @@ def go_through_the_dispatcher(monkeypatch):
 def _replace_launchers(monkeypatch, config_types, forward, backward):
     given = ops._doors
 
-    def run_backward(problem, tensors, config, **results):
-        return Gradients(*backward(problem, tensors, config))
+    def prepare_forward(problem, tensors, config):
+        return lambda tensors: forward(problem, tensors, config)
 
-    monkeypatch.setattr(ops, "_doors", lambda kind: (forward, run_backward) if kind in config_types else given(kind))
+    def prepare_backward(problem, tensors, config):
+        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config))
+
+    doors = prepare_forward, prepare_backward
+    monkeypatch.setattr(ops, "_doors", lambda kind: doors if kind in config_types else given(kind))
+    # What was prepared before, and what is prepared now, must not be taken for the other.
+    monkeypatch.setattr(ops, "_forward_calls", PreparedCalls(ops._prepare_forward))
+    monkeypatch.setattr(ops, "_backward_calls", PreparedCalls(ops._prepare_backward))
 
 
 def replace_portable_launchers(monkeypatch, forward, backward=None):
@@ -87,6 +95,8 @@ def replace_sm_90_launchers(monkeypatch, forward, backward=None):
 def forget_plans():
     """Plans are remembered: after a change of the tables they must be made again."""
     planning._plan.cache_clear()
+    ops._forward_calls.forget()
+    ops._backward_calls.forget()
 
 
 def plan_of(given, *, v_is_looked_at=True, **packed):
@@ -101,7 +111,7 @@ def plan_of(given, *, v_is_looked_at=True, **packed):
 
 def set_decode_config(monkeypatch, config):
     """Every generation step runs with this configuration."""
-    monkeypatch.setattr(generation_planning, "_override", config)
+    monkeypatch.setattr(generation_planning, "override", config)
 
 
 def rotate_without_the_kernel(monkeypatch):

@@ -182,7 +182,7 @@ class BackwardCall:
         return Gradients(dq, dk, dv, None if parts is None else parts.sum(0).to(sinks.dtype))
 
 
-_prepared = PreparedCalls(BackwardCall)
+prepared = PreparedCalls(BackwardCall)
 
 
 def attention_backward(
@@ -195,4 +195,4 @@ def attention_backward(
     lse: torch.Tensor,
 ) -> Gradients:
     """As the portable ``attention_backward``, with the kernels for sm_90. dq is summed in any order."""
-    return _prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)
+    return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

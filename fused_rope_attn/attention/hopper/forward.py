@@ -96,11 +96,11 @@ class ForwardCall:
         return o, lse
 
 
-_prepared = PreparedCalls(ForwardCall)
+prepared = PreparedCalls(ForwardCall)
 
 
 def attention_forward(
     problem: Problem, tensors: Tensors, config: HopperForwardConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the portable ``attention_forward``, with the kernels for sm_90."""
-    return _prepared(problem, tensors, config)(tensors)
+    return prepared(problem, tensors, config)(tensors)

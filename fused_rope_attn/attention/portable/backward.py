@@ -141,7 +141,7 @@ class BackwardCall:
         return Gradients(dq, dk, dv, torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype))
 
 
-_prepared = PreparedCalls(BackwardCall)
+prepared = PreparedCalls(BackwardCall)
 
 
 def attention_backward(
@@ -152,4 +152,4 @@ def attention_backward(
     do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Bitwise deterministic: every output element is summed by
     one program in a fixed order.
     """
-    return _prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)
+    return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

@@ -76,7 +76,7 @@ class ForwardCall:
         return o, lse
 
 
-_prepared = PreparedCalls(ForwardCall)
+prepared = PreparedCalls(ForwardCall)
 
 
 def attention_forward(problem: Problem, tensors: Tensors, config: ForwardConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,4 +84,4 @@ def attention_forward(problem: Problem, tensors: Tensors, config: ForwardConfig)
 
     Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log.
     """
-    return _prepared(problem, tensors, config)(tensors)
+    return prepared(problem, tensors, config)(tensors)
