@@ -29,7 +29,7 @@ RIVALS := $(VENV)/.installed-rivals
 endif
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: verify test test-hf-4 coverage test-gpu bench lint format compile-matrix clean
+.PHONY: verify test test-hf-4 coverage test-gpu bench docs lint format compile-matrix clean
 .DELETE_ON_ERROR:
 
 verify: $(ENVIRONMENT)
@@ -62,6 +62,10 @@ test-gpu: $(ENVIRONMENT)
 
 bench: $(ENVIRONMENT) $(RIVALS)
 	$(PY) -m bench $(ARGS)
+
+# Strict: a warning, such as a link that leads nowhere, fails the build. docs/_build/html/index.html is the site.
+docs: $(ENVIRONMENT)
+	$(PY) -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
