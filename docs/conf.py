@@ -40,6 +40,7 @@ html_theme = "furo"
 html_title = "fused_rope_attn"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_show_copyright = False
 html_show_sourcelink = False
 html_theme_options = {
     "navigation_with_keys": True,

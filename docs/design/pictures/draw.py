@@ -174,7 +174,7 @@ def call(theme: str) -> str:
     c.arrow((770, 632), (800, 632))
     c.box(800, 604, 150, 56, ["dk, dv and dq", "in the rotated frame"], "gpu")
     c.arrow((875, 660), (875, 680))
-    c.box(640, 680, 310, 36, ["rotated back: dq, dk, dv as the caller has q, k, v"], "record", size=12)
+    c.box(640, 680, 310, 36, ["rotated back: dq, dk, dv"], "record", size=13)
     return c.svg()
 
 
@@ -189,7 +189,7 @@ def forward(theme: str) -> str:
     c.group(746, 74, 238, 340)
 
     c.box(26, 84, 118, 44, ["counter", "next tile"], "plain")
-    c.box(26, 166, 118, 44, ["K_rot", "from the pre-pass"], "plain")
+    c.box(26, 166, 118, 44, ["K_rot", "of the pre-pass"], "plain")
     c.box(26, 246, 118, 44, ["V"], "plain")
     c.box(26, 340, 118, 50, ["Q, cos, sin", "any strides"], "plain")
     c.box(26, 440, 118, 44, ["O, lse"], "plain")
@@ -225,9 +225,9 @@ def forward(theme: str) -> str:
         c.arrow((650, y), (746, y), label=name, at=(698, y - 6))
     c.arrow((865, 414), (865, 462), (650, 462), label="O, rounded", at=(757, 455))
     c.arrow((470, 462), (144, 462), label="TMA store", at=(307, 455))
-    c.text(192, 508, "solid: filled, and the full barrier tells whoever waits (tile_full tells rotate_queries too)",
+    c.text(192, 508, "solid: filled, and the full barrier tells whoever waits (tile_full: rotate_queries too)",
            11, "start", muted=True)  # fmt: skip
-    c.text(746, 508, "dashed: it has been read and may be filled again", 11, "start", muted=True)
+    c.text(746, 508, "dashed: read, free to be filled again", 11, "start", muted=True)
 
     loads = [(204 * i, w, words) for i in range(3) for w, words in ((100, f"K {i + 1}, V {i}"),)]
     starts = [102 * i for i in range(6)]
@@ -273,7 +273,7 @@ def backward(theme: str) -> str:
     c.box(26, 416, 118, 50, ["dQ", "float32, added to"], "plain")
     c.box(26, 506, 118, 44, ["dK, dV"], "plain")
 
-    c.box(226, 76, 148, 226, ["load", "1 warp, 24 registers", "everything by the TMA"], "warps")
+    c.box(226, 76, 148, 226, ["load", "1 warp, 24 registers", "all of it by the TMA"], "warps")
     c.box(226, 404, 148, 74, ["reduce", "1 warp, 24 registers", "adds dQ by the TMA"], "warps")
 
     c.slots(470, 84, 180, 44, ["K", "V"])
