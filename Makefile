@@ -63,9 +63,10 @@ test-gpu: $(ENVIRONMENT)
 bench: $(ENVIRONMENT) $(RIVALS)
 	$(PY) -m bench $(ARGS)
 
-# Strict: a warning, such as a link that leads nowhere, fails the build. docs/_build/html/index.html is the site.
+# Strict: a warning, such as a link that leads nowhere, fails the build.
 docs: $(ENVIRONMENT)
 	$(PY) -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+	@echo "the site: docs/_build/html/index.html"
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
@@ -119,5 +120,5 @@ $(VENV_HF4)/.installed: $(ENVIRONMENT) pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-hf4 .venv-latest .triton build dist out *.egg-info
+	rm -rf .venv .venv-hf4 .venv-latest .triton build dist out docs/_build *.egg-info
 	rm -rf .coverage* htmlcov .pytest_cache .ruff_cache .mypy_cache .hypothesis
