@@ -129,16 +129,16 @@ def call(theme: str) -> str:
     c.arrow((200, 166), (240, 166))
     c.box(240, 138, 150, 56, ["validation.py", "every refusal, typed"], "host")
     c.arrow((390, 166), (430, 166))
-    c.box(430, 138, 130, 56, ["Problem", "one frozen record"], "record")
+    c.box(430, 138, 130, 56, ["Problem, Tensors", "two frozen records"], "record")
 
     c.arrow((495, 194), (495, 212), (250, 212), (250, 230))
     c.box(60, 230, 330, 56, ["planning.py", "reference or kernels? only what a graph knows"], "host")
     c.arrow((390, 258), (430, 258))
     c.box(430, 230, 130, 56, ["reference.py", "eager PyTorch"], "plain")
 
-    c.arrow((225, 286), (225, 310), label="Problem, flattened to the operator's schema", at=(236, 302), anchor="start")
+    c.arrow((225, 286), (225, 310), label="flattened to the operator's schema", at=(236, 302), anchor="start")
     c.box(60, 310, 330, 50, ["ops.py: one operator", "eager calls skip the dispatcher"], "host")
-    c.arrow((225, 360), (225, 382), label="Problem, rebuilt", at=(236, 375), anchor="start")
+    c.arrow((225, 360), (225, 382), label="rebuilt", at=(236, 375), anchor="start")
     c.box(60, 382, 500, 50, ["planning.py + configs.py", "backend, strategy, tile: the plan, with its reason"], "host")
 
     c.arrow((310, 432), (310, 486))
