@@ -3,8 +3,8 @@
     python examples/train_llama.py                            # on a GPU, about a minute; writes train_llama.png
     python examples/train_llama.py --steps 20 --small         # on a CPU
 
-The text is this repository's own notes on its experiments, byte by byte. Needs `pip install 'fused-rope-attn[hf]'
-matplotlib`.
+The text is this repository's own notes on its experiments, byte by byte. Needs matplotlib and
+`pip install 'fused-rope-attn[hf]'`.
 """
 
 import argparse
