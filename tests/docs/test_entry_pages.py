@@ -73,7 +73,12 @@ def test_named_commands_exist(capsys):
 
 def test_named_files_exist():
     """What pages call by its path in the repository; generated and moved files would leave dead names behind."""
-    for page in ("README.md", "DESIGN.md", "CONTRIBUTING.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
+    guides = [page for folder in ("design", "guides", "howto") for page in (ROOT / "docs" / folder).glob("*.md")]
+    for page in (*(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")), *guides):
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(
+            r"`((?:attention|experimental|generation|integrations|kernels|rotation|runtime)/[\w./]+)`", text
+        ):
+            assert (ROOT / "fused_rope_attn" / name).exists(), (page, name)
         for name in re.findall(r"`((?:examples|bench|docs|tools|tests|verification|baselines)/[\w./-]+)`", text):
             assert (ROOT / name).exists() or name.startswith("docs/_build"), (page, name)
