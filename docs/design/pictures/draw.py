@@ -212,24 +212,24 @@ def forward(theme: str) -> str:
     c.text(865, 249, "alternate", 11, muted=True)
 
     c.arrow((144, 106), (226, 106))
-    for y, in_name, name in ((188, "TMA", "k"), (268, "TMA", "v")):
+    for y, in_name, name in ((188, "TMA", "keys"), (268, "TMA", "values")):
         c.arrow((144, y), (226, y))
         c.arrow((374, y - 9), (470, y - 9), label=in_name, at=(422, y - 15))
-        c.arrow((470, y + 10), (374, y + 10), dashed=True, label=f"{name}_empty", at=(422, y + 25))
+        c.arrow((470, y + 10), (374, y + 10), dashed=True, label=f"{name}.empty", at=(422, y + 25))
     c.arrow((144, 365), (226, 365))
     c.arrow((374, 97), (470, 97), label="announce", at=(422, 91))
-    c.arrow((470, 116), (374, 116), dashed=True, label="tile_empty", at=(422, 131))
+    c.arrow((470, 116), (374, 116), dashed=True, label="tiles.empty", at=(422, 131))
     c.arrow((374, 356), (470, 356), label="rotated", at=(422, 350))
-    c.arrow((470, 375), (374, 375), dashed=True, label="q_empty", at=(422, 390))
-    for y, name in ((106, "tile_full"), (188, "k_full"), (268, "v_full"), (365, "q_full")):
+    c.arrow((470, 375), (374, 375), dashed=True, label="queries.empty", at=(422, 390))
+    for y, name in ((106, "tiles.full"), (188, "keys.full"), (268, "values.full"), (365, "queries.full")):
         c.arrow((650, y), (746, y), label=name, at=(698, y - 6))
     c.arrow((865, 414), (865, 462), (650, 462), label="O, rounded", at=(757, 455))
     c.arrow((470, 462), (144, 462), label="TMA store", at=(307, 455))
-    c.text(192, 508, "solid: filled, and the full barrier tells whoever waits (tile_full: rotate_queries too)",
+    c.text(192, 508, "solid: filled, and the full barrier tells whoever waits (tiles.full: rotate_queries too)",
            11, "start", muted=True)  # fmt: skip
     c.text(746, 508, "dashed: read, free to be filled again", 11, "start", muted=True)
 
-    loads = [(204 * i, w, words) for i in range(3) for w, words in ((100, f"K {i + 1}, V {i}"),)]
+    loads = [(204 * i, w, words) for i in range(3) for w, words in ((100, f"K {i + 1}, V {i + 1}"),)]
     starts = [102 * i for i in range(6)]
     lanes = [
         ("load", "plain", loads),
@@ -287,7 +287,7 @@ def backward(theme: str) -> str:
         84,
         210,
         166,
-        ["accumulate 0", "warpgroup, 4 warps", "240 registers", "keys 0 to 63: dK, dV", "left columns of dQ"],
+        ["accumulate_by_keys 0", "warpgroup, 4 warps", "240 registers", "keys 0 to 63: dK, dV", "left columns of dQ"],
         "warps",
     )
     c.box(
@@ -295,23 +295,29 @@ def backward(theme: str) -> str:
         296,
         210,
         166,
-        ["accumulate 1", "warpgroup, 4 warps", "240 registers", "keys 64 to 127: dK, dV", "right columns of dQ"],
+        [
+            "accumulate_by_keys 1",
+            "warpgroup, 4 warps",
+            "240 registers",
+            "keys 64 to 127: dK, dV",
+            "right columns of dQ",
+        ],
         "warps",
     )
 
     c.arrow((144, 106), (226, 106))
     c.arrow((374, 106), (470, 106), label="TMA", at=(422, 100))
-    c.arrow((650, 106), (746, 106), label="k_full, v_full", at=(698, 100))
+    c.arrow((650, 106), (746, 106), label="k.full, v.full", at=(698, 100))
     for y, name in ((188, "q"), (270, "do")):
         c.arrow((144, y), (226, y))
         c.arrow((374, y - 9), (470, y - 9), label="TMA", at=(422, y - 15))
-        c.arrow((470, y + 10), (374, y + 10), dashed=True, label=f"{name}_empty", at=(422, y + 25))
-        c.arrow((650, y), (746, y), label=f"{name}_full", at=(698, y - 6))
+        c.arrow((470, y + 10), (374, y + 10), dashed=True, label=f"{name}.empty", at=(422, y + 25))
+        c.arrow((650, y), (746, y), label=f"{name}.full", at=(698, y - 6))
     c.arrow((746, 343), (650, 343), label="both store", at=(698, 337))
-    c.arrow((650, 362), (746, 362), label="ds_full", at=(698, 377))
+    c.arrow((650, 362), (746, 362), label="ds.full", at=(698, 377))
     c.arrow((746, 432), (650, 432), label="dQ", at=(698, 426))
-    c.arrow((650, 451), (746, 451), dashed=True, label="dq_empty", at=(698, 466))
-    c.arrow((470, 441), (374, 441), label="dq_full", at=(422, 435))
+    c.arrow((650, 451), (746, 451), dashed=True, label="dq.empty", at=(698, 466))
+    c.arrow((470, 441), (374, 441), label="dq.full", at=(422, 435))
     c.arrow((226, 441), (144, 441), label="add", at=(196, 435))
     c.arrow(
         (865, 476),
