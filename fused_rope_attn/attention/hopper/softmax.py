@@ -1,6 +1,6 @@
 """The softmax of the sm_90 forward: a row's scores lie in the four threads of a quad, 32 in each.
 
-What ``primitives.online_softmax`` computes, with four differences, whose figures are in docs/experiments:
+What ``primitives.online_softmax`` computes, with four differences, whose figures are in docs/log.md:
 
 - the maximum lags: it follows only when a row grows by more than 2**LAG, so that the output is rarely rescaled (an idea
   of FlashAttention-4's);
