@@ -57,6 +57,11 @@ def run_operators(inputs, case, *, forward, backward):
     return results
 
 
+def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks):
+    """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
+    return (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, True, True, 0.25, 16, False, -1, -1, 0.0)
+
+
 def go_through_the_dispatcher(monkeypatch):
     """Attention calls its operators by PyTorch's dispatcher, also where it could call the launchers directly."""
     monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
