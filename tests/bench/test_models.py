@@ -7,6 +7,7 @@ import torch
 
 from bench import models, report
 from bench.__main__ import main
+from tests.support.internals import rotate_without_the_kernel
 
 TINY = models.Model(
     "Tiny",
@@ -48,7 +49,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def eager_rotation(monkeypatch):
-    monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
+    rotate_without_the_kernel(monkeypatch)
 
 
 def broken(model):

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.configs import ARCHS
 from fused_rope_attn.attention.planning import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
-from fused_rope_attn.generation import configs
+from fused_rope_attn.generation import configs, planning
 from fused_rope_attn.generation.kernel import sequence_of, tiles_before
 from fused_rope_attn.generation.launch import row_block
 from tests.support.marks import interpreted
@@ -56,3 +56,8 @@ def test_configurations_for_every_call():
                     config = configs.decode(arch, element_size, head_dim, rotated)
                     assert config.pdl == (arch in ("sm_90", "sm_100", "sm_120"))
     assert all(row.note for row in configs.DECODE)
+
+
+def test_few_queries():
+    assert planning.reads_cache_once(1, 128) and planning.reads_cache_once(16, 4) and planning.reads_cache_once(64, 1)
+    assert not planning.reads_cache_once(17, 4) and not planning.reads_cache_once(2, 33)
