@@ -39,7 +39,8 @@ def calls(monkeypatch):
 @pytest.fixture
 def interpreted_attention(monkeypatch):
     """All of a patched model's attention, and its rotation, in Triton's interpreter."""
-    assert is_interpreted()
+    if not is_interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
     for name in ("rope_attention", "rope_attention_varlen"):
         monkeypatch.setattr(attention, name, functools.partial(getattr(attention, name), backend="triton"))
@@ -48,5 +49,6 @@ def interpreted_attention(monkeypatch):
 @pytest.fixture
 def interpreted_steps(monkeypatch):
     """The generation step in Triton's interpreter, all else as a CPU has it."""
-    assert is_interpreted()
+    if not is_interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
