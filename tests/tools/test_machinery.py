@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
 from tools import aot, compile_kernels
 
-ROOT = Path(__file__).parents[2]
 ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_configurations.py
 SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 

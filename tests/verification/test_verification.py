@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import fused_rope_attn
 from fused_rope_attn.testing import Case
+from tests.support.paths import ROOT
 from verification import __main__ as command
 from verification import report
 from verification.matrix import CHECKS, SCALES, Check
@@ -17,7 +17,6 @@ from verification.runner import Row, Task, run_task
 from verification.table import format_table
 
 ONE_CASE = ["--device", "cpu", "--filter", "33 queries, 100 keys, not causal", "--dtype", "float32", "--jobs", "0"]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
