@@ -14,7 +14,7 @@ import pytest
 from tests.support.paths import ROOT
 from tools import aot, compile_kernels
 
-ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_configurations.py
+ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_compile_kernels.py
 SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 
 pytestmark = pytest.mark.aot
