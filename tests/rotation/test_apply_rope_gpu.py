@@ -7,6 +7,7 @@ import torch
 
 from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, rope_tables
 from fused_rope_attn.testing import compare
+from tests.support.gpu import skip_below_free_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -215,9 +216,7 @@ def test_compile():
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_more_than_two_to_the_31_elements(layout):
     """The elements behind the 2**31st, and strides inside a tile that pass it."""
-    free, _ = torch.cuda.mem_get_info()
-    if free < 20 << 30:
-        pytest.skip(f"needs 20 GiB of free device memory, has {free >> 30}")
+    skip_below_free_memory(20 << 30)
     shape = (2, 33, 2**18, 128) if layout == "bhsd" else (2, 2**18, 33, 128)
     x = torch.empty(shape, device="cuda", dtype=BF16)
     assert x.numel() > 2**31

@@ -8,7 +8,7 @@ import pytest
 from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16
-from tests.support.gpu import ODD_LENGTHS, is_sm_90
+from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq, is_sm_90
 
 needs_sm_90 = [pytest.mark.gpu, pytest.mark.skipif(not is_sm_90(), reason="needs an sm_90 GPU")]
 ON_SM_90 = {"backend": "hopper"}
@@ -25,6 +25,19 @@ def check_in_dtype(case, dtype):
     out = run_op(inputs, case, **ON_SM_90)
     assert_equal(before, inputs)
     assert_matches_float64(case, inputs, out)
+
+
+def check_reruns(case, times):
+    """Run after run gives the same bits but for dq, with ``deterministic`` for dq too; both match float64."""
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, **ON_SM_90)
+    fixed = run_op(inputs, case, **ON_SM_90, deterministic=True)
+    assert_equal(fixed[:2], first[:2])
+    for _ in range(times):
+        assert_same_but_dq(run_op(inputs, case, **ON_SM_90), first)
+        assert_equal(run_op(inputs, case, **ON_SM_90, deterministic=True), fixed)
+    assert_matches_float64(case, inputs, first)
+    assert_matches_float64(case, inputs, fixed)
 
 
 # Key blocks of 128 and query blocks of 64 and 128 that begin, end and are cut in every way.

@@ -8,10 +8,10 @@ import torch
 
 from fused_rope_attn import rope_attention_varlen
 from fused_rope_attn.testing import Results, make_inputs, run_op
-from tests.support.attention import assert_equal, assert_matches_float64, sequences_of
+from tests.support.attention import assert_matches_float64, sequences_of
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import assert_alike, assert_same_but_dq, capture
-from tests.support.hopper import EMPTY, ON_SM_90, UNEVEN, check_in_dtype, needs_sm_90, packed
+from tests.support.hopper import EMPTY, ON_SM_90, UNEVEN, check_in_dtype, check_reruns, needs_sm_90, packed
 from tests.support.internals import run_operators
 
 pytestmark = needs_sm_90
@@ -92,16 +92,7 @@ def test_nan_stays_in_its_sequence(case, bad):
 
 def test_packed_reruns():
     """Tiles are taken in any order, and what nobody has written is poisoned each time."""
-    case = packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4)
-    inputs = make_inputs(case, "cuda")
-    first = run_op(inputs, case, **ON_SM_90)
-    fixed = run_op(inputs, case, **ON_SM_90, deterministic=True)
-    assert_equal(fixed[:2], first[:2])
-    for _ in range(50):
-        assert_same_but_dq(run_op(inputs, case, **ON_SM_90), first)
-        assert_equal(run_op(inputs, case, **ON_SM_90, deterministic=True), fixed)
-    assert_matches_float64(case, inputs, first)
-    assert_matches_float64(case, inputs, fixed)
+    check_reruns(packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4), times=50)
 
 
 def test_auto_takes_them_for_packed_sequences():

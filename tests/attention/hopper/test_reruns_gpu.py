@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fused_rope_attn.testing import make_inputs, run_op
-from tests.support.attention import assert_equal, assert_matches_float64
-from tests.support.gpu import MANY_TILES, assert_same_but_dq
-from tests.support.hopper import ON_SM_90, needs_sm_90
+from tests.support.gpu import MANY_TILES
+from tests.support.hopper import check_reruns, needs_sm_90
 from tests.support.paths import ROOT
 
 pytestmark = needs_sm_90
@@ -67,12 +65,4 @@ def test_nothing_hangs():
     "case", [MANY_TILES, replace(MANY_TILES, head_dim=64, causal=False)], ids=lambda case: case.name
 )
 def test_two_hundred_reruns(case):
-    inputs = make_inputs(case, "cuda")
-    first = run_op(inputs, case, **ON_SM_90)
-    fixed = run_op(inputs, case, **ON_SM_90, deterministic=True)
-    assert_equal(fixed[:2], first[:2])
-    for _ in range(200):
-        assert_same_but_dq(run_op(inputs, case, **ON_SM_90), first)
-        assert_equal(run_op(inputs, case, **ON_SM_90, deterministic=True), fixed)
-    assert_matches_float64(case, inputs, first)
-    assert_matches_float64(case, inputs, fixed)
+    check_reruns(case, times=200)

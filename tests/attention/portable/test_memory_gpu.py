@@ -9,7 +9,7 @@ from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import Case, Inputs, Results, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16
-from tests.support.gpu import ODD_LENGTHS, bytes_of, misaligned, peaks_of_both_passes
+from tests.support.gpu import ODD_LENGTHS, bytes_of, misaligned, peaks_of_both_passes, skip_below_free_memory
 from tests.support.marks import both_strategies
 
 pytestmark = pytest.mark.gpu
@@ -60,9 +60,7 @@ def test_memory(layout, strategy):
 @both_strategies
 def test_more_than_two_to_the_31_elements(strategy):
     """All of q, k, v and the outputs are larger, and there are more than 65535 heads; both ends against float64."""
-    free, _ = torch.cuda.mem_get_info()
-    if free < 60 << 30:
-        pytest.skip(f"needs 60 GiB of free device memory, has {free >> 30}")
+    skip_below_free_memory(60 << 30)
     case = Case(66000, 4, 4, 64, 64, 128, dtype=BF16)
     inputs = make_inputs(case, "cuda")
     assert inputs.q.numel() > 2**31 and inputs.k.numel() > 2**31
@@ -79,9 +77,7 @@ def test_more_than_two_to_the_31_elements(strategy):
 @both_strategies
 def test_strides_beyond_two_to_the_31(strategy):
     """Rows of one tile, heads, and batches: strides that fit 32 bits, offsets that do not."""
-    free, _ = torch.cuda.mem_get_info()
-    if free < 20 << 30:
-        pytest.skip(f"needs 20 GiB of free device memory, has {free >> 30}")
+    skip_below_free_memory(20 << 30)
     storage = torch.empty(2**32 + 2**20, dtype=BF16, device="cuda")
     for shape, strides in (
         ((1, 5, 5, 128), (2**20, 2**30, 128, 1)),
