@@ -5,15 +5,13 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import fused_rope_attn
 from fused_rope_attn import env
-
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
 
 
 def run(*arguments: str, **variables: str) -> str:

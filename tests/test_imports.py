@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+
 PACKAGE = "fused_rope_attn"
 # The rooms from the top floor down: a module imports from its own room or from rooms below it. A generation step is an
 # attention call with a cache, and attention's reference rotates with rotation's: hence their order.

@@ -2,11 +2,11 @@
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+
 DEVICE_CODE = re.compile(r"^\s*@(\w+\.)?(jit|record|aggregate)\b", re.MULTILINE)
 
 

@@ -49,4 +49,5 @@ def test_autocast_leaves_float64_alone():
     inputs = make_inputs(SMALL)
     q, k, v = (x.double() for x in inputs[:3])
     with torch.autocast("cpu", torch.bfloat16):
-        assert rope_attention(q, k, v, inputs.cos, inputs.sin, True).dtype == torch.float64
+        o = rope_attention(q, k, v, inputs.cos, inputs.sin, True)
+    assert o.dtype == torch.float64 and torch.equal(o, rope_attention(q, k, v, inputs.cos, inputs.sin, True))

@@ -85,8 +85,12 @@ def test_double_backward_through_sinks_raises():
 def test_sinks_are_differentiable():
     q, k, v, cos, sin, do = make_inputs(SMALL)
     sinks = MASKS["sinks"].clone().requires_grad_()
-    rope_attention(q, k, v, cos, sin, True, sinks=sinks).backward(do)
-    assert sinks.grad.shape == (2,) and bool((sinks.grad != 0).all())
+    o, lse = rope_attention(q, k, v, cos, sin, True, sinks=sinks, return_lse=True)
+    o.backward(do)
+    # A sink has the weight exp(sink - lse) and the value 0.
+    weights = torch.exp(sinks.detach()[:, None] - lse)
+    expected = -(weights * (o.detach() * do).sum(-1)).sum((0, 2))
+    torch.testing.assert_close(sinks.grad, expected, rtol=1e-4, atol=1e-5)
 
 
 @kernel_or_reference("triton", "reference")

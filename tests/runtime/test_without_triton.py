@@ -4,11 +4,10 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 # Python raises ModuleNotFoundError for a module, and for everything below it, whose entry in sys.modules is None.
 PREAMBLE = """

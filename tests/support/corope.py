@@ -27,7 +27,7 @@ def results(function, inputs, dtype):
     return o.detach(), *torch.autograd.grad(o, leaves, do)
 
 
-def hold(inputs, out, *, base=10000.0, scale=None):
+def assert_matches_float64(inputs, out, *, base=10000.0, scale=None):
     """(o, dq, dk, dv) have the inputs' dtype and are within the tolerance of float64."""
     dtype, scale = inputs[0].dtype, inputs[0].shape[-1] ** -0.5 if scale is None else scale
 

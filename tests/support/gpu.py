@@ -5,6 +5,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fused_rope_attn import rope_attention
@@ -150,6 +151,13 @@ def peaks_of_both_passes(case, **options):
         with peak_bytes() as backward:
             results = torch.autograd.grad(o, (q, k, v), inputs.do)
     return inputs, o, results, forward[0], backward[0]
+
+
+def skip_below_free_memory(size):
+    """Skip the test where less than so many bytes of the GPU's memory are free."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < size:
+        pytest.skip(f"needs {size >> 30} GiB of free device memory, has {free >> 30}")
 
 
 def misaligned(x):

@@ -5,11 +5,11 @@ import mmap
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 _AREAS = []  # a tensor made from a buffer does not keep it
 _LAST_WORDS = "no access out of bounds"
 

@@ -5,6 +5,7 @@ import torch
 from fused_rope_attn.attention import configs, ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Tensors, describe, flatten
+from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step
 from fused_rope_attn.runtime.launch import PreparedCalls
@@ -56,6 +57,11 @@ def run_operators(inputs, case, *, forward, backward):
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
     return results
+
+
+def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks):
+    """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
+    return (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, True, True, 0.25, 16, False, -1, -1, 0.0)
 
 
 def go_through_the_dispatcher(monkeypatch):
@@ -112,6 +118,16 @@ def plan_of(given, *, v_is_looked_at=True, **packed):
 def set_decode_config(monkeypatch, config):
     """Every generation step runs with this configuration."""
     monkeypatch.setattr(generation_planning, "override", config)
+
+
+def forget_prepared_steps():
+    """The next generation step prepares its launches again."""
+    generation_launch._prepared._calls.clear()
+
+
+def count_prepared_steps():
+    """How many kinds of generation steps have had their launches prepared."""
+    return len(generation_launch._prepared._calls)
 
 
 def rotate_without_the_kernel(monkeypatch):

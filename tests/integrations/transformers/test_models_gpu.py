@@ -6,12 +6,12 @@ import transformers
 
 from bench import models as shapes
 from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
-from tests.integrations.transformers.test_models import LENGTH, assert_close, run
+from tests.support.dtypes import BF16
 from tests.support.hf_models import MODELS, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, run
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
-BF16 = torch.bfloat16
 
 
 def left_padded(rows, length, padding):

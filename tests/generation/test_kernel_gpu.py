@@ -1,28 +1,18 @@
 """The generation step on a GPU: every dtype against float64, graphs, streams, compile, and lengths nobody asks for."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from fused_rope_attn import rope_attention_with_kvcache, rope_tables
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.gpu import no_synchronisation
 from verification.decode import CHECKS, DecodeCheck, hold, make_inputs
 
 pytestmark = pytest.mark.gpu
-BF16 = torch.bfloat16
-HORSE = DecodeCheck("horse", (32, 8), 1, 2048, 128, (1000, 0, 2000, 3))
+SEQUENCES = DecodeCheck("sequences", (32, 8), 1, 2048, 128, (1000, 0, 2000, 3))
 
 
-@contextmanager
-def no_sync():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_against_float64(check, dtype):
     failures = [result for result in hold(check, dtype, "cuda") if not result.ok]
@@ -34,7 +24,7 @@ class Step:
 
     def __init__(self, rotated=True, seed=0):
         torch.manual_seed(seed)
-        inputs = make_inputs(HORSE, BF16, "cuda")
+        inputs = make_inputs(SEQUENCES, BF16, "cuda")
         self.q, self.k, self.v = inputs.q, inputs.k, inputs.v
         self.caches = [x.clone() for x in inputs[1:3]]
         self.tables = inputs.cos, inputs.sin
@@ -104,14 +94,14 @@ def test_two_graphs_and_eager_calls_at_once():
 def test_no_sync():
     step = Step()
     step()
-    with no_sync():
+    with no_synchronisation():
         for _ in range(3):
             step()
 
 
 def test_reruns_are_equal_and_capacity_does_not_matter():
     """100 equal runs; in a cache 16 times as large the same within rounding, and not slower by its size."""
-    inputs = make_inputs(HORSE, BF16, "cuda")
+    inputs = make_inputs(SEQUENCES, BF16, "cuda")
     cos, sin = rope_tables(16 * 2048, 128, device="cuda")
 
     def run(k_cache, v_cache):
@@ -157,10 +147,3 @@ def test_another_stream():
         out = step()
     stream.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(out, expected))
-
-
-def test_the_example_of_context_shifting():
-    from examples.context_shift import stream
-
-    shifts, worst = stream(120, "cuda", BF16)
-    assert shifts == 3 and worst < 2e-2

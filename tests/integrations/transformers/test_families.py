@@ -6,71 +6,12 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import attention, patch_model, unpatch_model
-from tests.support.hf_models import MODELS, WINDOW, make_ids, make_model
+from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
+from tests.support.hf_models import MODELS, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 every_model = pytest.mark.parametrize("name", MODELS)
-LENGTH = 3 * WINDOW + 1
-
-
-@pytest.fixture(autouse=True)
-def eager_rotation(request, monkeypatch):
-    """The interpreter takes apply_rope's kernel by itself: hundreds of steps of generation would take an hour."""
-    if "interpreted" not in request.fixturenames:
-        monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """How often each operator ran in the place of a module's own attention."""
-    counts = {}
-
-    def count(name):
-        operator = getattr(attention, name)
-
-        def counted(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
-            return operator(*args, **kwargs)
-
-        monkeypatch.setattr(attention, name, counted)
-
-    for name in ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache"):
-        count(name)
-    return counts
-
-
-def assert_close(got, expected, tolerance, what=""):
-    scale = expected.abs().max().item()
-    error = (got - expected).abs().max().item()
-    assert error <= tolerance * scale + 1e-30, f"{what}: {error:.2e} of {scale:.2e}"
-
-
-def run(model, ids, grad=False, **inputs):
-    """Logits, and with `grad` the gradients of all parameters by name."""
-    model.zero_grad()
-    logits = model(input_ids=ids, **inputs).logits
-    if not grad:
-        return logits.detach(), {}
-    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        weight = weight * mask[:, -ids.shape[1] :, None]
-    (logits * weight).sum().backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
-
-
-def assert_same(model, ids, present=None, grad=False, **inputs):
-    """The model, unpatched, gives what it gives patched: logits to 1e-5, gradients to 1e-4. Leaves it patched."""
-    logits, grads = run(unpatch_model(model), ids, grad, **inputs)
-    patched, patched_grads = run(patch_model(model), ids, grad, **inputs)
-    if present is not None:
-        logits, patched = logits[present], patched[present]
-    assert_close(patched, logits, 1e-5, "logits")
-    assert grads.keys() == patched_grads.keys() and bool(grads) is grad
-    for parameter, expected in grads.items():
-        assert_close(patched_grads[parameter], expected, 1e-4, parameter)
 
 
 @every_model

@@ -1,4 +1,4 @@
-"""Masks and packing on a GPU: every dtype against float64, FlexAttention as an oracle of its own, no host sync."""
+"""Masks and packing in the portable kernels on a GPU: against float64, against FlexAttention, without a host sync."""
 
 from dataclasses import replace
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope_qk, cu_seqlens_from_position_ids, rope_attention, rope_attention_varlen
-from fused_rope_attn.testing import Case, compare, make_inputs, run_op, run_reference
+from fused_rope_attn.testing import Case, make_inputs, run_op
+from tests.support.attention import assert_matches_float64
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.gpu import no_synchronisation
 
 pytestmark = pytest.mark.gpu
-BF16 = torch.bfloat16
 BASE = Case(2, 8, 2, 700, 700, 128, dtype=BF16)
 LENGTHS = (16, 333, 0, 1, 700, 64, 129)
 EACH_ORDER = {"rtol": 2e-2, "atol": 2e-3}  # bfloat16 sums
@@ -29,27 +31,21 @@ CASES = (
 
 
 @pytest.mark.parametrize("strategy", ["inline", "prepass"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_masks(case, dtype, strategy):
     case = replace(case, dtype=dtype)
     inputs = make_inputs(case, "cuda")
     out = run_op(inputs, case, backend="triton", strategy=strategy)
-    ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
-    for name in out._fields:
-        tensors = (getattr(x, name) for x in (out, ref64, eager))
-        result = compare(name, *tensors, grad=name[0] == "d", dtype=dtype)
-        assert result.ok, result
-    if case.sinks:
-        result = compare("dsinks", *(x.dsinks[None] for x in (out, ref64, eager)), grad=True, dtype=dtype)
-        assert result.ok, result
+    assert not case.sinks or out.dsinks is not None
+    assert_matches_float64(case, inputs, out)
 
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("kind", ["window", "softcap", "window + softcap", "documents"])
 def test_flex_attention_says_the_same(kind):
     """Another author's masks and scores, on queries and keys that were rotated before, in float32. The sm_90 kernels,
-    which have no float32, are held to the same reference as these in test_hopper_gpu.py."""
+    which have no float32, are held to the same reference as these in tests/attention/hopper."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     case = Case(1, 8, 2, 1000, 1000, 64, dtype=torch.float32)
@@ -98,12 +94,9 @@ def test_packed_sequences_need_no_sync(deterministic):
 
     first = run()
     position_ids = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         again = run()
         ends, longest = cu_seqlens_from_position_ids(position_ids, max_sequences=len(LENGTHS))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3]))
     torch.testing.assert_close(first[3], again[3], **({"rtol": 0, "atol": 0} if deterministic else EACH_ORDER))
     seen = [0, *torch.tensor([n for n in LENGTHS if n]).cumsum(0).tolist()]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
 from tools import aot, compile_kernels
 
-ROOT = Path(__file__).parents[2]
-ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_configurations.py
+ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_compile_kernels.py
 SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 
 pytestmark = pytest.mark.aot

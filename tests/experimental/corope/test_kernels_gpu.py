@@ -6,11 +6,10 @@ import torch
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.experimental.corope.configs import METHODS, CoRopeConfig
-from tests.support.corope import hold, make, results
+from tests.support.corope import assert_matches_float64, make, results
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = pytest.mark.gpu
-
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 )
 def test_kernels(shape, dtype):
     inputs = make(*shape, dtype, "cuda")
-    hold(inputs, results(corope_attention, inputs, dtype))
+    assert_matches_float64(inputs, results(corope_attention, inputs, dtype))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -39,7 +38,7 @@ def test_methods(method):
     config, options = CoRopeConfig(16, 32, 4, 8, method=method), {"base": 10000.0, "softmax_scale": 128**-0.5}
     saved = kernels.corope_forward(q, k, v, config=config, **options)
     gradients = kernels.corope_backward(do, q, k, v, *saved, config=config, **options)
-    hold(inputs, (saved[0], *gradients))
+    assert_matches_float64(inputs, (saved[0], *gradients))
 
 
 def test_memory():

@@ -5,15 +5,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from fused_rope_attn.attention import configs
+from tests.support.paths import ROOT
 from tools import aot
 from tools.compile_kernels import decode_jobs, hopper_jobs, mask_jobs, table_jobs
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
