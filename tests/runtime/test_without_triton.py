@@ -124,6 +124,15 @@ def test_a_kernel_backend_says_what_is_missing(backend, interpret):
     )
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_served_gpu_without_triton_lacks_triton(backend):
+    run(f"""
+        from fused_rope_attn.attention.planning import Needs, obstacle
+        error, message = obstacle({backend!r}, "forward", Needs("sm_90", torch.bfloat16, 128))
+        assert error is RuntimeError and "triton, which is not installed" in message, message
+    """)
+
+
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_the_plan_is_the_reference_with_a_reason(interpret):
     run(
