@@ -73,9 +73,11 @@ lint: $(ENVIRONMENT)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# What `pip install` of a release would take, into dist/. Without isolation: the environment has what it builds with.
+# What `pip install` of a release would take, into dist/. Without isolation: the environment has what it
+# builds with. What an older tree left in build/ would come along.
 .PHONY: wheel
 wheel: $(ENVIRONMENT)
+	rm -rf build
 	$(PY) -m build --wheel --no-isolation --outdir dist
 
 # Checks before every commit, from .pre-commit-config.yaml.
