@@ -1,15 +1,18 @@
-"""`python -m bench` and `bench plot`: arguments, dry runs, exit statuses."""
+"""``python -m bench``: its command line, exit statuses, and the table of its commands."""
 
-from pathlib import Path
+import dataclasses
 
 import pytest
 import torch
 
 from baselines import BASELINES
 from bench import __main__ as command
-from bench import cases, providers, report
-from bench.environment import ROOT
-from tests.support.bench import published_rows
+from bench import report
+from bench.suite import pick
+from bench.suites import COMMANDS
+from bench.suites.attention import cases, providers
+from fused_rope_attn import testing
+from tests.support.bench import published
 
 
 def test_dry_run_lists_cases_providers_and_what_is_missing(capsys):
@@ -43,7 +46,7 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
 
 
 def test_plot_command(tmp_path, capsys):
-    report.write_lines(tmp_path / "rows.jsonl", published_rows())
+    report.write_lines(tmp_path / "rows.jsonl", published())
     assert command.main(["plot", str(tmp_path / "rows.jsonl"), "--plot-dir", str(tmp_path / "figures")]) == 0
     assert len(list((tmp_path / "figures").glob("*.png"))) == 2
     assert command.main(["plot", str(tmp_path / "none.jsonl")]) == 2
@@ -56,5 +59,38 @@ def test_help_names_the_other_commands(capsys):
     assert stopped.value.code == 0 and "bench tune" in text and "bench plot" in text and "--time-budget" in text
 
 
-def test_results_folder_is_inside_the_repository():
-    assert Path(command.RESULTS).is_relative_to(ROOT)
+def test_provider_selection():
+    def select(names):
+        return pick(providers.PROVIDERS, names, groups=providers.GROUPS)
+
+    assert [p.name for p in select(["ours"])] == ["fused", "fused_inline", "fused_prepass", "fused_hopper"]
+    assert {p.name for p in select(["bare", "hf_sdpa"])} == {n for n in BASELINES if n.startswith("bare")} | {"hf_sdpa"}
+    assert [p.name for p in select([])] == list(providers.PROVIDERS)
+
+
+def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
+    from fused_rope_attn.runtime import device
+
+    hopper = providers.OURS["fused_hopper"]
+    case = testing.Case(1, 2, 2, 128, 128, 128, dtype=torch.bfloat16)
+    assert "sm_90" in hopper.unsupported(case)
+    monkeypatch.setattr(device, "arch", lambda where: "sm_90")
+    assert hopper.unsupported(case) is None
+    assert hopper.unsupported(dataclasses.replace(case, head_dim=256)) is None
+    assert "has 264" in hopper.unsupported(dataclasses.replace(case, head_dim=264))
+    assert "float32" in hopper.unsupported(dataclasses.replace(case, dtype=torch.float32))
+    assert all(providers.OURS[name].unsupported(case) is None for name in providers.OURS)
+
+
+def test_every_command_has_help(capsys):
+    for name, entry in COMMANDS.items():
+        with pytest.raises(SystemExit) as stopped:
+            command.main([name, "--help"])
+        assert stopped.value.code == 0 and entry.help
+        assert "usage: python -m bench" in capsys.readouterr().out
+
+
+def test_a_command_can_be_left_out_for_attention(capsys):
+    for arguments in ([], ["run"]):
+        assert command.main([*arguments, "--dry-run", "--cases", "Small-1K"]) == 0
+        assert "Small-1K" in capsys.readouterr().out
