@@ -148,7 +148,7 @@ class Run:
         for name, error in errors.items():
             failed(name, error)
         measured = {name: measurement.scaled(entries[name].scale) for name, measurement in measured.items()}
-        figures = trial.figures(part, mode, measured, entries)
+        figures = trial.figures(part, mode, measured)
         for name, measurement in measured.items():
             entry = entries[name]
             about = (trial, entry.provider, entry.verdict.status, entry.verdict.detail, entry.facts)

@@ -19,10 +19,12 @@ import torch
 
 from bench import report
 from bench.gate import Verdict
-from bench.names import words
+from bench.names import dtype_name, words
 from bench.timing import Measurement
+from fused_rope_attn import testing
 
 Row = dict[str, Any]
+Times = Mapping[str, Measurement]  # by the names of providers
 T = TypeVar("T")
 
 
@@ -71,9 +73,7 @@ class Trial:
         """What a row says of the case and of its provider."""
         raise NotImplementedError
 
-    def figures(
-        self, part: str, mode: str, measured: Mapping[str, Measurement], entries: Mapping[str, Entry]
-    ) -> Mapping[str, Row]:
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Further fields of the timed rows, by provider: rates, ratios, plans."""
         return {}
 
@@ -172,6 +172,12 @@ def provider_table(providers: Iterable[Any]) -> str:
     """Names, labels, pip names, and what each provider lacks here."""
     lines = [[p.name, p.label, ", ".join(getattr(p, "pip", ())) or "-", p.missing() or "here"] for p in providers]
     return report.table(["provider", "label", "pip", "status"], lines, left=4)
+
+
+def case_fields(case: testing.Case) -> Row:
+    """What a row says of a case of attention."""
+    names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim")
+    return {name: getattr(case, name) for name in names} | {"dtype": dtype_name(case.dtype)}
 
 
 def never_missing() -> None:

@@ -32,26 +32,25 @@ _BASE = 10000.0
 
 @dataclass(frozen=True)
 class CoRopeCase:
-    """q of (batch, heads_q, length, head_dim), k and v with heads_kv, causal."""
+    """q of (batch, heads[0], length, head_dim), k and v with heads[1], causal."""
 
     name: str
     batch: int
-    heads_q: int
-    heads_kv: int
+    heads: tuple[int, int]
     length: int
     head_dim: int
 
     @property
     def shape(self) -> str:
         """``B1 H32/8 N1024 D128``."""
-        return f"B{self.batch} H{self.heads_q}/{self.heads_kv} N{self.length} D{self.head_dim}"
+        return f"B{self.batch} H{self.heads[0]}/{self.heads[1]} N{self.length} D{self.head_dim}"
 
 
 CASES = (
-    CoRopeCase("CoRoPE-1K", 1, 32, 8, 1024, 128),
-    CoRopeCase("CoRoPE-4K", 1, 32, 8, 4096, 128),
-    CoRopeCase("CoRoPE-8K", 1, 32, 8, 8192, 128),
-    CoRopeCase("CoRoPE-MQA-8K", 1, 16, 1, 8192, 128),
+    CoRopeCase("CoRoPE-1K", 1, (32, 8), 1024, 128),
+    CoRopeCase("CoRoPE-4K", 1, (32, 8), 4096, 128),
+    CoRopeCase("CoRoPE-8K", 1, (32, 8), 8192, 128),
+    CoRopeCase("CoRoPE-MQA-8K", 1, (16, 1), 8192, 128),
 )
 
 
@@ -99,8 +98,8 @@ class CoRopeTrial(Trial):
             shape = (case.batch, case.length, heads, case.head_dim)
             return torch.randn(shape, generator=generator, device=clock.device).to(dtype).transpose(1, 2)
 
-        self._inputs = [normal(heads) for heads in (case.heads_q, case.heads_kv, case.heads_kv)]
-        self._do = normal(case.heads_q)
+        self._inputs = [normal(heads) for heads in (case.heads[0], case.heads[1], case.heads[1])]
+        self._do = normal(case.heads[0])
 
     def unsupported(self, provider: CoRopeProvider) -> str | None:
         if provider.longest and self._case.length > provider.longest:
@@ -120,7 +119,7 @@ class CoRopeTrial(Trial):
 
     def _compared(self, out: Sequence[Tensor]) -> Iterator[Compared]:
         """The last group of the last batch entry beside float64 and eager; groups do not mix."""
-        group = self._case.heads_q // self._case.heads_kv
+        group = self._case.heads[0] // self._case.heads[1]
         q, k, v, do = (x[-1:, -heads:] for x, heads in zip((*self._inputs, self._do), (group, 1, 1, group)))
         ref64 = _once(_definition, [x.double() for x in (q, k, v)], do.double())
         eager = _once(_definition, [q, k, v], do)
@@ -137,8 +136,8 @@ class CoRopeTrial(Trial):
             "case": case.name,
             "shape": case.shape,
             "batch": case.batch,
-            "heads_q": case.heads_q,
-            "heads_kv": case.heads_kv,
+            "heads_q": case.heads[0],
+            "heads_kv": case.heads[1],
             "length": case.length,
             "head_dim": case.head_dim,
             "dtype": dtype_name(self._dtype),

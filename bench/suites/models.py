@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,9 @@ from baselines.rotations import LIGER
 from bench import command, report
 from bench.gate import Verdict
 from bench.names import length_name, words
-from bench.suite import Entry, Row, Suite, Trial, matching, never_missing, pick, provider_table
+from bench.suite import Entry, Row, Suite, Times, Trial, matching, never_missing, pick, provider_table
 from bench.tables import markdown, provenance
-from bench.timing import Measurement, ratio
+from bench.timing import ratio
 
 OURS = "fused"
 
@@ -278,9 +278,7 @@ class ModelTrial(Trial):
             "ours": provider.name == OURS,
         }
 
-    def figures(
-        self, part: str, mode: str, measured: Mapping[str, Measurement], entries: Mapping[str, Entry]
-    ) -> Mapping[str, Row]:
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Tokens per second, and their time over ours."""
         rounds = {name: measurement.round_medians for name, measurement in measured.items()}
         return {

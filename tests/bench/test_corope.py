@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.suites import corope
 from tests.support.bench import run as run_suite
 
-TINY = corope.CoRopeCase("Tiny", 2, 4, 2, 9, 8)
+TINY = corope.CoRopeCase("Tiny", 2, (4, 2), 9, 8)
 
 
 def run(providers=corope.PROVIDERS, **options):

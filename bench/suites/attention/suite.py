@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bench import command, report
 from bench.gate import Gate, Verdict
-from bench.names import DTYPES, dtype_name, words
-from bench.suite import Entry, Row, Suite, Trial, forward_or_backward, pick, provider_table
+from bench.names import DTYPES, words
+from bench.suite import Entry, Row, Suite, Times, Trial, case_fields, forward_or_backward, pick, provider_table
 from bench.suites import command_list
 from bench.suites.attention import cases, plots, providers
 from bench.suites.attention import report as attention_report
 from bench.suites.attention.cases import HOST_CASE, BenchCase, with_dtype
 from bench.suites.attention.providers import Provider, is_ours
-from bench.timing import Measurement, ratio
+from bench.timing import ratio
 from fused_rope_attn import testing
 
 
@@ -123,27 +123,20 @@ class AttentionTrial(Trial):
             "family": self._case.family,
             "groups": self._case.groups,
             "shape": self._case.shape,
-            "batch": c.batch,
-            "heads_q": c.heads_q,
-            "heads_kv": c.heads_kv,
-            "len_q": c.len_q,
-            "len_k": c.len_k,
-            "head_dim": c.head_dim,
+            **case_fields(c),
             "causal": c.causal,
-            "dtype": dtype_name(c.dtype),
             "provider": provider.name,
             "label": provider.label,
             "ours": is_ours(provider.name),
             "rotates": provider.rotates,
         }
 
-    def figures(
-        self, part: str, mode: str, measured: Mapping[str, Measurement], entries: Mapping[str, Entry]
-    ) -> Mapping[str, Row]:
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """TFLOP/s, the ratios to the reference providers, and of ours the plan."""
         times = {name: measurement.quantiles()[0] for name, measurement in measured.items()}
         rounds = {name: measurement.round_medians for name, measurement in measured.items()}
-        rotates = {name: entries[name].provider.rotates for name in measured}
+        people = {provider.name: provider for provider in self.providers}
+        rotates = {name: people[name].rotates for name in measured}
         named = references(times, rotates, self._suite.baseline)
         rows: dict[str, Row] = {}
         for name, ms in times.items():
@@ -152,7 +145,7 @@ class AttentionTrial(Trial):
                 role: {"provider": other, "value": ratio(rounds[other], rounds[name])} for role, other in named.items()
             }
             if is_ours(name):
-                rows[name]["plan"] = self._plan(entries[name].provider)
+                rows[name]["plan"] = self._plan(people[name])
         return rows
 
     def _plan(self, provider: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from bench import command, report
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import dtype_name, length_name, short_dtype, words
-from bench.suite import Entry, Row, Suite, Trial, pick, provider_table
+from bench.suite import Entry, Row, Suite, Times, Trial, pick, provider_table
 from bench.suites.generation import report as generation_report
 from bench.suites.generation.providers import COPY, COPY_BYTES, OURS, PROVIDERS, RAW, READ, DecodeProvider, Step
-from bench.timing import Measurement, bandwidths
+from bench.timing import bandwidths
 from fused_rope_attn import rope_tables
 from fused_rope_attn.generation import reference
 
@@ -138,9 +138,7 @@ class DecodeTrial(Trial):
             "pass": "decode",
         }
 
-    def figures(
-        self, part: str, mode: str, measured: Mapping[str, Measurement], entries: Mapping[str, Entry]
-    ) -> Mapping[str, Row]:
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         return bandwidths(self._case.bytes, measured, COPY)
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import command, report
 from bench.gate import Gate
-from bench.names import dtype_name, words
-from bench.suite import Entry, Row, Suite, Trial
+from bench.names import words
+from bench.suite import Entry, Row, Suite, Times, Trial, case_fields
 from bench.suites.masks import report as masks_report
 from bench.suites.masks.lines import FIGURES, Line, lines, shape
 from bench.suites.masks.problem import Problem, Subject
 from bench.suites.masks.visited import ran, visited
-from bench.timing import Measurement
 
 
 class Figure(Trial):
@@ -54,13 +52,7 @@ class Figure(Trial):
         return {
             "case": provider.figure,
             "shape": shape(c),
-            "batch": c.batch,
-            "heads_q": c.heads_q,
-            "heads_kv": c.heads_kv,
-            "len_q": c.len_q,
-            "len_k": c.len_k,
-            "head_dim": c.head_dim,
-            "dtype": dtype_name(c.dtype),
+            **case_fields(c),
             "seqlens": None if c.seqlens is None else [n for n, _ in c.seqlens],
             "provider": provider.name,
             "label": provider.label,
@@ -69,18 +61,15 @@ class Figure(Trial):
             "mode": "eager",
         }
 
-    def figures(
-        self, part: str, mode: str, measured: Mapping[str, Measurement], entries: Mapping[str, Entry]
-    ) -> Mapping[str, Row]:
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Of ours the plan, the kernels that ran, and in the figure of windows the scores that they visited."""
         rows: dict[str, Row] = {}
-        for name in measured:
-            line: Line = entries[name].provider
-            if line.rival is None:
-                plan = self._subjects[name].plan()
-                rows[name] = {"plan": str(plan), "backend": ran(plan, part)}
+        for line in self.providers:
+            if line.name in measured and line.rival is None:
+                plan = self._subjects[line.name].plan()
+                rows[line.name] = {"plan": str(plan), "backend": ran(plan, part)}
                 if line.figure == "window":
-                    rows[name]["visited"] = visited(line.case, part, plan)
+                    rows[line.name]["visited"] = visited(line.case, part, plan)
         return rows
 
 

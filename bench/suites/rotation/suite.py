@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from torch import Tensor
 from bench import command, report
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import DTYPES, dtype_name, length_name, short_dtype, words
-from bench.suite import Entry, Row, Suite, Trial, matching, pick, provider_table
+from bench.suite import Entry, Row, Suite, Times, Trial, matching, pick, provider_table
 from bench.suites.rotation import plots
 from bench.suites.rotation import report as rotation_report
 from bench.suites.rotation.providers import COPY, OURS, PROVIDERS, RopeProvider
-from bench.timing import Measurement, bandwidths
+from bench.timing import bandwidths
 from fused_rope_attn import rope_tables
 from fused_rope_attn.attention.reference import rotate
 
@@ -194,9 +194,7 @@ class RopeTrial(Trial):
             "ours": provider.name == OURS,
         }
 
-    def figures(
-        self, part: str, mode: str, measured: Mapping[str, Measurement], entries: Mapping[str, Entry]
-    ) -> Mapping[str, Row]:
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         return bandwidths(self._problem.bytes, measured, COPY)
 
 
