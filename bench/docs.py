@@ -54,6 +54,8 @@ BLOCKS: tuple[Block, ...] = (
     Block("bench:standing", BENCHMARKS, "attention", "attention.tables", "standing"),
     Block("bench:host", BENCHMARKS, "attention", "attention.tables", "host"),
     Block("bench:plan", BENCHMARKS, "attention", "attention.tables", "plan"),
+    Block("masks:results", BENCHMARKS, "masks", "masks.report", "results"),
+    Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),
     Block("rope:results", BENCHMARKS, "rotation", "rotation.tables", "results"),
     Block("models:results", BENCHMARKS, "models", "models", "results"),
     Block("corope:results", BENCHMARKS, "corope", "corope", "results"),

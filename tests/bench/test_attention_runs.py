@@ -8,51 +8,20 @@ import torch
 
 from baselines import BASELINES
 from bench import report
-from bench.gate import Gate
 from bench.runner import DeviceLost
 from bench.suites.attention import cases, providers
 from bench.suites.attention.report import case_report, summary
-from bench.suites.attention.suite import Attention, check, references
+from bench.suites.attention.suite import Attention, references
 from fused_rope_attn import testing
-from tests.support.bench import run
+from tests.support.bench import TINY, Scripted, right, run
 from tests.support.clocks import WallClock
 
-_CASE = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
 _HOST = cases.with_dtype(cases.HOST_CASE, torch.float16)
-
-
-@dataclasses.dataclass
-class Scripted:
-    """A provider that does what a test wants; ``run`` receives what a baseline receives."""
-
-    name: str
-    action: object
-    label: str = ""
-    rotates: bool = True
-    in_place: bool = False
-    half_tables: bool = False
-    pip: tuple = ("scripted",)
-    lacks: str | None = None
-
-    def __post_init__(self):
-        self.label = self.label or self.name
-
-    def missing(self):
-        return self.lacks
-
-    def unsupported(self, case):
-        return None
-
-    def prepare(self, cos, sin, dtype):
-        return cos, sin
-
-    def run(self, q, k, v, tables, causal):
-        return self.action(q, k, v, tables, causal)
 
 
 def _run(people, *more, clock=None, **options):
     suite = Attention(people, grads=options.get("passes") != ("fwd",))
-    return run(suite, _CASE, *more, clock=clock, **options)
+    return run(suite, TINY, *more, clock=clock, **options)
 
 
 def test_references():
@@ -62,69 +31,12 @@ def test_references():
     assert references({"fused": 1.0}, {"fused": True}, "hf_sdpa") == {}
 
 
-# Gate
-
-
-def _gate(provider, **kwargs):
-    case = _CASE.case
-    return check(provider, Gate(case, testing.make_inputs(case)), lambda: None, grads=True, **kwargs)
-
-
-def _reference_run(q, k, v, tables, causal):
-    return providers.OURS["fused"].run(q, k, v, tables, causal)
-
-
-def test_gate_passes_the_truth():
-    verdict = _gate(Scripted("fused", _reference_run))
-    assert verdict.status == "ok" and verdict.detail == "" and verdict.row_ratio <= 2.5
-
-
-@pytest.mark.parametrize("name", ["fused", "rival"])
-def test_gate_stops_wrong_angles_from_anybody(name):
-    def shifted(q, k, v, tables, causal):
-        cos, sin = (torch.roll(table, 1, 0) for table in tables)
-        return _reference_run(q, k, v, (cos, sin.neg()), causal)
-
-    verdict = _gate(Scripted(name, shifted))
-    assert verdict.status == "failed" and "rows too far off" in verdict.detail
-
-
-def test_gate_stops_nan():
-    verdict = _gate(Scripted("rival", lambda *a: _reference_run(*a) * float("nan")))
-    assert verdict.status == "failed" and "not finite" in verdict.detail
-
-
-def test_a_rounding_rival_is_loose_but_ours_is_red():
-    def coarse(q, k, v, tables, causal):
-        o = _reference_run(q, k, v, tables, causal)
-        bump = torch.zeros_like(o)
-        bump[:, :, 5] = 2e-3  # one row, a few roundings off
-        return o + bump
-
-    assert _gate(Scripted("rival", coarse)).status == "loose"
-    assert _gate(Scripted("rival", coarse), strict=True).status == "failed"
-    assert _gate(Scripted("fused", coarse)).status == "failed"
-
-
-def test_gate_sees_every_half_of_a_gqa_batch():
-    def last_head_wrong(q, k, v, tables, causal):
-        o = _reference_run(q, k, v, tables, causal)
-        keep = torch.ones_like(o)
-        keep[-1, -1] = 0.5
-        return o * keep
-
-    assert _gate(Scripted("fused", last_head_wrong)).status == "failed"
-
-
-# Runs
-
-
 def test_a_run_times_rivals_and_ours_and_reports_who_is_missing():
     def broken(*arguments):
         raise RuntimeError("kernel exploded\nwith a long trace")
 
     def wrong(q, k, v, tables, causal):
-        return _reference_run(q, k, v, tables, causal) * 2
+        return right(q, k, v, tables, causal) * 2
 
     def hungry(*arguments):
         raise torch.OutOfMemoryError("out of memory")
@@ -154,7 +66,7 @@ def test_a_run_times_rivals_and_ours_and_reports_who_is_missing():
     for row in timed:
         assert row["p20"] <= row["ms"] <= row["p80"] and len(row["rounds"]) == 2 and row["calls"] == 4
         assert row["speedup"]["baseline"]["provider"] == "hf_sdpa"
-        assert row["tflops"] == pytest.approx(_CASE.flops(row["pass"]) / row["ms"] * 1e-9)
+        assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / row["ms"] * 1e-9)
     assert next(r for r in timed if r["provider"] == "fused")["plan"].startswith("Plan(")
     text = case_report(rows)
     assert "FAILED the gate" in text and "pip install absent" in text and "kernel exploded" in text
@@ -164,7 +76,7 @@ def test_a_run_times_rivals_and_ours_and_reports_who_is_missing():
 
 def test_a_red_gate_of_ours_shows_no_speedup():
     wrong = dataclasses.replace(providers.OURS["fused"])
-    object.__setattr__(wrong, "run", lambda q, k, v, tables, causal: _reference_run(q, k, v, tables, causal) * 1.1)
+    object.__setattr__(wrong, "run", lambda q, k, v, tables, causal: right(q, k, v, tables, causal) * 1.1)
     rows, _ = _run([wrong, BASELINES["hf_sdpa"]], passes=("fwd",), modes=("eager",))
     assert report.red(rows)
     assert "Ours, not measured" in summary(rows) and "speedup" not in summary(rows)
@@ -210,7 +122,7 @@ def test_in_place_rivals_get_copies_and_leave_the_inputs_alone():
 
     def spy(q, k, v, tables, causal):
         seen.append(q.detach().clone())
-        return _reference_run(q, k, v, tables, causal)
+        return right(q, k, v, tables, causal)
 
     people = [Scripted("in_place", rotate_in_place, in_place=True), Scripted("spy", spy)]
     _run(people, passes=("fwd",), modes=("eager",))

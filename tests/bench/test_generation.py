@@ -12,7 +12,7 @@ from bench.suite import pick
 from bench.suites.generation import suite as decode
 from bench.suites.generation import sweep
 from bench.suites.generation.providers import COPY, OURS, PROVIDERS, RAW, READ, DecodeProvider, appending
-from bench.suites.generation.report import summary
+from bench.suites.generation.report import results, summary
 from fused_rope_attn.generation import configs, planning
 from fused_rope_attn.runtime.device import is_interpreted
 from tests.support.bench import run as run_suite
@@ -52,6 +52,10 @@ def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
         assert row["ours"] == (row["provider"] in (OURS, RAW)) and row["shape"] == "B2 H4/2 S32 D16 fp32"
     text = summary(rows)
     assert "separate" in text and "bare" in text and "%" in text and "B2-32" in text
+    block = results(rows)
+    assert "| B2-32 | B2 H4/2 S32 D16 fp32 |" in block and "commit abc" in block and "graph |" not in block
+    with pytest.raises(ValueError, match="our own"):
+        results([row for row in rows if row["provider"] != OURS])
     report.write_lines(tmp_path / "rows.jsonl", rows)
     assert len(report.read_lines([tmp_path / "rows.jsonl"])) == len(rows)
 

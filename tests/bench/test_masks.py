@@ -10,7 +10,7 @@ from baselines.rotations import LIGER
 from bench import report
 from bench.__main__ import main
 from bench.suites.masks import lines, problem, visited
-from bench.suites.masks.report import summary
+from bench.suites.masks.report import results, summary
 from bench.suites.masks.suite import Masks
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.attention import configs, planning
@@ -85,6 +85,10 @@ def test_every_form_agrees_with_float64_and_is_timed(toys):
     text = summary(rows)
     assert "x the padded batch" in text and "against Liger rope + right" in text
     assert "! window: Liger rope + wrong: failed" in text and "pip install absent" in text
+    block = results(rows)
+    assert "| ours, sinks | reference |" in block and "commit abc" in block and "Liger rope + right." in block
+    with pytest.raises(ValueError, match="no times"):
+        results([])
 
 
 def test_a_padded_batch_that_is_wrong_is_red(toys, monkeypatch):

@@ -1,11 +1,52 @@
 """What the tests of the suites share: a run on a CPU, and rows of attention with made-up times."""
 
+import dataclasses
+
+import torch
+
 from bench.runner import Options, Run
 from bench.suites.attention import cases, providers
+from fused_rope_attn import testing
 from tests.support.clocks import WallClock
 
 FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05", "commit": "abc",
          "packages": {"transformers": "5"}}  # fmt: skip
+
+
+TINY = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
+
+
+@dataclasses.dataclass
+class Scripted:
+    """A provider that does what a test wants; ``run`` receives what a baseline receives."""
+
+    name: str
+    action: object
+    label: str = ""
+    rotates: bool = True
+    in_place: bool = False
+    half_tables: bool = False
+    pip: tuple = ("scripted",)
+    lacks: str | None = None
+
+    def __post_init__(self):
+        self.label = self.label or self.name
+
+    def missing(self):
+        return self.lacks
+
+    def unsupported(self, case):
+        return None
+
+    def prepare(self, cos, sin, dtype):
+        return cos, sin
+
+    def run(self, q, k, v, tables, causal):
+        return self.action(q, k, v, tables, causal)
+
+
+def right(q, k, v, tables, causal):
+    return providers.OURS["fused"].run(q, k, v, tables, causal)
 
 
 def run(suite, *cases, clock=None, **options):
