@@ -29,7 +29,7 @@ RIVALS := $(VENV)/.installed-rivals
 endif
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: verify test test-hf-4 coverage test-gpu bench lint format compile-matrix clean
+.PHONY: verify test test-hf-4 coverage test-gpu bench docs lint format compile-matrix clean
 .DELETE_ON_ERROR:
 
 verify: $(ENVIRONMENT)
@@ -62,6 +62,11 @@ test-gpu: $(ENVIRONMENT)
 
 bench: $(ENVIRONMENT) $(RIVALS)
 	$(PY) -m bench $(ARGS)
+
+# Strict: a warning, such as a link that leads nowhere, fails the build.
+docs: $(ENVIRONMENT)
+	$(PY) -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+	@echo "the site: docs/_build/html/index.html"
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
@@ -115,5 +120,5 @@ $(VENV_HF4)/.installed: $(ENVIRONMENT) pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-hf4 .venv-latest .triton build dist out *.egg-info
+	rm -rf .venv .venv-hf4 .venv-latest .triton build dist out docs/_build *.egg-info
 	rm -rf .coverage* htmlcov .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -54,7 +54,7 @@ def rope_attention(
         softmax_scale: default ``D ** -0.5``; any finite float.
         rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
             when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
-        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
+        interleaved: False rotates pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
         window: ``(left, right)`` keys around the diagonal, -1 for unbounded.
         softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.

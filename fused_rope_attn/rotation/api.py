@@ -35,11 +35,11 @@ def apply_rope(
         sin: shape and dtype of cos.
         rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
             when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
-        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
+        interleaved: False rotates pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
         inverse: rotate by the negative angle, the transpose (the inverse where ``cos**2 + sin**2 = 1``).
         layout: ``"bhsd"``, ``"bshd"``, ``"sbhd"``: the order of batch, tokens, heads; ``"thd"``: packed, (T, H, D).
         position_ids: ``(N,)`` or ``(B, N)`` int32 or int64: the table row of every token; default its index. Or
-            ``(B, 2, N)``: the first R/2 columns turn by the first id and the next R/2 by the second, each like a head
+            ``(B, 2, N)``: the first id rotates the first R/2 columns and the second the next R/2, each like a head
             of its own, with tables for R/2 columns. A position outside the tables gives NaN.
         cu_seqlens: ``(sequences + 1,)`` int32, for ``"thd"``: where each sequence begins; positions restart there. What
             lies behind the last sequence passes through unrotated.

@@ -1,9 +1,7 @@
 """The generation step in Triton's interpreter against float64, its reference, its operator and its refusals."""
 
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -449,13 +447,3 @@ def test_the_example_of_context_shifting():
 
     shifts, worst = stream(120)
     assert shifts == 3 and worst < 1e-5
-
-
-def test_the_example_in_the_readme():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"## Generation\n.*?```python\n(.*?)```", text, re.DOTALL)[1]
-    names = {"torch": torch, "device": "cpu"}
-    exec(compile(code, "README.md", "exec"), names)
-    o, v = names["o"], names["v"]
-    assert torch.equal(o, v.repeat_interleave(4, dim=1))  # the new token is all that there is
-    assert torch.equal(names["v_cache"][:, :, :1], v) and names["lengths"].tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""The conventions of docs/rotation.md, each against an oracle of a few lines that follows its own library."""
+"""The conventions of docs/guides/rotation.md, each against an oracle of a few lines that follows its own library."""
 
 import pytest
 import torch
