@@ -1,6 +1,7 @@
 """``python -m bench``: its command line, exit statuses, and the table of its commands."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from baselines import BASELINES
 from bench import __main__ as command
 from bench import report, timing
+from bench.environment import ROOT
 from bench.suite import pick
 from bench.suites import COMMANDS, corope
 from bench.suites.attention import cases, providers
@@ -97,6 +99,17 @@ def test_a_command_can_be_left_out_for_attention(capsys):
     for arguments in ([], ["run"]):
         assert command.main([*arguments, "--dry-run", "--cases", "Small-1K"]) == 0
         assert "Small-1K" in capsys.readouterr().out
+
+
+def test_suites_never_import_one_another():
+    """What two of them need lies beside them; only the table of commands knows them all."""
+    folder = ROOT / "bench" / "suites"
+    for file in folder.rglob("*.py"):
+        own = file.relative_to(folder).parts[0].removesuffix(".py")
+        imported = re.findall(r"(?:from|import) bench\.suites\.(\w+)", file.read_text(encoding="utf-8"))
+        assert set(imported) <= {own}, file
+    for file in (ROOT / "bench").glob("*.py"):
+        assert not re.search(r"(?:from|import) bench\.suites\.", file.read_text(encoding="utf-8")), file
 
 
 class _LikeAGpu(WallClock):

@@ -116,6 +116,9 @@ class AttentionTrial(Trial):
         subject = Subject(provider, self._inputs, self._case.case.causal)
         return Entry(provider, verdict, subject.make, facts=verdict.fields())
 
+    def gated(self) -> None:
+        self._gate.release()
+
     def fields(self, provider: Provider) -> Row:
         c = self._case.case
         return {
