@@ -93,6 +93,10 @@ class Gate:
         )
         return judge(compared, self.case.dtype, forgiving=forgiving)
 
+    def release(self) -> None:
+        """Free the references: gigabytes at long lengths."""
+        self._references.clear()
+
     def _reference(self, kind: str) -> list[tuple[testing.Results, testing.Results]]:
         """(float64, eager) for each sampled head, from one kind of tables."""
         if kind not in self._references:

@@ -76,6 +76,7 @@ class Run:
 
     def _case(self, title: str, trial: Trial) -> list[Row]:
         rows, entries = self._enter(title, trial)
+        trial.gated()
         for mode in trial.modes(self.options.modes) if entries else ():
             for part in trial.passes(self.options.passes):
                 if self.options.out_of_time():

@@ -69,6 +69,9 @@ class Trial:
         """Run the provider once and judge what it computes. Raises what the provider raises."""
         raise NotImplementedError
 
+    def gated(self) -> None:
+        """Called when every provider has entered: what only the gate needed can be freed."""
+
     def fields(self, provider: Any) -> Row:
         """What a row says of the case and of its provider."""
         raise NotImplementedError

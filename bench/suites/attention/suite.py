@@ -59,12 +59,12 @@ class Attention(Suite):
     def configure(cls, args: argparse.Namespace) -> tuple[Attention, list[BenchCase]]:
         group, dtype = args.group or ("all" if args.cases else "table"), DTYPES[args.dtype]
         chosen = cases.select(words(group), args.cases, dtype)
-        people = pick(providers.PROVIDERS, words(args.providers), groups=providers.GROUPS)
+        measured = pick(providers.PROVIDERS, words(args.providers), groups=providers.GROUPS)
         if args.baseline not in providers.PROVIDERS:
             known = ", ".join(providers.PROVIDERS)
             raise ValueError(f"--baseline {args.baseline!r} is no provider; there are {known}")
         host = [] if args.no_host else [with_dtype(HOST_CASE, dtype)]
-        return cls(people, args.baseline, args.strict, words(args.passes) != ["fwd"]), [*chosen, *host]
+        return cls(measured, args.baseline, args.strict, words(args.passes) != ["fwd"]), [*chosen, *host]
 
     def listing(self, cases: list[BenchCase]) -> str:
         lines = [[case.name, case.shape, " ".join(case.groups), f"{case.flops('fwd') / 1e12:.3f}"] for case in cases]
@@ -116,6 +116,9 @@ class AttentionTrial(Trial):
         subject = Subject(provider, self._inputs, self._case.case.causal)
         return Entry(provider, verdict, subject.make, facts=verdict.fields())
 
+    def gated(self) -> None:
+        self._gate.release()
+
     def fields(self, provider: Provider) -> Row:
         c = self._case.case
         return {
@@ -135,8 +138,8 @@ class AttentionTrial(Trial):
         """TFLOP/s, the ratios to the reference providers, and of ours the plan."""
         times = {name: measurement.quantiles()[0] for name, measurement in measured.items()}
         rounds = {name: measurement.round_medians for name, measurement in measured.items()}
-        people = {provider.name: provider for provider in self.providers}
-        rotates = {name: people[name].rotates for name in measured}
+        by_name = {provider.name: provider for provider in self.providers}
+        rotates = {name: by_name[name].rotates for name in measured}
         named = references(times, rotates, self._suite.baseline)
         rows: dict[str, Row] = {}
         for name, ms in times.items():
@@ -145,7 +148,7 @@ class AttentionTrial(Trial):
                 role: {"provider": other, "value": ratio(rounds[other], rounds[name])} for role, other in named.items()
             }
             if is_ours(name):
-                rows[name]["plan"] = self._plan(people[name])
+                rows[name]["plan"] = self._plan(by_name[name])
         return rows
 
     def _plan(self, provider: Any) -> str:

@@ -48,8 +48,8 @@ def _lines(rows: list[Row]) -> tuple[list[str], list[list[str]], int]:
         share = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in shown]
         line = [*key, milliseconds(mine["ms"]), f"{mine['gb_s']:.0f}", *share]
         for bare in (False, True):
-            people = [row for name, row in group.items() if name not in (COPY, READ)]
-            rivals = [row for row in people if not row["ours"] and row["bare"] == bare]
+            others = [row for name, row in group.items() if name not in (COPY, READ)]
+            rivals = [row for row in others if not row["ours"] and row["bare"] == bare]
             rival = min(rivals, key=lambda row: row["ms"], default=None)
             if rival is None:
                 line += [""] * 3

@@ -218,8 +218,8 @@ class Rotation(Suite):
 
     @classmethod
     def configure(cls, args: argparse.Namespace) -> tuple[Rotation, list[Problem]]:
-        people = pick(PROVIDERS, words(args.providers), always=(OURS, COPY))
-        return cls(people), problems(words(args.group), args.cases, words(args.dtype), words(args.style))
+        measured = pick(PROVIDERS, words(args.providers), always=(OURS, COPY))
+        return cls(measured), problems(words(args.group), args.cases, words(args.dtype), words(args.style))
 
     def listing(self, cases: list[Problem]) -> str:
         lines = [[p.name, p.shape, f"{p.bytes / 2**20:.0f}"] for p in cases]
