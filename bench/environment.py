@@ -11,7 +11,14 @@ import torch
 from fused_rope_attn.env import driver_version, package_version, run_quietly
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 _PACKAGES = ("transformers", "liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+
+
+def shown(path: Path) -> str:
+    """``path`` as messages print it: relative to the repository where it lies inside."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def card(gpu: object) -> str:

@@ -13,6 +13,7 @@ import baselines
 from baselines import BASELINES, attentions, base, registry, rotations, triton_fa2
 from baselines.base import Baseline
 from bench.gate import Gate
+from bench.suites.attention.suite import check
 from fused_rope_attn import testing
 
 _interpreted = pytest.mark.skipif(
@@ -165,8 +166,7 @@ def _python(source):
 def _verdict(baseline, case):
     if reason := baseline.missing():
         pytest.skip(reason)
-    gate = Gate(case, testing.make_inputs(case), grads=True)
-    verdict = gate.check(baseline, lambda: None)
+    verdict = check(baseline, Gate(case, testing.make_inputs(case)), lambda: None, grads=True)
     assert verdict.status in ("ok", "loose"), verdict.detail
     return verdict
 

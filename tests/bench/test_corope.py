@@ -5,18 +5,16 @@ import math
 import pytest
 import torch
 
-from bench import corope, report
+from bench import report
 from bench.__main__ import main
-from bench.timing import Options
-from tests.support.bench import WallClock
+from bench.suites import corope
+from tests.support.bench import run as run_suite
 
-TINY = corope.CoRopeCase("Tiny", 2, 4, 2, 9, 8)
-FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05", "commit": "abc"}
+TINY = corope.CoRopeCase("Tiny", 2, (4, 2), 9, 8)
 
 
 def run(providers=corope.PROVIDERS, **options):
-    measurement = corope.CoRopeRun(providers, Options(rounds=2, **options), WallClock(), FACTS, torch.float32)
-    return [row for some in measurement.rows([TINY]) for row in some]
+    return run_suite(corope.CoRope(providers, torch.float32), TINY, **{"modes": ("eager",)} | options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +49,20 @@ def test_who_is_wrong_broken_or_too_slow_is_named_and_not_timed():
     }  # fmt: skip
     assert found["broken"][1] == "RuntimeError: no such kernel" and found["slow"][1].endswith("8 tokens here")
     with pytest.raises(ValueError, match="corope"):
-        corope.block(rows)
+        corope.results(rows)
 
 
 def test_the_deadline_leaves_cases_out():
     assert run(deadline=-math.inf) == []
 
 
-def test_readme_block(rows, tmp_path):
-    file, readme = tmp_path / "rows.jsonl", tmp_path / "README.md"
+def test_generated_block(rows):
     rows = [row | {"ms": 2.0, "rounds": [2.0, 2.0]} if row["ours"] else row for row in rows]
     rows = [row | {"ms": 5.0, "rounds": [5.0, 5.0]} if row["provider"] == "dense" else row for row in rows]
-    report.write_lines(file, rows)
-    readme.write_text("a\n<!-- corope:results: written, not by hand -->\nold\n<!-- corope:end -->\nz\n")
-    arguments = ["corope", "readme", str(file), "--readme", str(readme)]
-    assert main([*arguments, "--check"]) == 1 and "old" in readme.read_text()
-    assert main(arguments) == 0 and main([*arguments, "--check"]) == 0
-    text = readme.read_text()
+    text = corope.results(rows)
     assert "| B2 H4/2 N9 D8 | `corope_attention` | 2.00 | 2.00 | 2 |" in text
     assert "| B2 H4/2 N9 D8 | eager, at once | 5.00 (2.5×) | 5.00 (2.5×) | 2 |" in text
-    assert "toy, float32" in text and "commit abc" in text and "old" not in text
-    readme.write_text("nothing here")
-    assert main(arguments) == 2
+    assert "toy, float32" in text and "commit abc" in text
 
 
 def test_command_line(capsys):

@@ -1,8 +1,8 @@
-"""The facts about machine, packages and commit that every row carries."""
+"""What every row carries of the machine and the tree."""
 
 import json
 
-from bench.environment import commit, environment
+from bench.environment import RESULTS, ROOT, commit, environment
 
 
 def test_environment_is_complete():
@@ -19,3 +19,7 @@ def test_commit_comes_from_the_environment_where_it_is_said_there(monkeypatch, t
     assert commit() != "0123abcd"
     monkeypatch.setattr("bench.environment.ROOT", tmp_path)
     assert commit() == "unknown"
+
+
+def test_results_folder_is_inside_the_repository():
+    assert RESULTS.is_relative_to(ROOT)

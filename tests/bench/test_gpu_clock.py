@@ -1,4 +1,4 @@
-"""The GPU's clock on stand-ins for CUDA's streams, events and graphs."""
+"""The clock of a GPU, with stand-ins for CUDA's streams, graphs and events."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch
 from bench import timing
 
 
-class FakeStream:
+class _Stream:
     """Stand-in for CUDA's streams, graphs and events: work runs at once, and nothing records it."""
 
     depth = 0
@@ -17,13 +17,13 @@ class FakeStream:
         pass
 
     def __enter__(self):
-        FakeStream.depth += 1
+        _Stream.depth += 1
 
     def __exit__(self, *error):
-        FakeStream.depth -= 1
+        _Stream.depth -= 1
 
 
-class FakeEvent:
+class _Event:
     def __init__(self, enable_timing):
         assert enable_timing
 
@@ -34,27 +34,27 @@ class FakeEvent:
         return 1e3 * (end.at - self.at)
 
 
-class FakeGraph:
+class _Graph:
     work = staticmethod(lambda: None)
 
     def capture_begin(self):
-        assert FakeStream.depth == 1
+        assert _Stream.depth == 1
 
     def capture_end(self):
-        assert FakeStream.depth == 1
+        assert _Stream.depth == 1
 
     def replay(self):
-        assert FakeStream.depth == 0
+        assert _Stream.depth == 0
         self.work()
 
 
 @pytest.fixture
 def gpu_clock(monkeypatch):
     monkeypatch.setattr(timing, "_FLUSH_BYTES", 64)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -76,12 +76,12 @@ def test_gpu_clock_samples_and_counts(gpu_clock):
 
 def test_a_graph_that_leaves_its_outputs_unwritten_is_refused(gpu_clock, monkeypatch):
     out = torch.zeros(4)
-    monkeypatch.setattr(FakeGraph, "work", staticmethod(lambda: out.fill_(1.0)))
+    monkeypatch.setattr(_Graph, "work", staticmethod(lambda: out.fill_(1.0)))
     replay = gpu_clock.capture(lambda: lambda: out)
     out.zero_()
     replay()
     assert out.tolist() == [1.0] * 4
-    monkeypatch.setattr(FakeGraph, "work", staticmethod(lambda: None))
+    monkeypatch.setattr(_Graph, "work", staticmethod(lambda: None))
     with pytest.raises(RuntimeError, match="another stream"):
         gpu_clock.capture(lambda: lambda: (out, out))
 
@@ -90,11 +90,11 @@ def test_a_failed_capture_restores_the_stream(gpu_clock):
     calls = []
 
     def third_call_fails():
-        calls.append(FakeStream.depth)
+        calls.append(_Stream.depth)
         if len(calls) == 3:
             raise RuntimeError("not while capturing")
         return torch.zeros(1)
 
     with pytest.raises(RuntimeError, match="not while capturing"):
         gpu_clock.capture(lambda: third_call_fails)
-    assert calls == [1, 1, 1] and FakeStream.depth == 0
+    assert calls == [1, 1, 1] and _Stream.depth == 0

@@ -7,19 +7,20 @@ import torch
 
 from baselines import masked
 from baselines.rotations import LIGER
-from bench import masks, report
+from bench import report
 from bench.__main__ import main
-from bench.timing import Options
+from bench.suites.masks import lines, problem, visited
+from bench.suites.masks.report import results, summary
+from bench.suites.masks.suite import Masks
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case
-from tests.support.bench import WallClock
+from tests.support.bench import run as run_suite
 
 TINY = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 LENGTHS = (5, 12, 1, 7)
-FACTS = {"gpu": "toy", "date": "2026-01-02T03:04:05"}
 
 
 def full_attention(q, k, v, exists):
@@ -52,25 +53,22 @@ def toys(monkeypatch):
         return apply_rope_qk(q, k, *tables)
 
     rotation = replace(LIGER, missing=lambda: None, rotate=rotate)
-    monkeypatch.setattr(masks, "LIGER", rotation)
+    monkeypatch.setattr(lines, "LIGER", rotation)
+    monkeypatch.setattr(problem, "LIGER", rotation)
     right = masked.MaskedAttention("right", "right", lambda: None, toy_window, toy_packed)
     wrong = masked.MaskedAttention("wrong", "wrong", lambda: None, forgetful)
     absent = masked.MaskedAttention("absent", "absent", lambda: "pip install absent", toy_window, toy_packed)
-    monkeypatch.setattr(masks, "MASKED", (right, wrong, absent))
+    monkeypatch.setattr(lines, "MASKED", (right, wrong, absent))
 
 
-def run(chosen):
-    measurement = masks.Run(Options(rounds=2), WallClock(), FACTS, "auto")
-    return [row for block in measurement.rows(chosen) for row in block]
+def run(*figures):
+    return run_suite(Masks(), *figures, modes=("eager",))[0]
 
 
 def test_every_form_agrees_with_float64_and_is_timed(toys):
-    chosen = [
-        *masks.window_lines(TINY, 6),
-        *masks.packed_lines(TINY, LENGTHS),
-        *masks.overhead_lines(replace(TINY, batch=2)),
-    ]
-    rows = run(chosen)
+    rows = run(
+        lines.window_lines(TINY, 6), lines.packed_lines(TINY, LENGTHS), lines.overhead_lines(replace(TINY, batch=2))
+    )
     found = {(row["case"], row["provider"]): row for row in rows}
     assert found["window", "wrong"]["status"] == "failed"
     assert found["window", "absent"]["status"] == found["packed", "absent"]["status"] == "missing"
@@ -84,16 +82,20 @@ def test_every_form_agrees_with_float64_and_is_timed(toys):
             assert {(figure, name, part) for name in names} <= timed
     assert not report.red(rows) and all(len(row["rounds"]) == 2 for row in report.timed(rows))
     assert all(row["backend"] == "reference" for row in report.timed(rows) if row["ours"])
-    text = masks.summary(rows)
+    text = summary(rows)
     assert "x the padded batch" in text and "against Liger rope + right" in text
     assert "! window: Liger rope + wrong: failed" in text and "pip install absent" in text
+    block = results(rows)
+    assert "| ours, sinks | reference |" in block and "commit abc" in block and "Liger rope + right." in block
+    with pytest.raises(ValueError, match="no times"):
+        results([])
 
 
 def test_a_padded_batch_that_is_wrong_is_red(toys, monkeypatch):
     """The gate sees one sequence's rows in another's place."""
-    right = masks.Problem._rows
-    monkeypatch.setattr(masks.Problem, "_rows", lambda self, form: right(self, "right"))
-    rows = run(masks.packed_lines(TINY, LENGTHS))
+    right = problem.Problem._rows
+    monkeypatch.setattr(problem.Problem, "_rows", lambda self, form: right(self, "right"))
+    rows = run(lines.packed_lines(TINY, LENGTHS))
     assert {row["provider"]: row["status"] for row in rows}["kv_starts"] == "failed" and report.red(rows)
 
 
@@ -115,11 +117,11 @@ def test_what_it_concludes():
         *(timed("packed", "fast", part, [0.5], ours=False) for part in ("fwd", "bwd")),
         *(timed("packed", "slow", part, [1.5], ours=False) for part in ("fwd", "bwd")),
     ]
-    text = masks.summary(rows)
+    text = summary(rows)
     assert "forward: a visited block costs 1.20 of full causal's (at most 1.3: ok)" in text
     assert "backward: a visited block costs 1.50 of full causal's (at most 1.3: MISSED)" in text
     assert "2.00x the padded batch (at least 1.5: ok)" in text and "0.50x LOSS against fast" in text
-    assert masks.summary([]) == "nothing was timed"
+    assert summary([]) == "nothing was timed"
 
 
 def test_visited_scores():
@@ -135,14 +137,14 @@ def test_visited_scores():
             for start in range(0, length, block_m):
                 keys = exists[start : start + block_m].any(0).nonzero().flatten() // block_n
                 blocks += len(keys.unique())
-            assert masks.visited_scores(c, block_m, block_n) == blocks * block_m * block_n
+            assert visited.visited_scores(c, block_m, block_n) == blocks * block_m * block_n
     dkdv, dq = configs.Tile(32, 64, 4, 3), configs.Tile(128, 64, 8, 3)
     plan = Plan("triton", "prepass", "", configs.ForwardConfig("prepass", dq), configs.BackwardConfig("", dkdv, dq))
-    assert masks.visited(case, "fwd", plan) == masks.visited_scores(case, 128, 64)
-    both = masks.visited_by_keys(case, 32, 64) + masks.visited_scores(case, 128, 64)
-    assert masks.visited(case, "bwd", plan) == both
-    assert masks.ran(plan, "fwd") == masks.ran(plan, "bwd") == "triton"
-    assert masks.visited(case, "fwd", Plan("reference", None, "")) is None
+    assert visited.visited(case, "fwd", plan) == visited.visited_scores(case, 128, 64)
+    both = visited.visited_by_keys(case, 32, 64) + visited.visited_scores(case, 128, 64)
+    assert visited.visited(case, "bwd", plan) == both
+    assert visited.ran(plan, "fwd") == visited.ran(plan, "bwd") == "triton"
+    assert visited.visited(case, "fwd", Plan("reference", None, "")) is None
 
 
 @pytest.mark.parametrize("shape", [(200, 200, 37), (256, 256, 64), (130, 130, 129), (64, 300, 100), (300, 200, 20)])
@@ -159,7 +161,7 @@ def test_visited_by_keys(shape):
             blocks = 0
             for start in range(0, len_k, block_n):
                 blocks += len((exists[:, start : start + block_n].any(1).nonzero().flatten() // block_m).unique())
-            assert masks.visited_by_keys(case, block_m, block_n) == blocks * block_m * block_n
+            assert visited.visited_by_keys(case, block_m, block_n) == blocks * block_m * block_n
 
 
 def test_visited_by_the_sm_90_kernels():
@@ -168,7 +170,7 @@ def test_visited_by_the_sm_90_kernels():
     plan = Plan("hopper", "prepass", "", forward, backward)
     full = replace(TINY, len_q=32768, len_k=32768)
     window = replace(full, window=(1024, 0))
-    count = {(name, part): masks.visited(c, part, plan) for name, c in (("full", full), ("window", window))
+    count = {(name, part): visited.visited(c, part, plan) for name, c in (("full", full), ("window", window))
              for part in ("fwd", "bwd")}  # fmt: skip
     assert count["full", "fwd"] == 256 * 257 // 2 * 128 * 128
     # Nine blocks for each but the first tiles, which have 1, 2, ... 8.
@@ -176,9 +178,9 @@ def test_visited_by_the_sm_90_kernels():
     # 18 query blocks for each key block but the last ones, which have 16, 14, ... 2.
     assert count["full", "bwd"] == sum(512 - 2 * i for i in range(256)) * 64 * 128
     assert count["window", "bwd"] == (256 * 18 - 72) * 64 * 128
-    assert masks.ran(plan, "fwd") == masks.ran(plan, "bwd") == "hopper"
+    assert visited.ran(plan, "fwd") == visited.ran(plan, "bwd") == "hopper"
     mixed = Plan("hopper", "prepass", "", forward, configs.BackwardConfig("", *[configs.Tile(64, 64, 4, 2)] * 2))
-    assert masks.ran(mixed, "bwd") == "triton"
+    assert visited.ran(mixed, "bwd") == "triton"
 
 
 def test_packed_lines_name_the_kernels_that_ran(monkeypatch):
@@ -186,25 +188,25 @@ def test_packed_lines_name_the_kernels_that_ran(monkeypatch):
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
     case = replace(TINY, dtype=torch.bfloat16)
     for backend, expected in (("hopper", "hopper"), ("triton", "triton"), ("auto", "reference")):
-        line = masks.packed_lines(case, LENGTHS)[0]
-        plan = masks.Subject(line, masks.Problem(line.case, torch.device("cpu")), backend).plan()
-        assert {masks.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
+        line = lines.packed_lines(case, LENGTHS)[0]
+        plan = problem.Subject(line, problem.Problem(line.case, torch.device("cpu")), backend).plan()
+        assert {visited.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
     asked = []
     monkeypatch.setattr(
         planning, "plan_for", lambda problem, v: asked.append(problem) or planning.Plan("triton", None, "")
     )
-    masks.Subject(line, masks.Problem(line.case, torch.device("cpu")), "triton").plan()
+    problem.Subject(line, problem.Problem(line.case, torch.device("cpu")), "triton").plan()
     assert [(x.max_seqlen, x.sequences) for x in asked] == [(max(LENGTHS), len(LENGTHS))]
 
 
 def test_the_lines_that_are_run():
-    chosen = masks.lines()
-    assert {line.figure for line in chosen} == set(masks.FIGURES)
+    chosen = lines.lines()
+    assert {line.figure for line in chosen} == set(lines.FIGURES)
     packed = next(line.case for line in chosen if line.name == "packed")
     lengths = [n for n, _ in packed.seqlens]
     assert len(lengths) == 64 and min(lengths) == 16 and max(lengths) == 4096 and sum(lengths) == packed.len_q
-    assert masks.mixed_lengths(64, 16, 4096) == tuple(lengths) != masks.mixed_lengths(64, 16, 4096, seed=1)
-    assert "packed=64x16..4096" in masks.shape(packed)
+    assert lines.mixed_lengths(64, 16, 4096) == tuple(lengths) != lines.mixed_lengths(64, 16, 4096, seed=1)
+    assert "packed=64x16..4096" in lines.shape(packed)
     window = next(line.case for line in chosen if line.name == "window")
     assert window.window == (1024, 0) and window.len_q == 32768
 

@@ -1,12 +1,12 @@
 """`python -m bench models` with a clock that needs no GPU, on a tiny model."""
 
-import time
-
 import pytest
 import torch
 
-from bench import models, report
+from bench import report
 from bench.__main__ import main
+from bench.suites import models
+from tests.support.bench import run as run_suite
 
 TINY = models.Model(
     "Tiny",
@@ -23,27 +23,10 @@ TINY = models.Model(
 )
 
 
-class Clock:
-    device = torch.device("cpu")
-
-    def calls_for(self, fn, round_ms):
-        fn()
-        return 2
-
-    def peak_mib(self, fn):
-        fn()
-        return 1.0
-
-    def sample(self, fn, calls):
-        times = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            fn()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return times
-
-    def release(self):
-        pass
+def run(providers, works, **options):
+    return run_suite(
+        models.Models(providers), *(models.Case(TINY, work) for work in works), modes=("eager",), **options
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +39,12 @@ def broken(model):
 
 
 def test_rows(tmp_path):
-    providers = [models.PROVIDERS[0], models.PROVIDERS[-1]]
+    providers = [models.PROVIDERS["sdpa"], models.PROVIDERS["fused"]]
     providers.append(models.Provider("absent", "Absent", broken, lambda: "not installed"))
     providers.append(models.Provider("broken", "Broken", broken))
-    run = models.Run(providers, Clock(), {"gpu": "toy"}, rounds=2)
     works = [models.Work("train", 2, 16), models.Work("prefill", 1, 16), models.Work("decode", 2, 16)]
-    rows = [row for block in run.rows([TINY], works) for row in block]
-    assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not run.not_run
+    rows, measurement = run(providers, works)
+    assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not measurement.not_run
     for work in works:
         found = {row["provider"]: row for row in rows if row["pass"] == work.name}
         assert found["absent"]["status"] == "missing" and "no such thing" in found["broken"]["detail"]
@@ -78,8 +60,8 @@ def test_rows(tmp_path):
 
 
 def test_what_a_deadline_leaves():
-    run = models.Run([models.PROVIDERS[0]], Clock(), {}, deadline=0.0)
-    assert list(run.rows([TINY], [models.Work("train", 1, 2048)])) == [] and run.not_run == ["Tiny train-2K"]
+    rows, measurement = run([models.PROVIDERS["sdpa"]], [models.Work("train", 1, 2048)], deadline=0.0)
+    assert rows == [] and measurement.not_run == ["Tiny train-2K B1 N2048"]
 
 
 def test_losses_are_printed():
@@ -90,7 +72,7 @@ def test_losses_are_printed():
 def test_switching_leaves_the_model_as_it_was():
     model = models.make(TINY, torch.device("cpu"))
     before = {path: set(module.__dict__) for path, module in model.named_modules()}
-    for provider in (models.PROVIDERS[0], models.PROVIDERS[-1]):
+    for provider in (models.PROVIDERS["sdpa"], models.PROVIDERS["fused"]):
         with provider.on(model):
             model(torch.zeros(1, 4, dtype=torch.int64))
     assert before == {path: set(module.__dict__) for path, module in model.named_modules()}

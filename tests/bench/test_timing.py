@@ -1,10 +1,9 @@
-"""How times become figures: quantiles, ratios within rounds, the order of a round, strongest rivals."""
+"""Arithmetic of times, and interleaving."""
 
 import numpy
 import pytest
 import torch
 
-from bench.runner import references
 from bench.timing import Measurement, interleave, quantile, ratio
 
 
@@ -57,10 +56,3 @@ def test_interleave_changes_the_order_and_drops_who_fails():
     assert measured["c"].rounds == [[1.0, 1.0]] * 3
     measured, _ = interleave(fns, lambda fn, calls: [1.0], dict.fromkeys(fns, 1), 9, lambda: True)
     assert all(len(m.rounds) == 1 for m in measured.values())  # the round in hand is finished, no other begun
-
-
-def test_references():
-    medians = {"fused": 1.0, "hf_sdpa": 3.0, "liger_fa4": 0.9, "bare_fa4": 0.8, "bare_cudnn": 0.85}
-    rotates = {name: not name.startswith("bare") for name in medians}
-    assert references(medians, rotates, "hf_sdpa") == {"baseline": "hf_sdpa", "rival": "liger_fa4", "bare": "bare_fa4"}
-    assert references({"fused": 1.0}, {"fused": True}, "hf_sdpa") == {}

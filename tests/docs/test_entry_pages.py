@@ -64,7 +64,7 @@ def test_named_commands_exist(capsys):
         with pytest.raises(SystemExit) as stopped:
             main(["--help"])
         assert stopped.value.code == 0
-    assert "bench readme" in capsys.readouterr().out
+    assert "bench docs" in capsys.readouterr().out
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = set(re.findall(r"\.\[([a-z-]+)\]", README))
     assert {"hf", "baselines", "bench", "docs", "test"} <= extras

@@ -1,48 +1,19 @@
-"""What the tests of the benchmark share: a clock without a GPU, providers that do what a test wants, rows."""
+"""What the tests of the suites share: a run on a CPU, and rows of attention with made-up times."""
 
 import dataclasses
-import time
 
 import torch
 
-from bench import cases, providers
 from bench.runner import Options, Run
+from bench.suites.attention import cases, providers
 from fused_rope_attn import testing
+from tests.support.clocks import WallClock
 
-# Small enough for the reference on a CPU, with a query head group of two.
+FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05", "commit": "abc",
+         "packages": {"transformers": "5"}}  # fmt: skip
+
+
 TINY = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
-
-
-class WallClock:
-    """The clock of a machine without a GPU, with the same doors as ``timing.GpuClock``."""
-
-    device = torch.device("cpu")
-
-    def synchronize(self):
-        pass
-
-    def sample(self, fn, calls):
-        samples = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            fn()
-            samples.append(1e3 * (time.perf_counter() - begin))
-        return samples
-
-    def calls_for(self, fn, round_ms):
-        return 2
-
-    def capture(self, make):
-        return make()
-
-    def peak_mib(self, fn):
-        return 1.5
-
-    def host_sample(self, fn, calls):
-        return [sum(self.sample(fn, 3)) / 3]
-
-    def release(self):
-        pass
 
 
 @dataclasses.dataclass
@@ -74,27 +45,26 @@ class Scripted:
         return self.action(q, k, v, tables, causal)
 
 
-def run_tiny(people, **options):
-    """(the run, its rows) of these providers on TINY, timed with the wall clock."""
-    measurement = Run(people, Options(**{"rounds": 2, "host": False} | options), WallClock(), {"gpu": "cpu"})
-    return measurement, [row for block in measurement.rows([TINY]) for row in block]
-
-
-def reference_run(q, k, v, tables, causal):
-    """What "fused" computes: on CPU tensors that is the reference."""
+def right(q, k, v, tables, causal):
     return providers.OURS["fused"].run(q, k, v, tables, causal)
 
 
-def make_row(case, provider, ms, part="fwd", mode="graph", status="ok", **extra):
-    """A row as the runner writes it: `ms` milliseconds for one pass (`part`) of a case of the benchmark."""
+def run(suite, *cases, clock=None, **options):
+    """(the rows of all cases, the run), after two rounds unless ``options`` say otherwise."""
+    measurement = Run(suite, Options(**{"rounds": 2} | options), clock or WallClock(), FACTS)
+    return [row for block in measurement.rows(list(cases)) for row in block], measurement
+
+
+def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", **extra):
+    """A row of ``python -m bench`` as an H200 would give it, with ``ms`` in every round."""
     bench_case = next(c for c in cases.CASES if c.name == case)
-    c = bench_case.case
-    label = providers.PROVIDERS[provider].label
+    c, who = bench_case.case, providers.PROVIDERS[provider]
     return {
         "case": case,
         "family": bench_case.family,
         "groups": bench_case.groups,
         "shape": bench_case.shape,
+        "batch": c.batch,
         "heads_q": c.heads_q,
         "heads_kv": c.heads_kv,
         "len_q": c.len_q,
@@ -102,10 +72,17 @@ def make_row(case, provider, ms, part="fwd", mode="graph", status="ok", **extra)
         "causal": c.causal,
         "dtype": "bfloat16",
         "gpu": "NVIDIA H200",
+        "driver": "580",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "cudnn": 91900,
+        "packages": {"liger-kernel": "0.8.5"},
+        "commit": "0123abcd",
+        "date": "2026-11-21T10:00:00+00:00",
         "provider": provider,
-        "label": label,
+        "label": who.label,
         "ours": providers.is_ours(provider),
-        "rotates": providers.PROVIDERS[provider].rotates,
+        "rotates": who.rotates,
         "pass": part,
         "mode": mode,
         "status": status,
@@ -122,9 +99,8 @@ def make_row(case, provider, ms, part="fwd", mode="graph", status="ok", **extra)
     } | extra
 
 
-def published_rows(mode="graph"):
-    """Rows with the published times of the rivals, and ours winning at some shapes and losing at others."""
-    rows = []
+def published(mode="graph"):
+    """Rows of forward with the published times of the rivals, and ours winning at some shapes and losing at others."""
     figures = {
         "Small-512": (0.0161, 0.076, 0.031, 0.076, 0.0133, 0.030),
         "Small-1K": (0.0290, 0.123, 0.034, 0.076, 0.0258, 0.0258),
@@ -136,6 +112,6 @@ def published_rows(mode="graph"):
         "Long-64K": (15.2, 28.0, 15.0, 13.6, 15.0, 13.3),
     }
     names = ("fused", "hf_sdpa", "liger_cudnn", "liger_fa4", "bare_cudnn", "bare_fa4")
-    for case, times in figures.items():
-        rows += [make_row(case, name, ms, mode=mode) for name, ms in zip(names, times)]
-    return rows
+    return [
+        attention_row(case, name, ms, mode=mode) for case, times in figures.items() for name, ms in zip(names, times)
+    ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from bench import models as shapes
+from bench.suites import models as shapes
 from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
 from tests.support.dtypes import BF16
 from tests.support.hf_models import MODELS, make_ids, make_model
