@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers: shared device code in ``primitives``, one door per kernel family."""
+"""Device code that every kernel shares, and the host's side of its arguments."""
