@@ -4,57 +4,6 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.schedule import scheduled_tile
-from fused_rope_attn.kernels.tiles import Origin
-
-
-@record
-class Tile:
-    """A tile of rows of one head of one sequence; made by ``scheduled_rows``."""
-
-    number: tl.tensor  # among the tiles of this head, of all sequences
-    start: tl.tensor  # its first row, counted from the sequence's; of packed sequences it may lie past the last one
-    num_rows: tl.tensor  # of the sequence
-    sequence: tl.tensor | None  # the number of the packed sequence
-    origin: Origin  # the sequence's first row
-    batch_head: tl.tensor  # batch * H + head
-
-
-@triton.jit
-def scheduled_rows(N, H, num_heads, heads_per_section, cu_ptr, num_sequences, BLOCK: tl.constexpr,
-                   LAST_TILE_FIRST: tl.constexpr):  # fmt: skip
-    """The ``Tile`` of BLOCK rows that this program works on, in the order of ``scheduled_tile``.
-
-    Rows of a (B, H, N, D) tensor, num_heads = B * H; of packed sequences cu_ptr (sequences + 1,) int32 says where they
-    begin, otherwise it and num_sequences are None. Grid: (``count_tiles`` * num_heads).
-    """
-    tiles = count_tiles(N, num_sequences, BLOCK)
-    number, batch_head = scheduled_tile(tl.program_id(0), tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
-    batch = (batch_head // H).to(tl.int64)
-    head = (batch_head % H).to(tl.int64)
-    if cu_ptr is None:
-        origin = Origin(batch=batch, head=head, row=0)
-        return Tile(
-            number=number, start=number * BLOCK, num_rows=N, sequence=None, origin=origin, batch_head=batch_head
-        )
-    else:
-        sequence, first_row, num_rows, tile = packed_tile(number, cu_ptr, num_sequences, N, BLOCK)
-        origin = Origin(batch=batch, head=head, row=first_row)
-        return Tile(
-            number=number, start=tile * BLOCK, num_rows=num_rows, sequence=sequence, origin=origin,
-            batch_head=batch_head,
-        )  # fmt: skip
-
-
-@triton.jit
-def partner_rows(tile, cu_ptr, num_sequences, N):
-    """(first row, rows) of the other tensor's part of a tile's sequence, of N rows in all: the keys of queries."""
-    if cu_ptr is None:
-        return 0, N
-    else:
-        return packed_partner(cu_ptr, tile.sequence, num_sequences, N)
-
 
 @triton.jit
 def existing_keys(lens_ptr, batch, NK):
