@@ -1,7 +1,8 @@
 """Rows of a tensor in memory, and tiles of them: how kernels load and store.
 
-A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie (``head_rows``, or
-``head_tiles`` for what is read through the TMA too), and hands the record to whoever loads or stores.
+A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie, and hands the
+record to whoever loads or stores: ``head_rows``, ``head_tiles`` for what may be read through the TMA, or
+``sequence_heads`` for the rows of all heads. Strides count elements.
 """
 
 import triton

@@ -59,11 +59,13 @@ class Queries:
 @triton.jit
 def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_after, jump_to,
                APPLY_MASK: tl.constexpr):  # fmt: skip
-    """Add ``count`` query blocks to dk and dv, (BLOCK_N, BLOCK_D) float32: from block ``first`` on.
+    """Add ``count`` query blocks to dk and dv, (BLOCK_N, BLOCK_D) float32, which are returned.
 
-    APPLY_MASK: some of the pairs may be hidden, and some of the queries may not exist; and ``jump_after`` blocks are
-    followed by those from block ``jump_to`` on. Keys that do not exist need no mask here: they only reach rows of dk
-    and dv that are never stored, or stored as zero.
+    k (rotated) and v (BLOCK_N, BLOCK_D) and their positions_k (BLOCK_N,) are those of the program. The query blocks are
+    ``jump_after`` blocks from number ``first`` on, and then those from number ``jump_to`` on.
+
+    APPLY_MASK: some of the pairs may be hidden, and some of the queries may not exist. Without it there is no jump.
+    Keys that do not exist need no mask here: they only reach rows of dk and dv that are not stored, or stored as zero.
     """
     BLOCK_M: tl.constexpr = queries.BLOCK_M
     offs = tl.arange(0, BLOCK_M)
@@ -191,9 +193,10 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
 
 @triton.jit
 def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY_MASK: tl.constexpr):
-    """Add keys [first, last) to dq (BLOCK_M, BLOCK_D) float32; ``first`` is a multiple of BLOCK_N.
+    """Add keys [first, last) to dq (BLOCK_M, BLOCK_D) float32, which is returned; ``first`` is a multiple of BLOCK_N.
 
-    lse (base 2) and delta (BLOCK_M,) float32. APPLY_MASK: some of the pairs may be hidden, some keys may not exist.
+    q (rotated) and do (BLOCK_M, BLOCK_D), lse (base 2) and delta (BLOCK_M,) float32 and positions_q (BLOCK_M,) are
+    those of the program. APPLY_MASK: some of the pairs may be hidden, and some of the keys may not exist.
     """
     offs = tl.arange(0, keys.BLOCK_N)
     for start_n in range(first, last, keys.BLOCK_N):
