@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention.prepass_kernel import TABLE, rotate_kernel
+from fused_rope_attn.attention.prepass_kernel import TILE_WORDS, rotate_kernel
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.runtime.launch import Launch
@@ -36,8 +36,8 @@ def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config,
         HEADS=chunk,
         BLOCK_N=block_n,
         BLOCK_D=block_d(problem.head_dim),
-        LONG=is_long(x.stride()),
-        FOLLOWS=overlaps,
+        USE_INT64_OFFSETS=is_long(x.stride()),
+        END_AFTER_PREVIOUS_LAUNCH=overlaps,
         PDL=config.pdl,
         **own,
     )
@@ -47,7 +47,7 @@ class RotateQueries:
     """Rotated copy of q ``(B, HQ, NQ, D)`` times the scale's sign, contiguous, columns in pair order."""
 
     def __init__(self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config):
-        own = {"sign": shared["q_sign"], "NQ": None, "NK": problem.len_k, "COUNTER": False, "TILE_ROWS": 0}
+        own = {"sign": shared["q_sign"], "NQ": None, "NK": problem.len_k, "ZERO_COUNTER": False, "TILE_ROWS": 0}
         self.launch = _rotation(tensors.q, problem, shared, config, **own)
 
     def __call__(self, stream: int, tensors: Tensors) -> torch.Tensor:
@@ -78,8 +78,8 @@ class RotateKeys:
     ):  # fmt: skip
         self.describes_tiles = tile_rows > 0 and problem.is_packed
         tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.describes_tiles else 0
-        self.counter_size = TABLE.value * (1 + tiles)
-        own = {"sign": None, "NQ": None, "NK": None, "COUNTER": counter, "TILE_ROWS": 0}
+        self.counter_size = TILE_WORDS.value * (1 + tiles)
+        own = {"sign": None, "NQ": None, "NK": None, "ZERO_COUNTER": counter, "TILE_ROWS": 0}
         if self.describes_tiles:
             own |= {"NQ": problem.len_q, "TILE_ROWS": tile_rows}
         self.launch = _rotation(tensors.k, problem, shared, config, overlaps=overlaps and config.pdl, **own)

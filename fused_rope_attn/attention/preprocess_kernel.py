@@ -6,9 +6,102 @@ The portable kernels and those of sm_90 share it.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.prepass_kernel import rotate_rows
+from fused_rope_attn.attention.prepass_kernel import rotate_heads
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
-from fused_rope_attn.kernels.primitives import LOG2E, head_tables, let_next_launch_start, load_tile, store_tile
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import head_rotation
+from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
+from fused_rope_attn.kernels.softmax import LOG2E
+from fused_rope_attn.kernels.tiles import (
+    RowFormat,
+    Rows,
+    load_tile,
+    rows_from,
+    rows_of_head,
+    sequence_heads,
+    store_tile,
+)
+
+
+@record
+class QueryRows:
+    """Where a sequence's queries lie: as the caller passes them, and in what a backward pass makes of them."""
+
+    first_row: tl.tensor  # in o, dO, lse and q
+    num_rows: tl.tensor
+    first_padded: tl.tensor  # in stats, the accumulator and the rotated q
+    num_padded: tl.tensor  # num_rows and the rows behind them that are written too
+
+
+@record
+class Statistics:
+    """What the kernel writes of each query row besides q; each (B, HQ, pitch), rows one after the other."""
+
+    stats_ptr: tl.tensor  # float32: lse in base 2, (B, HQ, pitch), and as many numbers behind it delta
+    accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, BLOCK_D) float32, set to zero
+    progress_ptr: tl.tensor | None  # int32: (B * HKV,) of key heads, and one for every PROGRESS_ROWS rows, set to zero
+    size: tl.tensor  # B * HQ * pitch
+    num_key_heads: tl.tensor  # B * HKV
+    PROGRESS_ROWS: tl.constexpr
+
+
+@triton.jit
+def query_rows(block, batch, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr):
+    """(block within its sequence, sequence, ``QueryRows``) of a block of BLOCK_N query rows; see the kernel."""
+    if cu_q_ptr is None:
+        return block, 0, QueryRows(first_row=0, num_rows=NQ, first_padded=0, num_padded=pitch)
+    else:
+        if PAD_TO:
+            PARTS: tl.constexpr = PAD_TO // BLOCK_N
+            sequence, first_row, num_rows, tile = packed_tile(block // PARTS, cu_q_ptr, num_sequences, NQ, PAD_TO)
+            rows = QueryRows(
+                first_row=first_row,
+                num_rows=num_rows,
+                first_padded=padded_row(first_row, sequence, PAD_TO),
+                num_padded=tl.cdiv(num_rows, PAD_TO) * PAD_TO,
+            )
+            return tile * PARTS + block % PARTS, sequence, rows
+        else:
+            sequence, first_row, num_rows, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+            rows = QueryRows(first_row=first_row, num_rows=num_rows, first_padded=first_row, num_padded=num_rows)
+            return block, sequence, rows
+
+
+@triton.jit
+def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N: tl.constexpr,
+                     READS_LENGTHS: tl.constexpr):  # fmt: skip
+    """lse and delta of rows [start, start + BLOCK_N) of one head, of batch * HQ + head = batch_head (int64).
+
+    ``out`` are ``Statistics``, ``rows`` ``QueryRows``; o and do ``Rows`` from ``start`` on.
+    """
+    offs = tl.arange(0, BLOCK_N)
+    exists = offs < rows.num_rows - start
+    is_written = offs < rows.num_padded - start
+    o_tile = load_tile(o, offs, CHECK_ROWS=True)
+    do_tile = load_tile(do, offs, CHECK_ROWS=True)
+    lse = tl.load(lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    index = batch_head * pitch + rows.first_padded + start + offs
+    tl.store(out.stats_ptr + index, lse, mask=is_written)
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if READS_LENGTHS:
+        # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
+        delta = tl.where(lse == float("inf"), 0.0, delta)
+    tl.store(out.stats_ptr + out.size + index, delta, mask=is_written)
+    if out.progress_ptr is not None:
+        words = out.progress_ptr + out.num_key_heads + index // out.PROGRESS_ROWS
+        tl.store(words, 0, mask=(index % out.PROGRESS_ROWS == 0) & is_written)
+    if out.accumulator_ptr is not None:
+        BLOCK_D: tl.constexpr = o.format.BLOCK_D
+        cleared = Rows(
+            ptr=out.accumulator_ptr + (batch_head * pitch + rows.first_padded + start) * BLOCK_D,
+            stride_row=BLOCK_D,
+            stride_column=1,
+            num_rows=rows.num_padded - start,
+            first_row=None,
+            format=RowFormat(D=BLOCK_D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False),
+        )
+        store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
 @triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "num_sequences", "position_limit"])
@@ -16,9 +109,9 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
                       k_rot_ptr, cos_ptr, sin_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides, do_strides, q_strides,
                       q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch,
                       NK, num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, BOUNDED: tl.constexpr,
-                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, PADDED: tl.constexpr, LONG: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
+                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                      READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
+                      PAD_TO: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
@@ -26,101 +119,77 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
     not None: ``accumulator`` (B, HQ, pitch, BLOCK_D) float32, and ``progress`` (B * HKV + B * HQ * pitch /
     PROGRESS_ROWS,) int32.
 
-    PADDED, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
-    ``padded_row`` on, up to a multiple of PADDED, where rows without a query are 0 too; pitch is that of
+    PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
+    ``padded_row`` on, up to a multiple of PAD_TO, where rows without a query are 0 too; pitch is that of
     ``count_tiles`` tiles.
     """
     let_next_launch_start(PDL)
     pid = tl.program_id(0)
-    if PADDED:
+    if PAD_TO:
         q_blocks = pitch // BLOCK_N
     else:
         q_blocks = count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     if pid < q_blocks * q_chunks * B:
-        block = pid % q_blocks
-        chunk = (pid // q_blocks) % q_chunks
-        batch = (pid // (q_blocks * q_chunks)).to(tl.int64)
-        first_row = 0
-        place = 0
-        len_q = NQ
-        padded = pitch
-        len_k = NK
-        if lens_ptr is not None:
-            len_k = existing_keys(lens_ptr, batch, NK)
+        block, chunk, batch = block_of_heads(pid, q_blocks, q_chunks)
+        first_head = chunk * HEADS
+        last_head = tl.minimum(first_head + HEADS, HQ)
+        len_k = existing_keys(lens_ptr, batch, NK)
+        block, sequence, rows = query_rows(block, batch, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N, PAD_TO)
         if cu_q_ptr is not None:
-            if PADDED:
-                PARTS: tl.constexpr = PADDED // BLOCK_N
-                sequence, first_row, len_q, tile = packed_tile(block // PARTS, cu_q_ptr, num_sequences, NQ, PADDED)
-                block = tile * PARTS + block % PARTS
-                place = padded_row(first_row, sequence, PADDED)
-                padded = tl.cdiv(len_q, PADDED) * PADDED
-            else:
-                sequence, first_row, len_q, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
-                place = first_row
-                padded = len_q
-            first_k, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+            _, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         start = block * BLOCK_N
-        start64 = tl.cast(first_row + start, tl.int64)
-        rows = tl.arange(0, BLOCK_N)
-        left = len_q - start
-        last_head = tl.minimum(chunk * HEADS + HEADS, HQ)
-        for head in range(chunk * HEADS, last_head):
-            h = tl.cast(head, tl.int64)
-            o_rows = o_ptr + batch * o_strides[0] + h * o_strides[1] + start64 * o_strides[2]
-            do_rows = do_ptr + batch * do_strides[0] + h * do_strides[1] + start64 * do_strides[2]
-            o = load_tile(o_rows, rows, left, o_strides[2], o_strides[3], D, BLOCK_D, True, LONG)
-            do = load_tile(do_rows, rows, left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG)
-            bh = batch * HQ + h
-            lse = tl.load(lse_ptr + bh * NQ + first_row + start + rows, mask=rows < left, other=0.0)
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            row_index = bh * pitch + place + start + rows
-            tl.store(stats_ptr + row_index, lse, mask=rows < padded - start)
-            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-            if BOUNDED:
-                # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
-                delta = tl.where(lse == float("inf"), 0.0, delta)
-            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * pitch + row_index, delta, mask=rows < padded - start)
-            if progress_ptr is not None:
-                words = progress_ptr + B * HKV + row_index // PROGRESS_ROWS
-                tl.store(words, 0, mask=(row_index % PROGRESS_ROWS == 0) & (rows < padded - start))
-            if accumulator_ptr is not None:
-                nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-                cleared = accumulator_ptr + (bh * pitch + place + start) * BLOCK_D
-                store_tile(cleared, nothing, rows, padded - start, BLOCK_D, 1, BLOCK_D, BLOCK_D, False)
+        o = sequence_heads(o_ptr, o_strides, batch, rows.first_row, rows.num_rows, row_format)
+        do = sequence_heads(do_ptr, do_strides, batch, rows.first_row, rows.num_rows, row_format)
+        out = Statistics(
+            stats_ptr=stats_ptr,
+            accumulator_ptr=accumulator_ptr,
+            progress_ptr=progress_ptr,
+            size=tl.cast(B, tl.int64) * HQ * pitch,
+            num_key_heads=B * HKV,
+            PROGRESS_ROWS=PROGRESS_ROWS,
+        )
+        for head in range(first_head, last_head):
+            o_rows = rows_from(rows_of_head(o, head), start)
+            do_rows = rows_from(rows_of_head(do, head), start)
+            batch_head = batch * HQ + tl.cast(head, tl.int64)
+            write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N, READS_LENGTHS)
         if ROTATE:
-            tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-            if cu_q_ptr is not None:
-                q_ptr += tl.cast(first_row, tl.int64) * q_strides[2]
-                q_rot_ptr += tl.cast(place, tl.int64) * q_rot_strides[2]
-            written = len_q
-            if PADDED:
-                written = padded
-            rotate_rows(
-                q_ptr, q_rot_ptr, q_strides, q_rot_strides, tables, q_sign, len_q, len_k - len_q, position_limit, batch,
-                chunk * HEADS, last_head, start, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG, written,
-            )  # fmt: skip
+            num_rot = rows.num_padded if PAD_TO else rows.num_rows
+            rotate_heads(
+                sequence_heads(q_ptr, q_strides, batch, rows.first_row, rows.num_rows, row_format),
+                sequence_heads(q_rot_ptr, q_rot_strides, batch, rows.first_padded, num_rot, row_format),
+                head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+                start,
+                len_k - rows.num_rows,
+                q_sign,
+                first_head,
+                last_head,
+                BLOCK_N,
+            )
     else:
         if ROTATE:
             pid -= q_blocks * q_chunks * B
-            k_blocks = count_tiles(NK, num_sequences, BLOCK_N)
-            k_chunks = tl.cdiv(HKV, HEADS)
-            block = pid % k_blocks
-            chunk = (pid // k_blocks) % k_chunks
-            batch = (pid // (k_blocks * k_chunks)).to(tl.int64)
+            block, chunk, batch = block_of_heads(pid, count_tiles(NK, num_sequences, BLOCK_N), tl.cdiv(HKV, HEADS))
+            first_head = chunk * HEADS
+            last_head = tl.minimum(first_head + HEADS, HKV)
             if progress_ptr is not None:
                 if block == 0:
-                    for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HKV)):
+                    for head in range(first_head, last_head):
                         tl.store(progress_ptr + batch * HKV + head, 0)
-            tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-            len_k = NK
-            if lens_ptr is not None:
-                len_k = existing_keys(lens_ptr, batch, NK)
+            len_k = existing_keys(lens_ptr, batch, NK)
+            first_k = 0
             if cu_k_ptr is not None:
-                sequence, first_row, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
-                k_ptr += tl.cast(first_row, tl.int64) * k_strides[2]
-                k_rot_ptr += tl.cast(first_row, tl.int64) * k_rot_strides[2]
-            rotate_rows(
-                k_ptr, k_rot_ptr, k_strides, k_rot_strides, tables, 1.0, len_k, 0, position_limit, batch, chunk * HEADS,
-                tl.minimum(chunk * HEADS + HEADS, HKV), block * BLOCK_N, BLOCK_N, D, R, BLOCK_D, INTERLEAVED, LONG,
-            )  # fmt: skip
+                _, first_k, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
+            rotate_heads(
+                sequence_heads(k_ptr, k_strides, batch, first_k, len_k, row_format),
+                sequence_heads(k_rot_ptr, k_rot_strides, batch, first_k, len_k, row_format),
+                head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+                block * BLOCK_N,
+                0,
+                1.0,
+                first_head,
+                last_head,
+                BLOCK_N,
+            )

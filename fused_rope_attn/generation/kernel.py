@@ -13,21 +13,12 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import existing_keys
-from fused_rope_attn.kernels.masks import first_key, visible
-from fused_rope_attn.kernels.primitives import (
-    LOG2E,
-    finish_softmax,
-    head_tables,
-    let_next_launch_start,
-    load_rotated,
-    load_rotated_columns,
-    load_tile,
-    online_softmax,
-    rescale,
-    store_tile,
-    tanh,
-    wait_for_previous_launch,
-)
+from fused_rope_attn.kernels.masks import Mask, first_key, visible
+from fused_rope_attn.kernels.products import ScoreScale, score_product
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, load_rotated_columns
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax, rescale
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, load_tile, store_tile
 
 
 @triton.jit
@@ -121,14 +112,10 @@ def part_of(parts_ptr, program, begins, programs, BLOCK_M: tl.constexpr, D: tl.c
 def attend_keys(acc, row_max, row_sum, q, positions_q, k, v, positions_k, key_limit, start, qk_scale, cap_scale, left,
                 right, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Fold one tile of keys and values into the running softmax. Rows at negative positions see nothing."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if cap_scale is not None:
-        scores = tanh(scores * cap_scale, q.dtype == tl.float32)
-    exists = visible(
-        positions_q[:, None], positions_k[None, :], key_limit, IS_CAUSAL, start, left, right, BOUNDED=True
-    )  # fmt: skip
-    scores = tl.where(exists, scores, float("-inf"))
-    p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, MASKED=True)
+    scores = score_product(q, k, ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION))
+    mask = Mask(num_keys=key_limit, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=True)
+    scores = tl.where(visible(mask, positions_q[:, None], positions_k[None, :]), scores, float("-inf"))
+    p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS=True)
     acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 
@@ -170,6 +157,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
 
     rows = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG)
     while remaining > 0:
         cached, q_offset, first = cached_keys(seqlens_ptr, starts_ptr, batch, NQ, S, left, APPEND)
         tiles = key_tiles(cached, first, BLOCK_N)
@@ -180,23 +168,18 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         row_limit = NQ * GROUP_SIZE - first_row
         tokens = (first_row + rows) // GROUP_SIZE
         heads_q = head_kv * GROUP_SIZE + (first_row + rows) % GROUP_SIZE
-        tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch64)
+        rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch64, position_limit, R, INTERLEAVED)
+        cached_rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch64, cached, R, INTERLEAVED)
         # A query whose token has no place in the cache sees nothing, like one before position 0.
         positions_q = tl.where(q_offset + tokens < S, q_offset + tokens, -1)
         # Rows are not evenly spaced: each brings its own pointer, and ``rows`` only says which exist.
         q_rows = q_ptr + batch64 * q_strides[0] + heads_q * q_strides[1] + tokens.to(tl.int64) * q_strides[2]
-        row_strides = (0, 0, 0, q_strides[3])
+        q_rows = Rows(q_rows[:, None], 0, q_strides[3], row_limit, None, row_format)
         # Cached keys that are rotated already are used in the order of memory, raw ones come out in pair order.
         if ROTATED:
-            q = load_rotated_columns(
-                q_rows[:, None], rows, row_limit, row_strides, tables, positions_q - rows, position_limit, q_sign, D, R,
-                BLOCK_D, INTERLEAVED, LONG,
-            )  # fmt: skip
+            q = load_rotated_columns(q_rows, rows, rotation, positions_q - rows, q_sign)
         else:
-            q = load_rotated(
-                q_rows[:, None], rows, row_limit, row_strides, tables, positions_q - rows, position_limit, q_sign, D, R,
-                BLOCK_D, INTERLEAVED, True, LONG,
-            )  # fmt: skip
+            q = load_rotated(q_rows, rows, rotation, positions_q - rows, q_sign)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -206,20 +189,19 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         end = tl.minimum(cached, first + last_tile * BLOCK_N)
         for start_n in range(first + tile * BLOCK_N, end, BLOCK_N):
             start64 = tl.cast(start_n, tl.int64)
-            k_rows = k_cache + start64 * k_cache_strides[2]
+            k_rows = Rows(
+                k_cache + start64 * k_cache_strides[2], k_cache_strides[2], k_cache_strides[3], cached - start_n, None,
+                row_format,
+            )  # fmt: skip
             if ROTATED:
-                k = load_tile(
-                    k_rows, offs_n, cached - start_n, k_cache_strides[2], k_cache_strides[3], D, BLOCK_D, True, LONG
-                )
+                k = load_tile(k_rows, offs_n, CHECK_ROWS=True)
             else:
-                k = load_rotated(
-                    k_rows, offs_n, cached - start_n, k_cache_strides, tables, start_n, cached, 1.0, D, R, BLOCK_D,
-                    INTERLEAVED, True, LONG,
-                )  # fmt: skip
-            v_rows = v_cache + start64 * v_cache_strides[2]
-            v = load_tile(
-                v_rows, offs_n, cached - start_n, v_cache_strides[2], v_cache_strides[3], D, BLOCK_D, True, LONG
-            )
+                k = load_rotated(k_rows, offs_n, cached_rotation, start_n)
+            v_rows = Rows(
+                v_cache + start64 * v_cache_strides[2], v_cache_strides[2], v_cache_strides[3], cached - start_n, None,
+                row_format,
+            )  # fmt: skip
+            v = load_tile(v_rows, offs_n, CHECK_ROWS=True)
             acc, row_max, row_sum = attend_keys(
                 acc, row_max, row_sum, q, positions_q, k, v, start_n + offs_n, cached, None, qk_scale, cap_scale, left,
                 right, IS_CAUSAL, PRECISION,
@@ -240,32 +222,26 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                     here = tl.cast(start_n, tl.int64)
                     there = tl.cast(cached + start_n, tl.int64)
                     limit = fitting - start_n
-                    k_rows = k_new + here * k_strides[2]
+                    k_rows = Rows(k_new + here * k_strides[2], k_strides[2], k_strides[3], limit, None, row_format)
                     if ROTATED:
-                        k = load_rotated_columns(
-                            k_rows, offs_new, limit, k_strides, tables, cached + start_n, position_limit, 1.0, D, R,
-                            BLOCK_D, INTERLEAVED, LONG,
-                        )  # fmt: skip
+                        k = load_rotated_columns(k_rows, offs_new, rotation, cached + start_n)
                         k_kept = k
                     else:
-                        k = load_rotated(
-                            k_rows, offs_new, limit, k_strides, tables, cached + start_n, position_limit, 1.0, D, R,
-                            BLOCK_D, INTERLEAVED, True, LONG,
-                        )  # fmt: skip
-                        k_kept = load_tile(
-                            k_rows, offs_new, limit, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG
-                        )  # fmt: skip
-                    v_rows = v_new + here * v_strides[2]
-                    v = load_tile(v_rows, offs_new, limit, v_strides[2], v_strides[3], D, BLOCK_D, True, LONG)
+                        k = load_rotated(k_rows, offs_new, rotation, cached + start_n)
+                        k_kept = load_tile(k_rows, offs_new, CHECK_ROWS=True)
+                    v_rows = Rows(v_new + here * v_strides[2], v_strides[2], v_strides[3], limit, None, row_format)
+                    v = load_tile(v_rows, offs_new, CHECK_ROWS=True)
                     if first_row == 0:
-                        k_place = k_cache + there * k_cache_strides[2]
-                        v_place = v_cache + there * v_cache_strides[2]
-                        store_tile(
-                            k_place, k_kept, offs_new, limit, k_cache_strides[2], k_cache_strides[3], D, BLOCK_D, LONG
-                        )
-                        store_tile(
-                            v_place, v, offs_new, limit, v_cache_strides[2], v_cache_strides[3], D, BLOCK_D, LONG
-                        )
+                        k_kept_rows = Rows(
+                            k_cache + there * k_cache_strides[2], k_cache_strides[2], k_cache_strides[3], limit, None,
+                            row_format,
+                        )  # fmt: skip
+                        v_kept_rows = Rows(
+                            v_cache + there * v_cache_strides[2], v_cache_strides[2], v_cache_strides[3], limit, None,
+                            row_format,
+                        )  # fmt: skip
+                        store_tile(k_kept_rows, k_kept, offs_new)
+                        store_tile(v_kept_rows, v, offs_new)
                     acc, row_max, row_sum = attend_keys(
                         acc, row_max, row_sum, q, positions_q, k, v, cached + start_n + offs_new, cached + fitting,
                         start, qk_scale, cap_scale, left, right, IS_CAUSAL, PRECISION,
@@ -278,7 +254,8 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             )  # fmt: skip
         else:
             sums, stats = part_of(parts_ptr, pid, tile == 0, programs, BLOCK_M, D)
-            store_tile(sums, acc, rows, row_limit, D, 1, D, BLOCK_D, LONG=False)
+            sum_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False)
+            store_tile(Rows(sums, D, 1, row_limit, None, sum_format), acc, rows)
             tl.store(stats + rows, row_max, mask=rows < row_limit)
             tl.store(stats + BLOCK_M + rows, row_sum, mask=rows < row_limit)
         remaining -= last_tile - tile
@@ -298,7 +275,8 @@ def store_rows(o_ptr, lse_ptr, sinks_ptr, o_strides, acc, row_max, row_sum, batc
         sink = tl.load(sinks_ptr + heads_q, mask=rows < row_limit, other=0.0).to(tl.float32) * LOG2E
     o, lse = finish_softmax(acc, row_max, row_sum, sink)
     o_rows = o_ptr + batch * o_strides[0] + heads_q * o_strides[1] + tokens.to(tl.int64) * o_strides[2]
-    store_tile(o_rows[:, None], o, rows, row_limit, 0, o_strides[3], D, BLOCK_D, LONG)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG)
+    store_tile(Rows(o_rows[:, None], 0, o_strides[3], row_limit, None, row_format), o, rows)
     tl.store(lse_ptr + (batch * HQ + heads_q) * NQ + tokens, lse, mask=rows < row_limit)
 
 

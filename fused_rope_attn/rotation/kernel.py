@@ -8,7 +8,7 @@ heads, loads all of it before it computes or stores anything, and reads its angl
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.primitives import head_tables, load_angles, rotate
+from fused_rope_attn.kernels.rotation import Rotation, head_rotation, load_angles, rotate
 
 # Where the rows of the tables come from: the token's index, position_ids, or its place in a packed sequence.
 INDEX, IDS, PACKED = 0, 1, 2
@@ -43,13 +43,13 @@ def packed_positions(cu_seqlens_ptr, num_sequences, search_steps, tokens):
 
 
 @triton.jit
-def load_turns(tables, positions, S, R: tl.constexpr, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr,
-               HEADS_INNER: tl.constexpr):  # fmt: skip
+def load_turns(rotation, positions, BLOCK_P: tl.constexpr, POSITIONS: tl.constexpr, HEADS_INNER: tl.constexpr):
     """cos and sin of every token's pairs, as tiles that broadcast over heads.
 
     A position that the tables do not have gives NaN, a token in no sequence angle 0.
     """
-    cos, sin = load_angles(tables, positions, S, R, 2 * BLOCK_P, CHECK_ROWS=True)
+    S = rotation.num_positions
+    cos, sin = load_angles(rotation, positions, 2 * BLOCK_P, CHECK_POSITIONS=True)
     if POSITIONS == _IDS:
         cos = tl.where(((positions < 0) | (positions >= S))[:, None], float("nan"), cos)
     elif POSITIONS == _PACKED:
@@ -61,7 +61,7 @@ def load_turns(tables, positions, S, R: tl.constexpr, BLOCK_P: tl.constexpr, POS
 
 
 @triton.jit
-def turn_heads(x_ptr, out_ptr, x_strides, out_strides, tables, positions, S, H, N, batch, chunk, start,
+def turn_heads(x_ptr, out_ptr, x_strides, out_strides, rotation, positions, H, N, batch, chunk, start,
                SECTION: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SECTIONS: tl.constexpr, ROWS: tl.constexpr,
                HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
                CONJUGATE: tl.constexpr, WIDE: tl.constexpr, POSITIONS: tl.constexpr, HEADS_INNER: tl.constexpr,
@@ -99,16 +99,21 @@ def turn_heads(x_ptr, out_ptr, x_strides, out_strides, tables, positions, S, H, 
         rest = tl.load(x_ptr + tile_of(tokens, heads, tail, x_strides, HEADS_INNER, LONG), mask=passing)
 
     # The outputs of a pair have one angle, unless a full-width table has another for the second.
-    cos1, sin1 = load_turns(tables, positions, S, R, BLOCK_P, POSITIONS, HEADS_INNER)
+    cos1, sin1 = load_turns(rotation, positions, BLOCK_P, POSITIONS, HEADS_INNER)
     cos2, sin2 = cos1, sin1
     if WIDE:
-        cos_base, sin_base, cos_strides, sin_strides = tables
         # The column strides of an interleaved table skip every second column already.
         step: tl.constexpr = 1 if INTERLEAVED else R
-        cos_base += step * cos_strides[2] // 2
-        sin_base += step * sin_strides[2] // 2
-        others = (cos_base, sin_base, cos_strides, sin_strides)
-        cos2, sin2 = load_turns(others, positions, S, R, BLOCK_P, POSITIONS, HEADS_INNER)
+        others = Rotation(
+            cos_ptr=rotation.cos_ptr + step * rotation.cos_strides[2] // 2,
+            sin_ptr=rotation.sin_ptr + step * rotation.sin_strides[2] // 2,
+            cos_strides=rotation.cos_strides,
+            sin_strides=rotation.sin_strides,
+            num_positions=rotation.num_positions,
+            R=R,
+            INTERLEAVED=INTERLEAVED,
+        )
+        cos2, sin2 = load_turns(others, positions, BLOCK_P, POSITIONS, HEADS_INNER)
     if CONJUGATE:  # the transpose of [[cos1, -sin1], [sin2, cos2]]
         sin1, sin2 = sin2, sin1
 
@@ -155,7 +160,7 @@ def rope_kernel(x0_ptr, x1_ptr, x2_ptr, out0_ptr, out1_ptr, out2_ptr, cos_ptr, s
     batch = (pid // (blocks * chunks)).to(tl.int64)
     start = block * ROWS
     tokens = start + tl.arange(0, ROWS)
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
+    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, S, R, INTERLEAVED)
 
     for section in tl.static_range(SECTIONS):
         if POSITIONS == _IDS:
@@ -168,19 +173,19 @@ def rope_kernel(x0_ptr, x1_ptr, x2_ptr, out0_ptr, out1_ptr, out2_ptr, cos_ptr, s
 
         if COUNT == 1 or chunk < chunks0:
             turn_heads(
-                x0_ptr, out0_ptr, x0_strides, out0_strides, tables, positions, S, H0, N, batch, chunk, start, section,
+                x0_ptr, out0_ptr, x0_strides, out0_strides, rotation, positions, H0, N, batch, chunk, start, section,
                 D, R, SECTIONS, ROWS, HEADS, BLOCK_P, BLOCK_TAIL, INTERLEAVED, CONJUGATE, WIDE, POSITIONS, HEADS_INNER,
                 COPY_TAIL, LONG,
             )  # fmt: skip
         elif COUNT == 2 or chunk < chunks0 + chunks1:
             turn_heads(
-                x1_ptr, out1_ptr, x1_strides, out1_strides, tables, positions, S, H1, N, batch, chunk - chunks0, start,
+                x1_ptr, out1_ptr, x1_strides, out1_strides, rotation, positions, H1, N, batch, chunk - chunks0, start,
                 section, D, R, SECTIONS, ROWS, HEADS, BLOCK_P, BLOCK_TAIL, INTERLEAVED, CONJUGATE, WIDE, POSITIONS,
                 HEADS_INNER, COPY_TAIL, LONG,
             )  # fmt: skip
         else:
             turn_heads(
-                x2_ptr, out2_ptr, x2_strides, out2_strides, tables, positions, S, H2, N, batch,
+                x2_ptr, out2_ptr, x2_strides, out2_strides, rotation, positions, H2, N, batch,
                 chunk - chunks0 - chunks1, start, section, D, R, SECTIONS, ROWS, HEADS, BLOCK_P, BLOCK_TAIL,
                 INTERLEAVED, CONJUGATE, WIDE, POSITIONS, HEADS_INNER, COPY_TAIL, LONG,
             )  # fmt: skip

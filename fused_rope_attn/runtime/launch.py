@@ -111,7 +111,7 @@ class PreparedCalls:
 
 
 class Source:
-    """What ``primitives.head_source`` takes for a tensor of one signature: itself, or with tma a tensor descriptor.
+    """What ``tiles.head_tiles`` takes for a tensor of one signature: itself, or with tma a tensor descriptor.
 
     Reads past N or D give zeros. Gluon kernels name the ``layout`` of the tile in shared memory. The descriptor is
     checked once; each call gets a copy around its own tensor.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.masks import key_range, query_range
+from fused_rope_attn.kernels.masks import Mask, key_range, query_range
 from tests.support.marks import interpreted
 
 
@@ -12,10 +12,11 @@ from tests.support.marks import interpreted
 def write_ranges(out_ptr, start_m, NK, left, OF_QUERIES: tl.constexpr):
     """The four bounds of the key blocks that 64 queries from ``start_m`` on visit, or the other way round."""
     start = tl.maximum(0, -left)
+    mask = Mask(num_keys=NK, first_key=start, left=left, right=None, IS_CAUSAL=True, READS_LENGTHS=False)
     if OF_QUERIES:
-        first, full_first, full_last, last = query_range(start_m, 0, NK, NK, start, left, None, True, False, 64, 64)
+        first, full_first, full_last, last = query_range(mask, start_m, 0, NK, 64, 64)
     else:
-        first, full_first, full_last, last = key_range(start_m, 0, NK, start, left, None, True, False, 64, 64)
+        first, full_first, full_last, last = key_range(mask, start_m, 0, 64, 64)
     tl.store(out_ptr, first)
     tl.store(out_ptr + 1, full_first)
     tl.store(out_ptr + 2, full_last)

@@ -68,6 +68,7 @@ class BackwardCall:
             "stats_size": self.stats_size // 2,
             "BLOCK_D": pad_d,
             "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
         pdl = {"launch_pdl": True} if config.pdl else {}
@@ -90,7 +91,7 @@ class BackwardCall:
             BLOCK_N=block,
             ROTATE=True,
             PROGRESS_ROWS=BLOCK_M.value,
-            PADDED=BLOCK_M.value if problem.is_packed else 0,
+            PAD_TO=BLOCK_M.value if problem.is_packed else 0,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do_like, element, block_n)

@@ -23,11 +23,8 @@ from fused_rope_attn.attention.hopper.dq import BLOCK_M, CONSUMERS, reduce, stag
 from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.masks import first_key
-from fused_rope_attn.kernels.primitives import (
-    LN2,
-    let_next_launch_start,
-    scheduled_tile,
-)
+from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
+from fused_rope_attn.kernels.softmax import LN2
 from fused_rope_attn.runtime.triton_compat import (
     fence_async_shared,
     gl,
@@ -230,7 +227,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, progre
     PACKED: gl.constexpr = num_sequences is not None
     pid = gl.program_id(0)
     tiles = count_tiles(NK, num_sequences, BLOCK_N)
-    tile, bh = scheduled_tile(pid, tiles, num_heads, section, LAST_FIRST=OWNED)
+    tile, bh = scheduled_tile(pid, tiles, num_heads, section, LAST_TILE_FIRST=OWNED)
     batch = bh // HKV
     head = bh % HKV
     len_k = NK

@@ -2,8 +2,8 @@
 
 from fused_rope_attn.attention.hopper.dq import BLOCK_M
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
-from fused_rope_attn.kernels.masks import first_query, query_range
-from fused_rope_attn.kernels.primitives import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.masks import Mask, first_query, query_range
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 # Key rows of one block; the keys of one of its warpgroups, the M of a wgmma.
@@ -21,16 +21,15 @@ def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.const
     p = exp2(0 - lse) may be infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing;
     without BOUNDED nobody asks.
     """
-    first, masked, _, last = query_range(
-        start_n, NK - NQ, pitch, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
-    )
+    mask = Mask(num_keys=NK, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
+    first, masked, _, last = query_range(mask, start_n, NK - NQ, pitch, BLOCK_M, BLOCK_N)
     partial = start_n + BLOCK_N > NK
     alive = first
     if start is not None:
         partial = partial | (start_n < start)
     if BOUNDED:
         # The key block may begin before ``start``, and see rows that see nothing.
-        alive = first_query(NK - NQ, start, right, IS_CAUSAL)
+        alive = first_query(mask, NK - NQ)
         first = gl.minimum(last, gl.maximum(first, alive // BLOCK_M))
     return first, gl.where(partial, last, masked) - first, last - first, alive
 

@@ -6,7 +6,8 @@ from fused_rope_attn.attention.hopper.backward_load import KEYS
 from fused_rope_attn.attention.hopper.dq import BLOCK_M
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.softmax import cap_scores
-from fused_rope_attn.kernels.primitives import head_tables, load_angles, rotate, store_pairs, store_tile, unpack_pairs
+from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, reinterpret, warpgroup_mma
 
 # A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
@@ -58,8 +59,11 @@ def store_dv(rows_ptr, dv, stage, rows_left, strides, D: gl.constexpr, COLUMNS: 
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     stage.store(dv)
     dv = stage.load(WHOLE)
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE))
-    store_tile(rows_ptr, dv, rows, rows_left, strides[2], strides[3], D, COLUMNS, LONG, WHOLE)
+    rows = Rows(
+        ptr=rows_ptr, stride_row=strides[2], stride_column=strides[3], num_rows=rows_left, first_row=None,
+        format=RowFormat(D=D, BLOCK_D=COLUMNS, USE_INT64_OFFSETS=LONG),
+    )  # fmt: skip
+    store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
 @jit
@@ -79,14 +83,15 @@ def store_dk(rows_ptr, dk, room, cos_ptr, sin_ptr, cos_strides, sin_strides, bat
     first = stage.load(PAIRS)
     stage.store(second)
     second = stage.load(PAIRS)
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
+    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64), NK, R, INTERLEAVED)
+    offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
     pairs = None
     if FIRST:
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST
-    cos, sin = load_angles(tables, rows + start, NK, R, COLUMNS, True, PAIRS, pairs)
+    cos, sin = load_angles(rotation, offs + start, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-    store_pairs(
-        rows_ptr, first, second, rows, NK - start, strides[2], strides[3], D, R, COLUMNS, INTERLEAVED, LONG, PAIRS,
-        WHOLE, FIRST,
+    rows = Rows(
+        ptr=rows_ptr, stride_row=strides[2], stride_column=strides[3], num_rows=NK - start, first_row=None,
+        format=RowFormat(D=D, BLOCK_D=COLUMNS, USE_INT64_OFFSETS=LONG),
     )  # fmt: skip
+    store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST)

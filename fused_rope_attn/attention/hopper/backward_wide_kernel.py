@@ -18,7 +18,8 @@ from fused_rope_attn.attention.hopper.dq import BLOCK_M, CONSUMERS
 from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key
-from fused_rope_attn.kernels.primitives import LN2, let_next_launch_start, scheduled_tile
+from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
+from fused_rope_attn.kernels.softmax import LN2
 from fused_rope_attn.runtime.triton_compat import (
     barrier,
     fence_async_shared,
@@ -239,7 +240,7 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, pr
     RANGED: gl.constexpr = BOUNDED or TRIMMED
     CLAMPED: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
     tiles = (NK + BLOCK_N - 1) // BLOCK_N
-    tile, bh = scheduled_tile(gl.program_id(0), tiles, num_heads, section, LAST_FIRST=False)
+    tile, bh = scheduled_tile(gl.program_id(0), tiles, num_heads, section, LAST_TILE_FIRST=False)
     batch = bh // HKV
     head = bh % HKV
     start_n = tile * BLOCK_N

@@ -8,16 +8,10 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
-from fused_rope_attn.kernels.primitives import (
-    head_tables,
-    load_angles,
-    rotate,
-    sink_gradient,
-    store_pairs,
-    unpack_pairs,
-    wait_for_previous_launch,
-    wait_until,
-)
+from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.softmax import sink_gradient
+from fused_rope_attn.kernels.tiles import RowFormat, Rows
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, tma_reduce_add, tma_store, tma_store_wait
 
 # Query rows of one block, and the warpgroups, each of which brings its part of a block's columns.
@@ -150,10 +144,10 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     rows = tl.arange(0, BLOCK_N)
     # Where ``stage_rows`` put them.
     staged = (rows // 8) * 8 + (rows % 4) * 2 + (rows // 4) % 2
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
     if lens_ptr is not None:
         NK = existing_keys(lens_ptr, batch, NK)
-    cos, sin = load_angles(tables, rows + (start + NK - NQ), NK, R, BLOCK_D, True)
+    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, NK, R, INTERLEAVED)
+    cos, sin = load_angles(rotation, rows + (start + NK - NQ), BLOCK_D, CHECK_POSITIONS=True)
     columns = tl.arange(0, BLOCK_D)
     if progress_ptr is None:
         wait_for_previous_launch(PDL)
@@ -176,10 +170,12 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             dq = tl.load(words, mask=begun, other=0.0) * softmax_scale
         first, second = unpack_pairs(dq)
         first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-        dq_rows = dq_ptr + batch * dq_strides[0] + h * dq_strides[1] + start64 * dq_strides[2]
-        store_pairs(
-            dq_rows, first, second, rows, NQ - start, dq_strides[2], dq_strides[3], D, R, BLOCK_D, INTERLEAVED, LONG
-        )
+        dq_rows = Rows(
+            ptr=dq_ptr + batch * dq_strides[0] + h * dq_strides[1] + start64 * dq_strides[2],
+            stride_row=dq_strides[2], stride_column=dq_strides[3], num_rows=NQ - start, first_row=None,
+            format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG),
+        )  # fmt: skip
+        store_pairs(dq_rows, first, second, rows, rotation)
         if sinks_ptr is not None:
             lse = tl.load(stats_ptr + row + rows, mask=rows < NQ - start, other=float("inf"))
             delta = tl.load(stats_ptr + stats_size + row + rows, mask=rows < NQ - start, other=0.0)

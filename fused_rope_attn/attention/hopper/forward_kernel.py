@@ -37,12 +37,8 @@ from fused_rope_attn.attention.hopper.tiles import (
     next_tile,
     query_limit,
 )
-from fused_rope_attn.kernels.primitives import (
-    LN2,
-    LOG2E,
-    add_sink,
-    store_tile,
-)
+from fused_rope_attn.kernels.softmax import LN2, LOG2E, add_sink
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
 from fused_rope_attn.runtime.triton_compat import (
     fence_async_shared,
     gl,
@@ -119,10 +115,12 @@ def write_rows(o_desc, o_ptr, o_strides, o_tile, batch, head, row, limit, COLUMN
             base = o_ptr + head.to(gl.int64) * o_strides[1] + row.to(gl.int64) * o_strides[2]
             if COLUMN:
                 base += COLUMN * o_strides[3]
-            store_tile(
-                base, o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE), gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)),
-                limit - row, o_strides[2], o_strides[3], D - COLUMN, BLOCK_D, LONG, WHOLE,
+            rows = Rows(
+                ptr=base, stride_row=o_strides[2], stride_column=o_strides[3], num_rows=limit - row, first_row=None,
+                format=RowFormat(D=D - COLUMN, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG),
             )  # fmt: skip
+            o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
+            store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
     else:
         tma_store(o_desc, [batch, head, row, COLUMN], o_tile)
 

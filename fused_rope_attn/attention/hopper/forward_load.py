@@ -12,7 +12,9 @@ from fused_rope_attn.attention.hopper.tiles import (
     tile_bounds,
     work,
 )
-from fused_rope_attn.kernels.primitives import head_tables, load_rotated, wait_for_previous_launch
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch
+from fused_rope_attn.kernels.tiles import RowFormat, Rows
 from fused_rope_attn.runtime.triton_compat import fence_async_shared, gl, jit, mbarrier
 
 
@@ -115,17 +117,21 @@ def rotate_queries(q_ptr, cos_ptr, sin_ptr, q_smem, q_full, q_empty, tile_smem, 
     while blocks > 0:
         _, _, _, len_k = tile_bounds(bounds, blocks, NK, RANGED)
         limit = query_limit(bounds, NQ, RANGED)
-        tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64))
+        rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64), len_k, R, INTERLEAVED)
         base = q_ptr + batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         buffer = turn % 2
         mbarrier.wait(q_empty.index(buffer), ((turn // 2) & 1) ^ 1)
         for member in gl.static_range(CONSUMERS):
             for chunk in gl.static_range(ROWS // CHUNK):
                 start = start_m + member * ROWS + chunk * CHUNK
-                q = load_rotated(
-                    base + start.to(gl.int64) * q_strides[2], rows, limit - start, q_strides, tables,
-                    start + len_k - limit, len_k, q_sign, D, R, BLOCK_D, INTERLEAVED, True, LONG, PAIRS, WHOLE,
+                q_rows = Rows(
+                    ptr=base + start.to(gl.int64) * q_strides[2], stride_row=q_strides[2], stride_column=q_strides[3],
+                    num_rows=limit - start, first_row=None,
+                    format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG),
                 )  # fmt: skip
+                q = load_rotated(
+                    q_rows, rows, rotation, start + len_k - limit, q_sign, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE
+                )
                 q_smem.index(buffer * CONSUMERS + member).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
         mbarrier.arrive(q_full.index(buffer))

@@ -1,6 +1,6 @@
 """The softmax of the sm_90 forward: a row's scores lie in the four threads of a quad, 32 in each.
 
-What ``primitives.online_softmax`` computes, with four differences, whose figures are in docs/log.md:
+What ``kernels.softmax.online_softmax`` computes, with four differences, whose figures are in docs/log.md:
 
 - the maximum lags: it follows only when a row grows by more than 2**LAG, so that the output is rarely rescaled (an idea
   of FlashAttention-4's);
@@ -11,7 +11,7 @@ What ``primitives.online_softmax`` computes, with four differences, whose figure
 
 import triton.language as tl
 
-from fused_rope_attn.kernels.primitives import tanh
+from fused_rope_attn.kernels.products import tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # Powers of two by which a row's largest weight may pass 1. 16-bit floats keep their relative precision there, sums are
@@ -61,7 +61,7 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
     """tanh(scores * cap_scale), for inputs of DTYPE; cap_scale None: the scores as they are.
 
     For bfloat16 the hardware's tanh, to 2**-11 of its value: a quarter of what rounding a score to bfloat16 costs. It
-    is one instruction of the unit that the exponentials wait for; ``primitives.tanh`` is two of them and a division.
+    is one instruction of the unit that the exponentials wait for; ``products.tanh`` is two of them and a division.
     """
     if cap_scale is None:
         return scores

@@ -1,9 +1,9 @@
 """Which tile a block of the sm_90 forward works on, and how its warps hear of it."""
 
-from fused_rope_attn.attention.prepass_kernel import TABLE
+from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels.lengths import existing_keys
-from fused_rope_attn.kernels.masks import first_key, key_range
-from fused_rope_attn.kernels.primitives import scheduled_tile
+from fused_rope_attn.kernels.masks import Mask, first_key, key_range
+from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 # Query rows of one consumer warpgroup (the M of a wgmma), and the warpgroups that share a tile.
@@ -24,14 +24,14 @@ def visited_blocks(start_m, q_offset, NK, start, left, right, BLOCK_N: gl.conste
                    BOUNDED: gl.constexpr):  # fmt: skip
     """(key blocks, those of them that need a mask, bounds) of the tile of queries from start_m on; see ``work``."""
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    first, full_first, full_last, last = key_range(
-        start_m, q_offset, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
-    )
+    mask = Mask(num_keys=NK, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
+    first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
     if start is None:
         start = 0
     else:
         # That of the rows' last keys alone: where a window is narrower than a block, both ends may lie in the same one.
-        _, _, full_last, _ = key_range(start_m, q_offset, NK, None, None, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+        upper = Mask(num_keys=NK, first_key=None, left=None, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
+        _, _, full_last, _ = key_range(upper, start_m, q_offset, BLOCK_M, BLOCK_N)
     first_block = first // BLOCK_N
     blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
     top = first_block + blocks - 1
@@ -49,7 +49,7 @@ def work(tile, num_heads, section, HQ, GROUP_SIZE, NQ, NK, starts_ptr, lens_ptr,
     key, number of keys). A block may be of both kinds.
     """
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, LAST_FIRST=IS_CAUSAL)
+    block, bh = scheduled_tile(tile, (NQ + BLOCK_M - 1) // BLOCK_M, num_heads, section, IS_CAUSAL)
     start_m = block * BLOCK_M
     batch = bh // HQ
     head = bh % HQ
@@ -70,8 +70,8 @@ def table_entry(tile, num_tiles, table_ptr, slots, num_heads, section, IS_CAUSAL
 
     As ``describe_tiles`` left it in ``table``. A tile past the last one is read as the last.
     """
-    slot, head = scheduled_tile(gl.minimum(tile, num_tiles - 1), slots, num_heads, section, LAST_FIRST=IS_CAUSAL)
-    entry = table_ptr + slot * TABLE
+    slot, head = scheduled_tile(gl.minimum(tile, num_tiles - 1), slots, num_heads, section, IS_CAUSAL)
+    entry = table_ptr + slot * TILE_WORDS
     return head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
 
 
@@ -83,7 +83,7 @@ def packed_work(tile, num_tiles, counter_ptr, num_heads, section, GROUP_SIZE, sl
     Rows are those of the packed tensors, so that a tile has its first row for ``start_m``, and its bounds end with the
     row behind its sequence's last, in place of NQ: positions, which depend on the difference, come out as they are.
     """
-    table_ptr = counter_ptr + TABLE
+    table_ptr = counter_ptr + TILE_WORDS
     head, row, end, first_k, len_k, len_q = table_entry(
         tile, num_tiles, table_ptr, slots, num_heads, section, IS_CAUSAL
     )  # fmt: skip

@@ -40,9 +40,9 @@ class BackwardCall:
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "do_strides": do.stride(),
             "BLOCK_D": pad_d,
-            "INLINE": inline,
-            "TMA": tma,
-            "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "ROTATE_INLINE": inline,
+            "USE_TMA": tma,
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": pdl,
         }
         if programs:
@@ -62,7 +62,7 @@ class BackwardCall:
                 BLOCK_N=block,
                 ROTATE=not inline,
                 PROGRESS_ROWS=0,
-                PADDED=0,
+                PAD_TO=0,
             )
         shared |= {"q_strides": q_rot.stride(), "k_strides": k_rot.stride(), "v_strides": v.stride()}
         head_bytes = 2 * problem.head_dim * q.element_size()

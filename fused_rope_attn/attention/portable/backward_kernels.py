@@ -3,88 +3,100 @@
 With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2):
 dV = P^T dO;  dS = P * (dO V^T - delta);  dQ_rot = scale * dS K_rot;  dK_rot = scale * dS^T Q_rot,
 and dQ, dK follow by the transposed rotation, once per block.
+
+Both kernels begin with the lines that the forward kernel begins with: only the kernel itself can bundle its flat
+parameters into records.
 """
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile
-from fused_rope_attn.kernels.masks import first_key, first_query, key_range, query_range, visible
-from fused_rope_attn.kernels.primitives import (
-    LN2,
-    add_product,
-    head_source,
-    head_tables,
-    let_next_launch_start,
+from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
+from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient, score_product
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import Rotation, head_rotation, load_rotated_tile, store_unrotated
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.sequences import (
+    MaskArguments,
+    scheduled_keys,
+    scheduled_queries,
+    sequence_of_keys,
+    sequence_of_queries,
+)
+from fused_rope_attn.kernels.softmax import LN2, sink_gradient
+from fused_rope_attn.kernels.tiles import (
+    HeadTiles,
+    Origin,
+    RowFormat,
+    head_rows,
+    head_tiles,
     load_head_tile,
-    load_rotated,
     load_tile,
-    scheduled_tile,
-    sink_gradient,
+    rows_from,
     store_tile,
-    store_unrotated,
-    tanh,
-    wait_for_previous_launch,
 )
 
 
-@triton.jit
-def dkdv_range(dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-               place, first, count, jump_after, jump_to, alive, q_offset, NQ, NK, start, left, right, qk_scale,
-               cap_scale, q_sign, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-               INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, INLINE: tl.constexpr,
-               MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """Add ``count`` query blocks to dk and dv: from block ``first`` on, with one jump to block ``jump_to``.
+@record
+class Queries:
+    """Queries of one head of a sequence and what belongs to them, read BLOCK_M at a time.
 
-    Query rows before ``alive`` (None: 0) see nothing and may hold anything. Keys that do not exist need no mask here:
-    they only reach rows of dk and dv that are never stored, or stored as zero.
+    Rows before the first one that sees a key may hold anything; where there may be such, it is the tiles' first_row.
     """
-    rows = tl.arange(0, BLOCK_M)
+
+    q: HeadTiles
+    do: HeadTiles
+    lse_ptr: tl.tensor  # to the first row's; float32, in base 2, +inf where a row saw nothing
+    delta_ptr: tl.tensor  # to the first row's; float32
+    rotation: Rotation | None  # of the queries, which are then multiplied by ``sign``; None where they lie rotated
+    sign: tl.tensor
+    q_offset: tl.tensor  # position of the first row
+    mask: Mask
+    BLOCK_M: tl.constexpr
+
+
+@triton.jit
+def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_after, jump_to,
+               APPLY_MASK: tl.constexpr):  # fmt: skip
+    """Add ``count`` query blocks to dk and dv, (BLOCK_N, BLOCK_D) float32, which are returned.
+
+    k (rotated) and v (BLOCK_N, BLOCK_D) and their positions_k (BLOCK_N,) are those of the program. The query blocks are
+    ``jump_after`` blocks from number ``first`` on, and then those from number ``jump_to`` on.
+
+    APPLY_MASK: some of the pairs may be hidden, and some of the queries may not exist. Without it there is no jump.
+    Keys that do not exist need no mask here: they only reach rows of dk and dv that are not stored, or stored as zero.
+    """
+    BLOCK_M: tl.constexpr = queries.BLOCK_M
+    offs = tl.arange(0, BLOCK_M)
     for i in range(count):
         start_m = (first + i) * BLOCK_M
-        if MASKED:
+        if APPLY_MASK:
             start_m = tl.where(i < jump_after, start_m, (jump_to - jump_after) * BLOCK_M + i * BLOCK_M)
-        rows_left = NQ - start_m
-        if INLINE:
-            first_row = None
-            if alive is not None:
-                first_row = alive - start_m
-            q = load_rotated(
-                q_source + tl.cast(start_m, tl.int64) * q_strides[2], rows, rows_left, q_strides, tables,
-                start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG, None, None, first_row,
-            )  # fmt: skip
+        q = load_rotated_tile(
+            queries.q, queries.rotation, start_m, offs, queries.q_offset, queries.sign, CHECK_ROWS=APPLY_MASK
+        )
+        if APPLY_MASK:
+            exists = offs < queries.q.rows.num_rows - start_m
+            lse = tl.load(queries.lse_ptr + start_m + offs, mask=exists, other=float("inf"))
         else:
-            q = load_head_tile(
-                q_source, place, start_m, rows, NQ, q_strides[2], q_strides[3], D, BLOCK_M, BLOCK_D, TMA,
-                MASKED, LONG, False, alive,
-            )  # fmt: skip
-        if MASKED:
-            lse = tl.load(lse_base + start_m + rows, mask=rows < rows_left, other=float("inf"))
+            lse = tl.load(queries.lse_ptr + start_m + offs)
+        scores_t = score_product(k, q, scale)
+        p_t = tl.math.exp2(scores_t * scale.qk_scale - lse[None, :])
+        if APPLY_MASK:
+            mask = queries.mask
+            if mask.IS_CAUSAL or mask.READS_LENGTHS or mask.left is not None or mask.right is not None:
+                positions_q = (start_m + queries.q_offset + offs)[None, :]
+                p_t = tl.where(visible(mask, positions_q, positions_k[:, None]), p_t, 0.0)
+        do = load_head_tile(queries.do, start_m, offs, CHECK_ROWS=APPLY_MASK)
+        dv = add_product(p_t.to(do.dtype), do, dv, scale.PRECISION)
+        if APPLY_MASK:
+            delta = tl.load(queries.delta_ptr + start_m + offs, mask=exists, other=0.0)
         else:
-            lse = tl.load(lse_base + start_m + rows)
-        scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if cap_scale is not None:
-            scores_t = tanh(scores_t * cap_scale, q.dtype == tl.float32)
-        p_t = tl.math.exp2(scores_t * qk_scale - lse[None, :])
-        if MASKED:
-            if IS_CAUSAL or BOUNDED or left is not None or right is not None:
-                positions_q = (start_m + q_offset + rows)[None, :]
-                exists = visible(positions_q, positions_k[:, None], NK, IS_CAUSAL, start, left, right, BOUNDED)
-                p_t = tl.where(exists, p_t, 0.0)
-        do = load_head_tile(
-            do_source, place, start_m, rows, NQ, do_strides[2], do_strides[3], D, BLOCK_M, BLOCK_D, TMA, MASKED,
-            LONG, False, alive,
-        )  # fmt: skip
-        dv = add_product(p_t.to(do.dtype), do, dv, PRECISION)
-        if MASKED:
-            delta = tl.load(delta_base + start_m + rows, mask=rows < rows_left, other=0.0)
-        else:
-            delta = tl.load(delta_base + start_m + rows)
-        dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds_t = p_t * (dp_t - delta[None, :])
-        if cap_scale is not None:
-            ds_t *= 1.0 - scores_t * scores_t
-        dk = add_product(ds_t.to(q.dtype), q, dk, PRECISION)
+            delta = tl.load(queries.delta_ptr + start_m + offs)
+        dp_t = tl.dot(v, tl.trans(do), input_precision=scale.PRECISION)
+        ds_t = score_gradient(p_t, dp_t, delta[None, :], scores_t, scale)
+        dk = add_product(ds_t.to(q.dtype), q, dk, scale.PRECISION)
     return dk, dv
 
 
@@ -94,138 +106,109 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
                 cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cos_strides,
                 sin_strides, qk_scale, q_sign, cap_scale, left, right, num_heads, HKV, GROUP_SIZE, NQ, NK,
                 num_sequences, section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
-                INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+                READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
+                USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
-    Grid: (``count_tiles`` of the keys * B * HKV).
+    Grid: (``count_tiles`` of the keys * B * HKV). stats (2, B, HQ, NQ) float32: lse and delta, as ``preprocess_kernel``
+    leaves them. Without ROTATE_INLINE q and k lie rotated in memory, in pair order, and q_sign is in q.
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
-    tiles = count_tiles(NK, num_sequences, BLOCK_N)
-    tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=False)
-    batch = (bh // HKV).to(tl.int64)
-    head = (bh % HKV).to(tl.int64)
-    stats_size = tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ
-    stats_pitch = NQ
-    # Rows of dk and dv are written whether or not their keys exist.
-    written = NK
-    first_q = 0
-    first_k = 0
-    if lens_ptr is not None:
-        NK = existing_keys(lens_ptr, batch, NK)
+    masks = MaskArguments(
+        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
+        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+    )  # fmt: skip
+    tile = scheduled_keys(NK, HKV, num_heads, section, masks, BLOCK_N)
+    start_n = tile.index * BLOCK_N
     if cu_k_ptr is not None:
-        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, num_sequences, NK, BLOCK_N)
-        if tile * BLOCK_N >= NK:
+        if start_n >= tile.num_rows:
             return
-        written = NK
-        first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
-    place_k = (batch, head, first_k)
-    start_n = tile * BLOCK_N
-    keys_left = NK - start_n
-    rows = tl.arange(0, BLOCK_N)
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-    k_rows = head_source(k_ptr, place_k, k_strides, False) + tl.cast(start_n, tl.int64) * k_strides[2]
-    v_rows = head_source(v_ptr, place_k, v_strides, False) + tl.cast(start_n, tl.int64) * v_strides[2]
-    if INLINE:
-        k = load_rotated(
-            k_rows, rows, keys_left, k_strides, tables, start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, True, LONG,
-        )  # fmt: skip
-    else:
-        k = load_tile(k_rows, rows, keys_left, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG)
-    v = load_tile(v_rows, rows, keys_left, v_strides[2], v_strides[3], D, BLOCK_D, True, LONG)
-
-    q_offset = NK - NQ
-    start = None
-    if starts_ptr is not None or left is not None:
-        start = first_key(starts_ptr, batch, q_offset, NK, left)
-    alive = None
-    if BOUNDED:
-        alive = first_query(q_offset, start, right, IS_CAUSAL)
-    first, full_first, full_last, last = query_range(
-        start_n, q_offset, NQ, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    sequence = sequence_of_keys(tile, NQ, masks)
+    mask = sequence.mask
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
+    rotation = head_rotation(
+        cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED
     )
+    inline_rotation = rotation if ROTATE_INLINE else None
+    k_tiles = head_tiles(
+        k_ptr, k_strides, tile.origin, sequence.num_keys, row_format, READS_LENGTHS, USE_TMA=False
+    )  # fmt: skip
+    v_rows = rows_from(head_rows(v_ptr, v_strides, tile.origin, sequence.num_keys, row_format), start_n)
+    offs = tl.arange(0, BLOCK_N)
+    k = load_rotated_tile(k_tiles, inline_rotation, start_n, offs, 0)
+    v = load_tile(v_rows, offs, CHECK_ROWS=True)
+    positions_k = start_n + offs
 
+    first_row = None
+    if READS_LENGTHS:
+        first_row = first_query(mask, sequence.q_offset)
+    first, full_first, full_last, last = query_range(
+        mask, start_n, sequence.q_offset, sequence.num_queries, BLOCK_M, BLOCK_N
+    )
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    positions_k = start_n + rows
     for member in range(GROUP_SIZE):
-        head_q = head * GROUP_SIZE + member
-        place = (batch, head_q, first_q)
-        q_source = head_source(q_ptr, place, q_strides, TMA)
-        do_source = head_source(do_ptr, place, do_strides, TMA)
-        lse_base = stats_ptr + (batch * HKV * GROUP_SIZE + head_q) * stats_pitch + first_q
-        delta_base = lse_base + stats_size
+        head_q = tile.origin.head * GROUP_SIZE + member
+        origin = Origin(batch=sequence.batch, head=head_q, row=sequence.first_q)
+        lse_rows = stats_ptr + (sequence.batch * HKV * GROUP_SIZE + head_q) * NQ + sequence.first_q
+        queries = Queries(
+            q=head_tiles(q_ptr, q_strides, origin, sequence.num_queries, row_format, READS_LENGTHS, USE_TMA, first_row),
+            do=head_tiles(
+                do_ptr, do_strides, origin, sequence.num_queries, row_format, READS_LENGTHS, USE_TMA, first_row
+            ),
+            lse_ptr=lse_rows,
+            delta_ptr=lse_rows + tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ,
+            rotation=inline_rotation,
+            sign=q_sign,
+            q_offset=sequence.q_offset,
+            mask=mask,
+            BLOCK_M=BLOCK_M,
+        )
         dk, dv = dkdv_range(
-            dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-            place, first, full_first - first + last - full_last, full_first - first, full_last, alive, q_offset,
-            NQ, NK, start, left, right, qk_scale, cap_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL,
-            BOUNDED, INLINE, True, PRECISION, TMA, LONG,
+            dk, dv, k, v, positions_k, queries, scale, first, full_first - first + last - full_last,
+            jump_after=full_first - first, jump_to=full_last, APPLY_MASK=True,
         )  # fmt: skip
         dk, dv = dkdv_range(
-            dk, dv, k, v, positions_k, q_source, do_source, lse_base, delta_base, q_strides, do_strides, tables,
-            place, full_first, full_last - full_first, 0, 0, alive, q_offset, NQ, NK, start, left, right,
-            qk_scale, cap_scale, q_sign, D, R, BLOCK_M, BLOCK_D, INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, False,
-            PRECISION, TMA, LONG,
+            dk, dv, k, v, positions_k, queries, scale, full_first, full_last - full_first, jump_after=0, jump_to=0,
+            APPLY_MASK=False,
         )  # fmt: skip
-    if BOUNDED or start is not None:
-        exists = positions_k < NK
-        if start is not None:
-            exists = exists & (positions_k >= start)
+    # Rows of dk and dv are written whether or not their keys exist.
+    if READS_LENGTHS or mask.first_key is not None:
+        exists = positions_k < sequence.num_keys
+        if mask.first_key is not None:
+            exists = exists & (positions_k >= mask.first_key)
         dk = tl.where(exists[:, None], dk, 0.0)
         dv = tl.where(exists[:, None], dv, 0.0)
-    k_scale = qk_scale * LN2
+    softmax_scale = qk_scale * LN2
     if cap_scale is not None:
-        k_scale *= cap_scale
-    dv_rows = head_source(dv_ptr, place_k, dv_strides, False) + tl.cast(start_n, tl.int64) * dv_strides[2]
-    store_tile(dv_rows, dv, rows, written - start_n, dv_strides[2], dv_strides[3], D, BLOCK_D, LONG)
-    dk_rows = head_source(dk_ptr, place_k, dk_strides, False) + tl.cast(start_n, tl.int64) * dk_strides[2]
-    store_unrotated(
-        dk_rows, dk * k_scale, rows, written - start_n, dk_strides, tables, start_n, NK, D, R, BLOCK_D, INTERLEAVED,
-        LONG,
-    )  # fmt: skip
+        softmax_scale *= cap_scale
+    dv_rows = head_rows(dv_ptr, dv_strides, tile.origin, tile.num_rows, row_format)
+    store_tile(rows_from(dv_rows, start_n), dv, offs)
+    dk_rows = head_rows(dk_ptr, dk_strides, tile.origin, tile.num_rows, row_format)
+    store_unrotated(rows_from(dk_rows, start_n), dk * softmax_scale, offs, rotation, start_n)
 
 
 @triton.jit
-def dq_range(dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place, first,
-             last, NK, start, left, right, qk_scale, cap_scale, D: tl.constexpr, R: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-             BOUNDED: tl.constexpr, INLINE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-             TMA: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """Add keys [first, last) to dq; ``first`` is a multiple of BLOCK_N."""
-    rows = tl.arange(0, BLOCK_N)
-    for start_n in range(first, last, BLOCK_N):
-        if INLINE:
-            first_row = None
-            if start is not None:
-                first_row = start - start_n
-            k = load_rotated(
-                k_source + tl.cast(start_n, tl.int64) * k_strides[2], rows, NK - start_n, k_strides, tables,
-                start_n, NK, 1.0, D, R, BLOCK_D, INTERLEAVED, MASKED, LONG, None, None, first_row,
-            )  # fmt: skip
-        else:
-            k = load_head_tile(
-                k_source, place, start_n, rows, NK, k_strides[2], k_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
-                LONG, BOUNDED, start,
-            )  # fmt: skip
-        v = load_head_tile(
-            v_source, place, start_n, rows, NK, v_strides[2], v_strides[3], D, BLOCK_N, BLOCK_D, TMA, MASKED,
-            LONG, BOUNDED, start,
-        )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if cap_scale is not None:
-            scores = tanh(scores * cap_scale, q.dtype == tl.float32)
-        p = tl.math.exp2(scores * qk_scale - lse[:, None])
-        if MASKED:
-            positions_k = (start_n + rows)[None, :]
-            exists = visible(positions_q[:, None], positions_k, NK, IS_CAUSAL, start, left, right, BOUNDED)
-            p = tl.where(exists, p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        if cap_scale is not None:
-            ds *= 1.0 - scores * scores
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY_MASK: tl.constexpr):
+    """Add keys [first, last) to dq (BLOCK_M, BLOCK_D) float32, which is returned; ``first`` is a multiple of BLOCK_N.
+
+    q (rotated) and do (BLOCK_M, BLOCK_D), lse (base 2) and delta (BLOCK_M,) float32 and positions_q (BLOCK_M,) are
+    those of the program. APPLY_MASK: some of the pairs may be hidden, and some of the keys may not exist.
+    """
+    offs = tl.arange(0, keys.BLOCK_N)
+    for start_n in range(first, last, keys.BLOCK_N):
+        k = load_rotated_tile(keys.k, keys.rotation, start_n, offs, 0, CHECK_ROWS=APPLY_MASK)
+        v = load_head_tile(keys.v, start_n, offs, CHECK_ROWS=APPLY_MASK)
+        scores = score_product(q, k, scale)
+        p = tl.math.exp2(scores * scale.qk_scale - lse[:, None])
+        if APPLY_MASK:
+            p = tl.where(visible(keys.mask, positions_q[:, None], (start_n + offs)[None, :]), p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=scale.PRECISION)
+        ds = score_gradient(p, dp, delta[:, None], scores, scale)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=scale.PRECISION)
     return dq
 
 
@@ -235,92 +218,66 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
               lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, cos_strides,
               sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK,
               num_sequences, section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
-              INLINE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LONG: tl.constexpr,
-              PDL: tl.constexpr):  # fmt: skip
+              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr,
+              ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+              USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
 
-    Grid: (``count_tiles`` of the queries * B * HQ). With PDL it starts while dkdv_kernel drains: it reads only what the
-    pre-process wrote, which dkdv_kernel waited for.
+    Grid: (``count_tiles`` of the queries * B * HQ). stats and ROTATE_INLINE as in ``dkdv_kernel``. With PDL it starts
+    while dkdv_kernel drains: it reads only what the pre-process wrote, which dkdv_kernel waited for.
     """
-    tiles = count_tiles(NQ, num_sequences, BLOCK_M)
-    tile, bh = scheduled_tile(tl.program_id(0), tiles, num_heads, section, LAST_FIRST=IS_CAUSAL)
-    batch = (bh // HQ).to(tl.int64)
-    head = (bh % HQ).to(tl.int64)
-    lse_base = stats_ptr + tl.cast(bh, tl.int64) * NQ
-    stats_size = tl.cast(num_heads, tl.int64) * NQ
-    if sinks_ptr is not None:
-        dsinks_ptr += tile * num_heads + bh
-    first_q = 0
-    first_k = 0
-    if lens_ptr is not None:
-        NK = existing_keys(lens_ptr, batch, NK)
+    masks = MaskArguments(
+        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
+        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+    )  # fmt: skip
+    tile = scheduled_queries(NQ, HQ, num_heads, section, masks, BLOCK_M)
+    start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
-        sequence, first_q, NQ, tile = packed_tile(tile, cu_q_ptr, num_sequences, NQ, BLOCK_M)
-        if tile * BLOCK_M >= NQ:
+        if start_m >= tile.num_rows:
             return
-        first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        lse_base += first_q
-    place_q = (batch, head, first_q)
-    place_k = (batch, head // GROUP_SIZE, first_k)
-    k_source = head_source(k_ptr, place_k, k_strides, TMA)
-    v_source = head_source(v_ptr, place_k, v_strides, TMA)
-    q_base = head_source(q_ptr, place_q, q_strides, False)
-    do_base = head_source(do_ptr, place_q, do_strides, False)
-    start_m = tile * BLOCK_M
-    rows_left = NQ - start_m
-    q_offset = NK - NQ
-    rows = tl.arange(0, BLOCK_M)
-    positions_q = start_m + q_offset + rows
-    tables = head_tables(cos_ptr, sin_ptr, cos_strides, sin_strides, batch)
-    start = None
-    if starts_ptr is not None or left is not None:
-        start = first_key(starts_ptr, batch, q_offset, NK, left)
+    sequence = sequence_of_queries(tile, NK, masks)
+    mask = sequence.mask
     first_row = None
-    if BOUNDED:
-        first_row = first_query(q_offset, start, right, IS_CAUSAL) - start_m
-    q_rows = q_base + tl.cast(start_m, tl.int64) * q_strides[2]
-    do_rows = do_base + tl.cast(start_m, tl.int64) * do_strides[2]
-    if INLINE:
-        q = load_rotated(
-            q_rows, rows, rows_left, q_strides, tables, start_m + q_offset, NK, q_sign, D, R, BLOCK_D, INTERLEAVED,
-            True, LONG, None, None, first_row,
-        )  # fmt: skip
-    else:
-        q = load_tile(
-            q_rows, rows, rows_left, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG, None, first_row
-        )  # fmt: skip
-    do = load_tile(do_rows, rows, rows_left, do_strides[2], do_strides[3], D, BLOCK_D, True, LONG, None, first_row)
-    stats_base = lse_base + start_m
-    lse = tl.load(stats_base + rows, mask=rows < rows_left, other=float("inf"))
-    delta = tl.load(stats_base + stats_size + rows, mask=rows < rows_left, other=0.0)
-
-    first, full_first, full_last, last = key_range(
-        start_m, q_offset, NK, start, left, right, IS_CAUSAL, BOUNDED, BLOCK_M, BLOCK_N
+    if READS_LENGTHS:
+        first_row = first_query(mask, sequence.q_offset)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
+    rotation = head_rotation(
+        cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED
     )
+    inline_rotation = rotation if ROTATE_INLINE else None
+    keys = keys_of_head(
+        sequence, tile.origin.head // GROUP_SIZE, k_ptr, v_ptr, k_strides, v_strides, inline_rotation, row_format,
+        BLOCK_N, USE_TMA,
+    )  # fmt: skip
+    q_tiles = head_tiles(
+        q_ptr, q_strides, tile.origin, tile.num_rows, row_format, READS_LENGTHS, USE_TMA=False, first_row=first_row
+    )
+    do_rows = rows_from(head_rows(do_ptr, do_strides, tile.origin, tile.num_rows, row_format, first_row), start_m)
+
+    offs = tl.arange(0, BLOCK_M)
+    position_m = start_m + sequence.q_offset
+    positions_q = position_m + offs
+    q = load_rotated_tile(q_tiles, inline_rotation, start_m, offs, sequence.q_offset, q_sign)
+    do = load_tile(do_rows, offs, CHECK_ROWS=True)
+    lse_rows = stats_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row
+    exists = offs < tile.num_rows - start_m
+    lse = tl.load(lse_rows + start_m + offs, mask=exists, other=float("inf"))
+    delta_rows = lse_rows + start_m + tl.cast(num_heads, tl.int64) * NQ
+    delta = tl.load(delta_rows + offs, mask=exists, other=0.0)
+
+    first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if start is not None:
+    if mask.first_key is not None:
         dq = dq_range(
-            dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k, first,
-            tl.minimum(full_first, last), NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D,
-            INTERLEAVED, IS_CAUSAL, BOUNDED, INLINE, True, PRECISION, TMA, LONG,
+            dq, q, do, lse, delta, positions_q, keys, scale, first, tl.minimum(full_first, last), APPLY_MASK=True
         )  # fmt: skip
-    dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
-        full_first, full_last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED,
-        IS_CAUSAL, BOUNDED, INLINE, False, PRECISION, TMA, LONG,
-    )  # fmt: skip
-    dq = dq_range(
-        dq, q, do, lse, delta, positions_q, k_source, v_source, k_strides, v_strides, tables, place_k,
-        full_last, last, NK, start, left, right, qk_scale, cap_scale, D, R, BLOCK_N, BLOCK_D, INTERLEAVED, IS_CAUSAL,
-        BOUNDED, INLINE, True, PRECISION, TMA, LONG,
-    )  # fmt: skip
+    dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_first, full_last, APPLY_MASK=False)
+    dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_last, last, APPLY_MASK=True)
     # Not for data: the launch after this one must find dk and dv finished too.
     wait_for_previous_launch(PDL)
     if sinks_ptr is not None:
-        tl.store(dsinks_ptr, sink_gradient(tl.load(sinks_ptr + head), lse, delta))
-    dq_rows = head_source(dq_ptr, place_q, dq_strides, False) + tl.cast(start_m, tl.int64) * dq_strides[2]
-    store_unrotated(
-        dq_rows, dq * softmax_scale, rows, rows_left, dq_strides, tables, start_m + q_offset, NK, D, R, BLOCK_D,
-        INTERLEAVED, LONG,
-    )  # fmt: skip
+        part = sink_gradient(tl.load(sinks_ptr + tile.origin.head), lse, delta)
+        tl.store(dsinks_ptr + (tile.number * num_heads + tile.batch_head), part)
+    dq_rows = head_rows(dq_ptr, dq_strides, tile.origin, tile.num_rows, row_format)
+    store_unrotated(rows_from(dq_rows, start_m), dq * softmax_scale, offs, rotation, position_m)

@@ -52,10 +52,10 @@ class ForwardCall:
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_D=pad_d,
-            INLINE=inline,
-            TMA=tma,
-            LONG=is_long(q.stride(), k.stride(), v.stride(), self.o_strides),
-            PREFETCH=0 if tma or not pdl else config.prefetch_rows,
+            ROTATE_INLINE=inline,
+            USE_TMA=tma,
+            USE_INT64_OFFSETS=is_long(q.stride(), k.stride(), v.stride(), self.o_strides),
+            PREFETCH_ROWS=0 if tma or not pdl else config.prefetch_rows,
             PDL=pdl,
         )
 

@@ -16,8 +16,11 @@ import triton.language as tl
 
 from fused_rope_attn.experimental.corope.configs import backward_config, forward_config
 from fused_rope_attn.kernels.arguments import LOG2E, dot_precision
-from fused_rope_attn.kernels.masks import visible
-from fused_rope_attn.kernels.primitives import load_tile, online_softmax, rotate, scheduled_tile, tile_pointers
+from fused_rope_attn.kernels.masks import Mask, visible
+from fused_rope_attn.kernels.rotation import rotate
+from fused_rope_attn.kernels.schedule import scheduled_tile
+from fused_rope_attn.kernels.softmax import online_softmax
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, load_tile, tile_pointers
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
@@ -30,11 +33,18 @@ PAIRS = tl.constexpr(16)  # of columns in one product: the smallest inner side o
 
 
 @triton.jit
+def causal_pairs(offs_m, offs_n, N):
+    """Which (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
+    mask = Mask(num_keys=N, first_key=None, left=None, right=None, IS_CAUSAL=True, READS_LENGTHS=False)
+    return visible(mask, offs_m[:, None], offs_n[None, :])
+
+
+@triton.jit
 def steps(q_leader, k, positions_q, positions_k, N, qk_scale, PRECISION: tl.constexpr):
     """z (rows, keys) float32, 0 beyond the diagonal and past the end, and z in fixed point."""
     x = tl.dot(q_leader, tl.trans(k), input_precision=PRECISION)
     z = 1.0 / (1.0 + tl.math.exp2(-x * qk_scale))
-    z = tl.where(visible(positions_q[:, None], positions_k[None, :], N, True), z, 0.0)
+    z = tl.where(causal_pairs(positions_q, positions_k, N), z, 0.0)
     return z, (z * ONE + 0.5).to(tl.int32)
 
 
@@ -230,7 +240,8 @@ def program_inputs(q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_strides, start_m
     q_base = q_ptr + batch * q_strides[0] + head_kv * GROUP_SIZE * q_strides[1]
     q_mask = (offs_m < N)[:, None] & (heads < GROUP_SIZE)[None, :]
     q_rows = tile_pointers(q_base, offs_m, heads, q_strides[2], q_strides[1], LONG)
-    q_leader = load_tile(q_base, offs_m, N, q_strides[2], q_strides[3], D, BLOCK_D, True, LONG)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG)
+    q_leader = load_tile(Rows(q_base, q_strides[2], q_strides[3], N, None, row_format), offs_m, CHECK_ROWS=True)
     group = batch * HKV + head_kv
     k_base = k_ptr + batch * k_strides[0] + head_kv * k_strides[1]
     v_base = v_ptr + batch * v_strides[0] + head_kv * v_strides[1]
@@ -251,6 +262,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr, lse_ptr
         q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_strides, start_m, batch, head_kv, chunk, HKV, GROUP_SIZE,
         N, D, HEADS, BLOCK_M, BLOCK_D, LONG,
     )  # fmt: skip
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG)
+    k_keys = Rows(k_base, k_strides[2], k_strides[3], N, None, row_format)
+    v_keys = Rows(v_base, v_strides[2], v_strides[3], N, None, row_format)
 
     mileage = tl.zeros((BLOCK_M,), tl.int64)
     acc = tl.zeros((BLOCK_M * HEADS, BLOCK_D), tl.float32)
@@ -260,7 +274,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr, lse_ptr
     for block in range(blocks):
         start_n = (blocks - 1 - block) * BLOCK_N
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_base, offs_n, N, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG)
+        k = load_tile(k_keys, offs_n, CHECK_ROWS=True)
         k_rows = row_pointers(k_base, offs_n, k_strides[2], LONG)
         z, fixed = steps(q_leader, k, offs_m, offs_n, N, qk_scale, PRECISION)
         whole, rest = split_mileage(mileage)
@@ -270,11 +284,11 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr, lse_ptr
             (multiples_ptr, turns_ptr), D, HEADS, BLOCK_M, BLOCK_N, METHOD, PRECISION, LONG,
         )  # fmt: skip
         mileage += total
-        exists = visible(offs_m[:, None], offs_n[None, :], N, True)
+        exists = causal_pairs(offs_m, offs_n, N)
         scores = tl.where(exists[:, None, :], scores * qk_scale, float("-inf"))
         scores = tl.reshape(scores, (BLOCK_M * HEADS, BLOCK_N))
-        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, 1.0, True)
-        v = load_tile(v_base, offs_n, N, v_strides[2], v_strides[3], D, BLOCK_D, True, LONG)
+        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, 1.0, HAS_EMPTY_ROWS=True)
+        v = load_tile(v_keys, offs_n, CHECK_ROWS=True)
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
 
     # Every stored row has seen itself. Rows past the end have seen all keys, and are not stored.
@@ -311,6 +325,9 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, do_ptr, o_ptr
         q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_strides, start_m, batch, head_kv, chunk, HKV, GROUP_SIZE,
         N, D, HEADS, BLOCK_M, BLOCK_D, LONG,
     )  # fmt: skip
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=LONG)
+    k_keys = Rows(k_base, k_strides[2], k_strides[3], N, None, row_format)
+    v_keys = Rows(v_base, v_strides[2], v_strides[3], N, None, row_format)
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
     dk_base = dk_ptr + group * D * N
     dv_base = dv_ptr + group * N * D
@@ -338,7 +355,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, do_ptr, o_ptr
     for start_n in range(0, tl.minimum(N, start_m + BLOCK_M), BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         keys = offs_n < N
-        k = load_tile(k_base, offs_n, N, k_strides[2], k_strides[3], D, BLOCK_D, True, LONG)
+        k = load_tile(k_keys, offs_n, CHECK_ROWS=True)
         k_rows = row_pointers(k_base, offs_n, k_strides[2], LONG)
         z, fixed = steps(q_leader, k, offs_m, offs_n, N, qk_scale, PRECISION)
         total, local = tile_distances(fixed)
@@ -348,10 +365,10 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, do_ptr, o_ptr
             whole, rest, local, q_rows, q_strides[3], q_mask, k_rows, k_strides[3], keys, (multiples_ptr, turns_ptr),
             D, HEADS, BLOCK_M, BLOCK_N, METHOD, PRECISION, LONG,
         )  # fmt: skip
-        exists = visible(offs_m[:, None], offs_n[None, :], N, True)
+        exists = causal_pairs(offs_m, offs_n, N)
         p = tl.where(exists[:, None, :], tl.math.exp2(scores * qk_scale - lse[:, :, None]), 0.0)
         p = tl.reshape(p, (BLOCK_M * HEADS, BLOCK_N))
-        v = load_tile(v_base, offs_n, N, v_strides[2], v_strides[3], D, BLOCK_D, True, LONG)
+        v = load_tile(v_keys, offs_n, CHECK_ROWS=True)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
         dv_mask = keys[:, None] & (columns[None, :] < D)
         tl.atomic_add(tile_pointers(dv_base, offs_n, columns, D, 1, LONG), dv, mask=dv_mask, sem="relaxed")

@@ -30,14 +30,14 @@ SM_90 = (
 def test_the_table_of_packed_tiles(case):
     """What the sm_90 forward reads instead of searching: every query in one tile, with its sequence."""
     from fused_rope_attn.attention.prepass import RotateKeys
-    from fused_rope_attn.attention.prepass_kernel import TABLE
+    from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 
     problem, tensors, shared = described_for_launch(make_inputs(case), case)
     config = configs.HopperForwardConfig(128, rotate_rows=64, pdl=False)
     rotate = RotateKeys(tensors, problem, shared, config, counter=True, tile_rows=32)
     counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
     rotate(0, tensors, counter)
-    table = [tuple(row[:5]) for row in counter.reshape(-1, TABLE.value)[1:].tolist()]
+    table = [tuple(row[:5]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
     expected = [
         (first_q + start, first_q + len_q, first_k, len_k, len_q)
         for first_q, len_q, first_k, len_k in sequences_of(case)

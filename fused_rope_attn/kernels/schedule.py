@@ -1,0 +1,56 @@
+"""Which tile a program works on, and how a program waits for other launches."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_previous_launch(PDL: tl.constexpr):
+    """Block until the kernel launched before this one has finished (programmatic dependent launch only)."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_launch_start(PDL: tl.constexpr):
+    """Allow the next kernel's prologue to overlap with this kernel's tail (programmatic dependent launch only)."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_until(pointer, count):
+    """Block until the word at ``pointer`` is ``count`` or more; what was written before it became so can be read."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred arrived; .reg .u32 found; "
+        "AGAIN: ld.acquire.gpu.global.u32 found, [$1]; setp.ge.u32 arrived, found, $2; @arrived bra ARRIVED; "
+        "nanosleep.u32 64; bra AGAIN; ARRIVED: mov.u32 $0, found; }",
+        "=r,l,r", [pointer.to(tl.uint64, bitcast=True), count], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
+    """(tile, head) of program ``pid``, of ``num_tiles`` tiles of each of ``num_heads`` heads (of all batch entries).
+
+    Heads run in sections of ``heads_per_section``, whose keys and values share the L2. Under a causal mask the last
+    tiles take the longest: with LAST_TILE_FIRST they start first.
+    """
+    section = pid // (heads_per_section * num_tiles)
+    first_head = section * heads_per_section
+    heads = tl.minimum(heads_per_section, num_heads - first_head)
+    rest = pid - first_head * num_tiles
+    tile = rest // heads
+    if LAST_TILE_FIRST:
+        tile = num_tiles - 1 - tile
+    return tile, first_head + rest % heads
+
+
+@triton.jit
+def block_of_heads(pid, num_blocks, num_chunks):
+    """(block of rows, chunk of heads, batch int64) of program ``pid``; neighbours have neighbouring blocks."""
+    block = pid % num_blocks
+    chunk = (pid // num_blocks) % num_chunks
+    batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
+    return block, chunk, batch

@@ -1,0 +1,66 @@
+"""The running softmax in base 2, sinks, and their gradient."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS: tl.constexpr):
+    """One step of the running softmax in base 2: (p, correction, row_max, row_sum). qk_scale > 0.
+
+    ``row_max`` holds the maximum of ``scores * qk_scale``; a row that has seen no key has -inf. HAS_EMPTY_ROWS: there
+    may be such rows after this step too; their subtrahend is 0, so that exp2 gives 0 and never NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
+    subtrahend = new_max
+    if HAS_EMPTY_ROWS:
+        subtrahend = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
+    correction = tl.math.exp2(row_max - subtrahend)
+    return p, correction, new_max, row_sum * correction + tl.sum(p, 1)
+
+
+@triton.jit
+def rescale(row_max, new_max):
+    """What sums under the base-2 maximum ``row_max`` are multiplied by under ``new_max``; 0 where they saw nothing."""
+    return tl.math.exp2(row_max - tl.where(new_max == float("-inf"), 0.0, new_max))
+
+
+@triton.jit
+def add_sink(row_max, row_sum, sink, seen):
+    """One more key of base-2 logit ``sink`` without a value: (row_max, row_sum, weight of what was summed before).
+
+    A row that saw no key (not ``seen``) stays without one: its sum stays 0.
+    """
+    new_max = tl.maximum(row_max, sink)
+    weight = rescale(row_max, new_max)
+    return new_max, tl.where(seen, row_sum * weight + rescale(sink, new_max), 0.0), weight
+
+
+@triton.jit
+def sink_gradient(sink, lse, delta):
+    """Part of a sink's gradient from some rows: base-2 lse (+inf where a row saw nothing) and delta, float32.
+
+    The sink is a key without a value: dS = P * (0 - delta).
+    """
+    return -tl.sum(tl.math.exp2(sink.to(tl.float32) * LOG2E - lse) * delta, 0)
+
+
+@triton.jit
+def finish_softmax(acc, row_max, row_sum, sink):
+    """(o, lse) of the running sums ``acc`` (rows, columns), base-2 ``row_max`` and ``row_sum`` (rows,).
+
+    sink: base-2 logit of one more key without a value, (rows,), a scalar or None. Only a row that saw no key sums to
+    zero, and stays without one: o = 0, lse = -inf. NaN counts as seen and stays NaN.
+    """
+    seen = row_sum != 0.0
+    if sink is not None:
+        row_max, row_sum, weight = add_sink(row_max, row_sum, sink, seen)
+        acc = acc * weight[:, None]
+    # A row that saw nothing has met values with p = 0, which NaN or infinity among them would have turned into NaN.
+    o = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    lse = tl.where(seen, (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * LN2, float("-inf"))
+    return o, lse

@@ -1,0 +1,250 @@
+"""Rows of a tensor in memory, and tiles of them: how kernels load and store.
+
+A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie, and hands the
+record to whoever loads or stores: ``head_rows``, ``head_tiles`` for what may be read through the TMA, or
+``sequence_heads`` for the rows of all heads. Strides count elements.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+
+from fused_rope_attn.kernels.records import record
+
+
+@record
+class Origin:
+    """Where the rows of one head of one sequence begin in a (B, H, N, D) tensor."""
+
+    batch: tl.tensor  # int64
+    head: tl.tensor  # int64
+    row: tl.tensor  # the first row of a packed sequence, otherwise 0
+
+
+@record
+class RowFormat:
+    """What all rows of a call have in common."""
+
+    D: tl.constexpr  # columns in memory
+    BLOCK_D: tl.constexpr  # columns of a tile, a power of two
+    USE_INT64_OFFSETS: tl.constexpr  # whether an offset within one tile can pass 2**31 elements
+
+
+@record
+class Rows:
+    """Rows in memory, counted from the one that ``ptr`` points to; [first_row, num_rows) of them exist."""
+
+    ptr: tl.tensor
+    stride_row: tl.tensor
+    stride_column: tl.tensor
+    num_rows: tl.tensor
+    first_row: tl.tensor | None  # None: 0
+    format: RowFormat
+
+
+@record
+class Heads:
+    """Rows of all heads of one sequence."""
+
+    rows: Rows  # of head 0
+    stride_head: tl.tensor
+
+
+@record
+class HeadTiles:
+    """Rows of one head of one sequence that are read tile by tile: by pointers, or by the TMA.
+
+    With a ``descriptor``, of the whole (B, H, N, D) tensor, ``rows.ptr`` is None. The TMA gives zeros past the end of
+    the tensor; where READS_LENGTHS, the sequence may end before it.
+    """
+
+    rows: Rows
+    descriptor: tl.tensor_descriptor | None
+    origin: Origin
+    READS_LENGTHS: tl.constexpr
+
+
+@triton.jit
+def head_rows(ptr, strides, origin, num_rows, format, first_row=None):
+    """``Rows`` of one head of one sequence of a (B, H, N, D) tensor with these element strides."""
+    ptr = ptr + origin.batch * strides[0] + origin.head * strides[1] + tl.cast(origin.row, tl.int64) * strides[2]
+    return Rows(
+        ptr=ptr, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=first_row, format=format
+    )
+
+
+@triton.jit
+def head_tiles(tensor, strides, origin, num_rows, format, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr,
+               first_row=None):  # fmt: skip
+    """``HeadTiles`` of a (B, H, N, D) tensor, of which ``tensor`` is a pointer, or with USE_TMA a descriptor."""
+    if USE_TMA:
+        rows = Rows(
+            ptr=None, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=first_row,
+            format=format,
+        )  # fmt: skip
+        return HeadTiles(rows=rows, descriptor=tensor, origin=origin, READS_LENGTHS=READS_LENGTHS)
+    else:
+        rows = head_rows(tensor, strides, origin, num_rows, format, first_row)
+        return HeadTiles(rows=rows, descriptor=None, origin=origin, READS_LENGTHS=READS_LENGTHS)
+
+
+@triton.jit
+def sequence_heads(ptr, strides, batch, first_row, num_rows, format):
+    """``Heads`` of one sequence of a (B, H, N, D) tensor, which begins at ``first_row`` of entry ``batch`` (int64)."""
+    ptr = ptr + batch * strides[0] + tl.cast(first_row, tl.int64) * strides[2]
+    rows = Rows(
+        ptr=ptr, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format
+    )
+    return Heads(rows=rows, stride_head=strides[1])
+
+
+@triton.jit
+def rows_of_head(heads, head):
+    """``Rows`` of head number ``head`` of ``Heads``."""
+    return Rows(
+        ptr=heads.rows.ptr + tl.cast(head, tl.int64) * heads.stride_head,
+        stride_row=heads.rows.stride_row,
+        stride_column=heads.rows.stride_column,
+        num_rows=heads.rows.num_rows,
+        first_row=heads.rows.first_row,
+        format=heads.rows.format,
+    )
+
+
+@triton.jit
+def rows_from(rows, start):
+    """The same ``Rows``, counted from row ``start`` on."""
+    first_row = rows.first_row
+    if first_row is not None:
+        first_row -= start
+    return Rows(
+        ptr=rows.ptr + tl.cast(start, tl.int64) * rows.stride_row,
+        stride_row=rows.stride_row,
+        stride_column=rows.stride_column,
+        num_rows=rows.num_rows - start,
+        first_row=first_row,
+        format=rows.format,
+    )
+
+
+@triton.jit
+def columns_from(rows, FIRST_COLUMN: tl.constexpr):
+    """The same ``Rows`` without the columns before FIRST_COLUMN; tiles keep their width."""
+    row_format = RowFormat(
+        D=rows.format.D - FIRST_COLUMN,
+        BLOCK_D=rows.format.BLOCK_D,
+        USE_INT64_OFFSETS=rows.format.USE_INT64_OFFSETS,
+    )
+    return Rows(
+        ptr=rows.ptr + FIRST_COLUMN * rows.stride_column,
+        stride_row=rows.stride_row,
+        stride_column=rows.stride_column,
+        num_rows=rows.num_rows,
+        first_row=rows.first_row,
+        format=row_format,
+    )
+
+
+@triton.jit
+def tile_range(N: tl.constexpr, AXIS: tl.constexpr, LAYOUT: tl.constexpr):
+    """0 .. N along one axis of a tile. LAYOUT is the tile's in Gluon kernels, which spell layouts out; else None."""
+    if LAYOUT is None:
+        return tl.arange(0, N)
+    else:
+        return gl.arange(0, N, gl.SliceLayout(1 - AXIS, LAYOUT))
+
+
+@triton.jit
+def tile_pointers(base, offs_row, offs_column, stride_row, stride_column, USE_INT64_OFFSETS: tl.constexpr):
+    """Pointers (len(offs_row), len(offs_column)) to these rows and columns."""
+    if USE_INT64_OFFSETS:
+        offs_row = offs_row.to(tl.int64)
+        offs_column = offs_column.to(tl.int64)
+    return base + offs_row[:, None] * stride_row + offs_column[None, :] * stride_column
+
+
+@triton.jit
+def row_pointers(rows, offs, columns):
+    """``tile_pointers`` to ``columns`` of the rows ``offs`` of ``Rows``."""
+    return tile_pointers(
+        rows.ptr, offs, columns, rows.stride_row, rows.stride_column, rows.format.USE_INT64_OFFSETS
+    )  # fmt: skip
+
+
+@triton.jit
+def row_mask(rows, offs, start=0):
+    """Which of the rows ``start + offs`` exist, (len(offs), 1)."""
+    mask = offs[:, None] < rows.num_rows - start
+    if rows.first_row is not None:
+        mask = mask & (offs[:, None] >= rows.first_row - start)
+    return mask
+
+
+@triton.jit
+def load_where(pointers, mask, other):
+    """``tl.load`` with ``other`` where mask is false; mask None: everything is read."""
+    if mask is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=other)
+
+
+@triton.jit
+def load_tile(rows, offs, CHECK_ROWS: tl.constexpr, LAYOUT: tl.constexpr = None):
+    """Tile (len(offs), BLOCK_D) in the memory's dtype; columns past D are zero.
+
+    CHECK_ROWS: rows that do not exist are zero; without it all of ``offs`` must exist.
+    """
+    columns = tile_range(rows.format.BLOCK_D, 1, LAYOUT)
+    pointers = row_pointers(rows, offs, columns)
+    mask = None
+    if CHECK_ROWS:
+        mask = row_mask(rows, offs)
+    if rows.format.D != rows.format.BLOCK_D:
+        exists = columns[None, :] < rows.format.D
+        if CHECK_ROWS:
+            exists = mask & exists
+        mask = exists
+    return load_where(pointers, mask, 0.0)
+
+
+@triton.jit
+def store_tile(rows, tile, offs, LAYOUT: tl.constexpr = None):
+    """Write a tile (len(offs), BLOCK_D), rounded to the memory's dtype, to those of its rows below ``num_rows``."""
+    columns = tile_range(rows.format.BLOCK_D, 1, LAYOUT)
+    pointers = row_pointers(rows, offs, columns)
+    mask = (offs[:, None] < rows.num_rows) & (columns[None, :] < rows.format.D)
+    tl.store(pointers, tile.to(rows.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_head_tile(tiles, start, offs, CHECK_ROWS: tl.constexpr):
+    """Rows ``start + offs`` of ``HeadTiles`` as ``load_tile`` gives them; offs: 0 to the tile's number of rows."""
+    if tiles.descriptor is not None:
+        origin = tiles.origin
+        where = [origin.batch.to(tl.int32), origin.head.to(tl.int32), origin.row + start, 0]
+        tile = tl.reshape(tiles.descriptor.load(where), (offs.shape[0], tiles.rows.format.BLOCK_D))
+        if CHECK_ROWS:
+            if tiles.READS_LENGTHS or tiles.rows.first_row is not None:
+                tile = tl.where(row_mask(tiles.rows, offs, start), tile, 0.0).to(tile.dtype)
+        return tile
+    else:
+        return load_tile(rows_from(tiles.rows, start), offs, CHECK_ROWS)
+
+
+@triton.jit
+def prefetch_rows(rows, first, limit, NUM_ROWS: tl.constexpr):
+    """Bring rows [first, first + NUM_ROWS) that are below ``limit`` into the L2, without waiting (NVIDIA's GPUs only).
+
+    Columns must be contiguous.
+    """
+    ITEM: tl.constexpr = rows.ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = max(1, rows.format.BLOCK_D * ITEM // 128)
+    # Those past the last row ask for it again.
+    offs = tl.minimum(first + tl.arange(0, NUM_ROWS), tl.maximum(limit - 1, 0))
+    columns = tl.arange(0, LINES) * (128 // ITEM)
+    pointers = tile_pointers(rows.ptr, offs, columns, rows.stride_row, 1, rows.format.USE_INT64_OFFSETS)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64, bitcast=True)], tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
