@@ -9,11 +9,15 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 # What an environment made here holds. A Python that already has torch on a GPU lends its own torch and triton instead.
+# Without a GPU this Triton is installed whichever one torch names: it is the newest, which users of the newest torch get,
+# and on the CPU only its interpreter and its compiler run.
 TORCH ?= torch==2.13.0
-TRITON ?= triton==3.7.1; sys_platform == 'linux'
+TRITON ?= triton==3.9.0; sys_platform == 'linux'
 # The oldest transformers that the integration serves, in an environment that has all else from $(VENV).
 TRANSFORMERS_4 ?= transformers>=4.57,<5
 VENV_HF4 ?= .venv-hf4
+# What users get today: the newest torch and Triton that pyproject.toml allows, whatever an environment above holds.
+VENV_LATEST ?= .venv-latest
 TRITON_MATRIX ?= 3.6.0 3.7.1 3.8.0 3.9.0
 
 ifeq ($(strip $(VENV)),)
@@ -25,20 +29,28 @@ RIVALS := $(VENV)/.installed-rivals
 endif
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: verify test test-hf-4 coverage test-gpu bench lint format compile-matrix clean
+.PHONY: verify test test-hf-4 coverage test-gpu bench docs lint format compile-matrix clean
 .DELETE_ON_ERROR:
 
 verify: $(ENVIRONMENT)
 	$(PY) -m verification $(ARGS)
 
 # The interpreter and the compiler do not mix in one process: the ahead-of-time compilation runs in its own.
-test: lint
+test: lint docs
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(ARGS)
-	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/aot
+	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/tools
 
 test-hf-4: $(VENV_HF4)/.installed
-	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/test_models.py tests/test_models_around.py \
-		tests/test_models_steps.py
+	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/integrations/transformers
+
+# pip is asked every time, because the answer changes; it downloads about 4 GB the first time.
+.PHONY: test-latest
+test-latest:
+	test -x $(VENV_LATEST)/bin/python || $(PYTHON) -m venv $(VENV_LATEST)
+	$(VENV_LATEST)/bin/python -m pip install --disable-pip-version-check --quiet \
+		--upgrade --upgrade-strategy eager --editable '.[test]'
+	$(VENV_LATEST)/bin/python -m fused_rope_attn.env
+	TRITON_INTERPRET=1 $(VENV_LATEST)/bin/python -m pytest -n 2 $(ARGS)
 
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.
@@ -51,9 +63,28 @@ test-gpu: $(ENVIRONMENT)
 bench: $(ENVIRONMENT) $(RIVALS)
 	$(PY) -m bench $(ARGS)
 
+# Strict: a warning, such as a link that leads nowhere, fails the build.
+docs: $(ENVIRONMENT)
+	$(PY) -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+	@echo "the site: docs/_build/html/index.html"
+
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# What `pip install` of a release would take, into dist/. Without isolation: the environment has what it
+# builds with. What an older tree left in build/ would come along.
+.PHONY: wheel
+wheel: $(ENVIRONMENT)
+	rm -rf build
+	$(PY) -m build --wheel --no-isolation --outdir dist
+
+# Checks before every commit, from .pre-commit-config.yaml.
+.PHONY: hooks
+hooks: $(ENVIRONMENT)
+	$(PIP) pre-commit
+	$(PY) -m pre_commit install
 
 format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix .
@@ -73,9 +104,9 @@ $(VENV)/.installed: pyproject.toml
 		echo "$(VENV): installing $(TORCH)"; \
 		test -x $(PY) || $(PYTHON) -m venv $(VENV); \
 		$(PIP) '$(TORCH)'; \
-		$(PIP) "$(TRITON)"; \
 	fi
 	$(PIP) --editable '.[test]'
+	@if ! $(PY) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then $(PIP) --no-deps "$(TRITON)"; fi
 	@touch $@
 
 $(VENV)/.installed-rivals: $(ENVIRONMENT)
@@ -91,4 +122,5 @@ $(VENV_HF4)/.installed: $(ENVIRONMENT) pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-hf4 .triton build dist out .coverage* htmlcov .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-hf4 .venv-latest .triton build dist out docs/_build *.egg-info
+	rm -rf .coverage* htmlcov .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The rivals: rotation and attention as a user can install them separately, one file each, one signature, one registry.
+"""The rivals: rotations and attentions as a user can install them separately, behind one signature, in one registry.
 
 Nothing here is imported by the package. Importing this needs none of the packages that the rivals come from.
 """

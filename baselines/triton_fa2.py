@@ -111,6 +111,36 @@ def _head(pointer, strides, batch, head):
 
 
 @triton.jit
+def _query_block(HQ, IS_CAUSAL: tl.constexpr):
+    """(query block, batch entry, query head) of this program; causal blocks run longest first."""
+    block = tl.program_id(0)
+    if IS_CAUSAL:
+        block = tl.num_programs(0) - 1 - block
+    return block, tl.program_id(1) // HQ, tl.program_id(1) % HQ
+
+
+@triton.jit
+def _key_range(block, shift, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """(where key blocks that need a mask begin, where the visible keys end) for one query block."""
+    if IS_CAUSAL:
+        last = tl.minimum(NK, tl.maximum(0, (block + 1) * BLOCK_M + shift))
+        unmasked = tl.minimum(NK, tl.maximum(0, block * BLOCK_M + shift + 1)) // BLOCK_N * BLOCK_N
+    else:
+        last = NK
+        unmasked = NK // BLOCK_N * BLOCK_N
+    return unmasked, last
+
+
+@triton.jit
+def _exists(offs_m, offs_n, shift, NK, IS_CAUSAL: tl.constexpr):
+    """Which scores count: (len(offs_m), len(offs_n)), or (1, len(offs_n)) without a causal mask."""
+    exists = offs_n[None, :] < NK
+    if IS_CAUSAL:
+        exists = exists & (offs_n[None, :] <= offs_m[:, None] + shift)
+    return exists
+
+
+@triton.jit
 def _attend(acc, row_max, row_sum, q, k_head, v_head, k_stride, v_stride, first, last, offs_m, shift, NK, qk_scale,
             D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
             MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -120,9 +150,7 @@ def _attend(acc, row_max, row_sum, q, k_head, v_head, k_stride, v_stride, first,
         k = _load(k_head, offs_n, NK, k_stride, D, BLOCK_D, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
-            exists = offs_n[None, :] < NK
-            if IS_CAUSAL:
-                exists = exists & (offs_n[None, :] <= offs_m[:, None] + shift)
+            exists = _exists(offs_m, offs_n, shift, NK, IS_CAUSAL)
             scores = tl.where(exists, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
         subtrahend = new_max
@@ -142,11 +170,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v
                     NK, qk_scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One query block of one head. Grid: (query blocks, B * HQ); causal blocks run longest first."""
-    block = tl.program_id(0)
-    if IS_CAUSAL:
-        block = tl.num_programs(0) - 1 - block
-    batch = tl.program_id(1) // HQ
-    head = tl.program_id(1) % HQ
+    block, batch, head = _query_block(HQ, IS_CAUSAL)
     k_head = _head(k_ptr, k_strides, batch, head // GROUP_SIZE)
     v_head = _head(v_ptr, v_strides, batch, head // GROUP_SIZE)
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -155,12 +179,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if IS_CAUSAL:
-        last = tl.minimum(NK, tl.maximum(0, (block + 1) * BLOCK_M + shift))
-        unmasked = tl.minimum(NK, tl.maximum(0, block * BLOCK_M + shift + 1)) // BLOCK_N * BLOCK_N
-    else:
-        last = NK
-        unmasked = NK // BLOCK_N * BLOCK_N
+    unmasked, last = _key_range(block, shift, NK, BLOCK_M, BLOCK_N, IS_CAUSAL)
     acc, row_max, row_sum = _attend(acc, row_max, row_sum, q, k_head, v_head, k_strides[2], v_strides[2], 0, unmasked,
                                     offs_m, shift, NK, qk_scale, D, BLOCK_D, BLOCK_N, IS_CAUSAL, False,
                                     PRECISION)  # fmt: skip
@@ -256,9 +275,7 @@ def _dq_range(dq, q, do, lse2, delta, k_head, v_head, k_stride, v_stride, first,
         v = _load(v_head, offs_n, NK, v_stride, D, BLOCK_D, MASKED)
         p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
         if MASKED:
-            exists = offs_n[None, :] < NK
-            if IS_CAUSAL:
-                exists = exists & (offs_n[None, :] <= offs_m[:, None] + shift)
+            exists = _exists(offs_m, offs_n, shift, NK, IS_CAUSAL)
             p = tl.where(exists, p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
@@ -272,11 +289,7 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, q_stride
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
                PRECISION: tl.constexpr):  # fmt: skip
     """One query block of one head. Grid: (query blocks, B * HQ); causal blocks run longest first."""
-    block = tl.program_id(0)
-    if IS_CAUSAL:
-        block = tl.num_programs(0) - 1 - block
-    batch = tl.program_id(1) // HQ
-    head = tl.program_id(1) % HQ
+    block, batch, head = _query_block(HQ, IS_CAUSAL)
     k_head = _head(k_ptr, k_strides, batch, head // GROUP_SIZE)
     v_head = _head(v_ptr, v_strides, batch, head // GROUP_SIZE)
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -287,12 +300,7 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, q_stride
     lse2 = tl.load(lse_ptr + row + offs_m, mask=offs_m < NQ, other=0.0)
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < NQ, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if IS_CAUSAL:
-        last = tl.minimum(NK, tl.maximum(0, (block + 1) * BLOCK_M + shift))
-        unmasked = tl.minimum(NK, tl.maximum(0, block * BLOCK_M + shift + 1)) // BLOCK_N * BLOCK_N
-    else:
-        last = NK
-        unmasked = NK // BLOCK_N * BLOCK_N
+    unmasked, last = _key_range(block, shift, NK, BLOCK_M, BLOCK_N, IS_CAUSAL)
     dq = _dq_range(dq, q, do, lse2, delta, k_head, v_head, k_strides[2], v_strides[2], 0, unmasked, offs_m, shift, NK,
                    qk_scale, D, BLOCK_D, BLOCK_N, IS_CAUSAL, False, PRECISION)  # fmt: skip
     dq = _dq_range(dq, q, do, lse2, delta, k_head, v_head, k_strides[2], v_strides[2], unmasked, last, offs_m, shift,

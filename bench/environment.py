@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
-import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from fused_rope_attn.env import driver_version, package_version, run_quietly
+
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 _PACKAGES = ("transformers", "liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+
+
+def shown(path: Path) -> str:
+    """``path`` as messages print it: relative to the repository where it lies inside."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def card(gpu: object) -> str:
@@ -27,24 +34,15 @@ def environment() -> dict[str, object]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
         "gpu": gpu,
-        "driver": driver(),
+        "driver": driver_version() or "none",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": cudnn,
         "triton": triton.__version__,
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := package_version(name))},
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def driver() -> str:
-    """Version of the GPU driver, ``"none"`` without one."""
-    answer = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if answer:
-        return answer.splitlines()[0].strip()
-    path = Path("/proc/driver/nvidia/version")
-    return path.read_text().splitlines()[0] if path.exists() else "none"
 
 
 def commit() -> str:
@@ -52,22 +50,7 @@ def commit() -> str:
     if given := os.environ.get("FUSED_ROPE_COMMIT"):
         return given
     if (ROOT / ".git").exists():
-        found = _run("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+        found = run_quietly("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
         if found:
-            return found + ("-dirty" if _run("git", "-C", str(ROOT), "status", "--porcelain", "-uno") else "")
+            return found + ("-dirty" if run_quietly("git", "-C", str(ROOT), "status", "--porcelain", "-uno") else "")
     return "unknown"
-
-
-def _run(*command: str) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

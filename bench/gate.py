@@ -1,106 +1,101 @@
-"""Nobody is timed before float64 agrees: every provider's output and gradients, on sampled heads, by contract.md.
+"""Nobody is timed before float64 agrees: every provider's results are held to the tolerance of the public contract.
 
-Ours must pass the contract's tolerance, or the benchmark prints FAILED instead of a time. Rivals are held to it as
-well, but theirs is not ours to mend: FlashAttention's ``delta`` from a rounded o, or HF's rotation that rounds every
-step, leave a row in a thousand outside the row rule. Such a rival is LOOSE: finite, and on each whole tensor within 2.5
-times eager's rms error. It is timed, since leaving the strong ones out would flatter us, and marked. Beyond that it
-computes something else: FAILED, and not timed. ``strict=True`` holds rivals to the contract too.
+Ours must pass it, or the benchmark prints FAILED instead of a time. Rivals are held to it as well, but theirs is not
+ours to mend: FlashAttention's ``delta`` from a rounded o, or a rotation that rounds every step, leave a row in a
+thousand outside the rule on rows. Such a rival is "loose": finite, and on each whole tensor within 2.5 times the rms
+error of eager PyTorch. It is timed, since leaving the strong ones out would flatter us, and it is marked. Beyond that a
+rival computes something else: it has failed, and is not timed.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.providers import Provider, is_ours
 from fused_rope_attn import testing
 
 _LOOSE_RMS = 2.5
 _LONG = 16384  # from here on one head group is enough: its float64 reference takes a second
+# (name, result, float64 reference, eager result in the dtype of the case); everything but "o" is a gradient.
+Compared = tuple[str, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``status`` is "ok", "loose" or "failed"; ``row_ratio`` as in ``testing.Comparison`` (2.5 is the limit), the worst
-    row of all tensors; ``rms_ratio`` the rms error over eager's on a whole tensor, the worst of them.
+    """``status`` is "ok", "loose" or "failed". Ratios are the worst of all tensors: ``ratio`` and ``row_ratio`` as in
+    ``testing.Comparison`` (2.5 is the limit of the latter), ``rms_ratio`` the rms error over eager's on a whole tensor.
 
-    ``first_call_s`` is the wall time of the provider's first forward and backward at this case, compilation included.
+    ``first_call_s`` is the wall time of the provider's first call at this case, compilation included.
     """
 
-    status: str
-    row_ratio: float
-    rms_ratio: float
-    detail: str
+    status: str = "ok"
+    row_ratio: float = 0.0
+    rms_ratio: float = 0.0
+    detail: str = ""
+    ratio: float = 0.0
     first_call_s: float = 0.0
+
+    def fields(self) -> dict[str, Any]:
+        """What a result row says of the gate."""
+        return {
+            "gate_row_ratio": self.row_ratio,
+            "gate_rms_ratio": self.rms_ratio,
+            "first_call_s": self.first_call_s,
+        }
+
+
+def judge(results: Iterable[Compared], dtype: torch.dtype, *, forgiving: bool = False) -> Verdict:
+    """Hold results against float64. ``forgiving``: what is only loose, as the module says, has not failed."""
+    status, details, ratio, row_ratio, rms_ratio = "ok", [], 0.0, 0.0, 0.0
+    for name, out, ref64, eager in results:
+        held = testing.compare(name, out, ref64, eager, grad=name != "o", dtype=dtype)
+        rms = _rms_ratio(out, ref64, eager)
+        ratio, row_ratio, rms_ratio = max(ratio, held.ratio), max(row_ratio, held.row_ratio), max(rms_ratio, rms)
+        if not held.ok:
+            details.append(f"{name}: {held.detail}")
+            status = "loose" if forgiving and rms <= _LOOSE_RMS and status != "failed" else "failed"
+    return Verdict(status, row_ratio, rms_ratio, "; ".join(details), ratio)
+
+
+def ends(batch: int, heads: int) -> list[tuple[int, int]]:
+    """The first and the last (batch entry, head): the last shows wrong strides and offsets, the first all else."""
+    return list(dict.fromkeys([(0, 0), (batch - 1, heads - 1)]))
 
 
 class Gate:
-    """References of one case, made when first needed and shared by all providers.
+    """Attention's references of one case, made when they are first needed and shared by all providers.
 
     ``heads``: the (batch entry, key-value head) pairs to compare, instead of the first and the last.
     """
 
     def __init__(
-        self,
-        case: testing.Case,
-        inputs: testing.Inputs,
-        *,
-        grads: bool,
-        strict: bool = False,
-        heads: list[tuple[int, int]] | None = None,
-    ):
-        self.case, self.inputs, self.grads, self.strict = case, inputs, grads, strict
+        self, case: testing.Case, inputs: testing.Inputs, *, heads: list[tuple[int, int]] | None = None
+    ) -> None:
+        self.case, self.inputs = case, inputs
         self._group = case.heads_q // case.heads_kv
-        last = (case.batch - 1, case.heads_kv - 1)
-        # The last head shows wrong strides and offsets, the first everything else.
-        self._heads = [last] if case.len_k >= _LONG or last == (0, 0) else [(0, 0), last]
-        if heads is not None:
-            self._heads = heads
+        sampled = ends(case.batch, case.heads_kv)
+        self._heads = heads or (sampled[-1:] if case.len_k >= _LONG else sampled)
         self._references: dict[str, list[tuple[testing.Results, testing.Results]]] = {}
-
-    def check(self, provider: Provider, synchronize: Callable[[], None]) -> Verdict:
-        """Run the provider once on copies of the inputs and compare. Raises what the provider raises."""
-        begin = time.perf_counter()
-        outputs = self._run(provider)
-        synchronize()
-        first_call_s = time.perf_counter() - begin
-        tables = "none" if not provider.rotates else "half" if provider.half_tables else "float32"
-        forgiving = not is_ours(provider.name) and not self.strict
-        return replace(self.judge(outputs, tables, forgiving), first_call_s=first_call_s)
 
     def judge(self, outputs: dict[str, Tensor], tables: str = "float32", forgiving: bool = False) -> Verdict:
         """Compare whole outputs, named o, dq, dk, dv, on the sampled heads.
 
         ``tables`` are those that the computation was given: "float32", "half" (rounded to the dtype), "none".
         """
-        status, details, row_ratio, rms_ratio = "ok", [], 0.0, 0.0
-        for (batch, head), (ref64, eager) in zip(self._heads, self._reference(tables)):
-            for name, output in outputs.items():
-                expected, tolerated = getattr(ref64, name), getattr(eager, name)
-                sampled = self._slice(output, batch, head)
-                result = testing.compare(name, sampled, expected, tolerated, grad=name != "o", dtype=self.case.dtype)
-                rms = _rms_ratio(sampled, expected, tolerated)
-                row_ratio, rms_ratio = max(row_ratio, result.row_ratio), max(rms_ratio, rms)
-                if not result.ok:
-                    details.append(f"{name}: {result.detail}")
-                    loose = forgiving and rms <= _LOOSE_RMS and status != "failed"
-                    status = "loose" if loose else "failed"
-        return Verdict(status, row_ratio, rms_ratio, "; ".join(details))
+        compared = (
+            (name, self._slice(output, batch, head), getattr(ref64, name), getattr(eager, name))
+            for (batch, head), (ref64, eager) in zip(self._heads, self._reference(tables))
+            for name, output in outputs.items()
+        )
+        return judge(compared, self.case.dtype, forgiving=forgiving)
 
-    def _run(self, provider: Provider) -> dict[str, Tensor]:
-        x = self.inputs
-        # Copies: some rivals rotate q and k in place.
-        q, k = (t.detach().clone().requires_grad_(self.grads) for t in (x.q, x.k))
-        v = x.v.detach().requires_grad_(self.grads)
-        tables = provider.prepare(x.cos, x.sin, self.case.dtype)
-        with torch.set_grad_enabled(self.grads):
-            o = provider.run(q, k, v, tables, self.case.causal)
-            grads = torch.autograd.grad(o, (q, k, v), x.do) if self.grads else ()
-        return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads)))
+    def release(self) -> None:
+        """Free the references: gigabytes at long lengths."""
+        self._references.clear()
 
     def _reference(self, kind: str) -> list[tuple[testing.Results, testing.Results]]:
         """(float64, eager) for each sampled head, from one kind of tables."""

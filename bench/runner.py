@@ -1,22 +1,20 @@
-"""One case at a time: inputs, gate, interleaved clocks, rows. An error costs the provider its row, never the run."""
+"""The run that every suite shares: gate, shuffled rounds, rows. An error costs a provider its row, never the run."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from bench import timing
-from bench.cases import HOST_CASE, BenchCase, with_dtype
-from bench.gate import Gate, Verdict
-from bench.providers import Provider, is_ours
-from bench.timing import Measurement, interleave, ratio
-from fused_rope_attn import testing
+from bench.suite import Entry, Row, Suite, Trial
+from bench.timing import interleave
 
+# Host times are means over this many calls that nothing waits for.
 _HOST_CALLS = 100
-_MODES = {"eager": ("eager",), "graph": ("graph",), "both": ("eager", "graph")}
+_HOST_WARM_UP = 5
 
 
 class Clock(Protocol):
@@ -38,290 +36,181 @@ class DeviceLost(RuntimeError):
 
 
 @dataclass
-class Options(timing.Options):
-    """What to time of attention. ``strict`` as in ``gate.Gate``, ``baseline`` a provider, ``host``: host times too."""
+class Options:
+    """What to time. ``round_ms`` is device time for each provider in each round, ``deadline`` a time.monotonic()."""
 
-    mode: str = "both"
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    modes: tuple[str, ...] = ("eager", "graph")
+    rounds: int = 5
     round_ms: float = 20.0
-    baseline: str = "hf_sdpa"
-    strict: bool = False
-    host: bool = True
+    deadline: float = float("inf")
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
 
 
 @dataclass
 class Run:
     """Everything that outlasts a case."""
 
-    providers: list[Provider]
+    suite: Suite
     options: Options
     clock: Clock
-    environment: dict[str, Any]
+    environment: Row
     progress: Callable[[str], None] = lambda message: None
     no_graphs: dict[str, str] = field(default_factory=dict)  # provider -> why its capture failed
     not_run: list[str] = field(default_factory=list)
 
-    def rows(self, cases: list[BenchCase]) -> Iterator[list[dict[str, Any]]]:
-        """Rows of one case after the other, then of the host times; at the deadline it stops and notes what is left."""
-        dtype = cases[0].case.dtype
+    def rows(self, cases: list[Any]) -> Iterator[list[Row]]:
+        """Rows of one case after the other; at the deadline it stops and notes what is left."""
         for index, case in enumerate(cases):
+            title = self.suite.title(case)
             if self.options.out_of_time():
-                self.not_run.extend(left.name for left in cases[index:])
-                break
-            self.progress(f"[{index + 1}/{len(cases)}] {case.name}")
-            yield self._case(case)
-        if self.options.host:
-            if self.options.out_of_time():
-                self.not_run.append("host times")
-            else:
-                self.progress("host times")
-                yield self._host(with_dtype(HOST_CASE, dtype))
+                self.not_run += [self.suite.title(left) for left in cases[index:]]
+                return
+            if obstacle := self.suite.obstacle(case):
+                self.not_run.append(f"{title} ({obstacle})")
+                continue
+            self.progress(f"[{index + 1}/{len(cases)}] {title}")
+            yield self._case(title, self.suite.open(case, self.clock))
 
-    def _case(self, case: BenchCase) -> list[dict[str, Any]]:
-        options = self.options
-        inputs = testing.make_inputs(case.case, self.clock.device)
-        rows, verdicts = self._gate(case, inputs)
-        subjects = {
-            provider.name: Subject(provider, inputs, case.case.causal)
-            for provider in self.providers
-            if provider.name in verdicts
-        }
-        for mode in _MODES[options.mode]:
-            for part in options.passes:
-                if not subjects:
+    def _case(self, title: str, trial: Trial) -> list[Row]:
+        rows, entries = self._enter(title, trial)
+        trial.gated()
+        for mode in trial.modes(self.options.modes) if entries else ():
+            for part in trial.passes(self.options.passes):
+                if self.options.out_of_time():
+                    self.not_run.append(f"{title} {part} {mode}")
                     continue
-                if options.out_of_time():
-                    self.not_run.append(f"{case.name} {part} {mode}")
-                    continue
-                self.progress(f"{case.name}: {part} {mode}")
-                fns, calls, memory = {}, {}, {}
-                for name, subject in subjects.items():
-                    try:
-                        fn = self._callable(subject, part, mode)
-                        if mode == "eager":
-                            fn()  # what a first call allocates for good is not this call's memory
-                            memory[name] = self.clock.peak_mib(fn)
-                        calls[name] = self.clock.calls_for(fn, options.round_ms)
-                        fns[name] = fn
-                    except Exception as error:
-                        self._check_device(name, error)
-                        status = "no-graph" if mode == "graph" else _status(error)
-                        rows.append(self._row(case, subject.provider, part, mode, status, _sentence(error)))
-                measured, failed = interleave(fns, self.clock.sample, calls, options.rounds, options.out_of_time)
-                for name, error in failed.items():
-                    self._check_device(name, error)
-                    rows.append(self._row(case, subjects[name].provider, part, mode, _status(error), _sentence(error)))
-                rows += self._timed(case, part, mode, measured, subjects, verdicts, memory)
-                fns.clear()
-        del subjects, inputs
+                self.progress(f"{title}: {part} {mode}")
+                rows += self._timed(trial, entries, part, mode)
+        del trial, entries
         self.clock.release()
         return rows
 
-    def _callable(self, subject: Subject, part: str, mode: str) -> Callable[[], Any]:
-        if mode == "eager":
-            return subject.make(part)
-        name = subject.provider.name
+    def _enter(self, title: str, trial: Trial) -> tuple[list[Row], dict[str, Entry]]:
+        """Rows of the providers that will not be timed, and the entries of those that will."""
+        rows: list[Row] = []
+        entries: dict[str, Entry] = {}
+        for provider in trial.providers:
+            status, reason = "missing", provider.missing()
+            if reason is None:
+                status, reason = "unsupported", trial.unsupported(provider)
+            if reason is None and self.options.out_of_time():
+                status, reason = "not-run", "the time budget was spent before its gate"
+                self.not_run.append(f"{title} {provider.name}")
+            if reason is not None:
+                rows.append(self._row(trial, provider, status, reason))
+                continue
+            self.progress(f"{title}: gate {provider.name}")
+            try:
+                entry = trial.enter(provider)
+            except Exception as error:
+                self._check_device(provider, error)
+                rows.append(self._row(trial, provider, status_of(error), sentence(error)))
+                continue
+            if entry.verdict.status == "failed":
+                rows.append(self._row(trial, provider, "failed", entry.verdict.detail, entry.facts))
+            else:
+                entries[provider.name] = entry
+        return rows, entries
+
+    def _timed(self, trial: Trial, entries: dict[str, Entry], part: str, mode: str) -> list[Row]:
+        """All entries in interleaved rounds; a row for each, also where it failed."""
+        fns: dict[str, tuple[Entry, Callable[[], Any]]] = {}
+        calls: dict[str, int] = {}
+        extra: dict[str, Row] = {name: {} for name in entries}
+        rows: list[Row] = []
+
+        def failed(name: str, error: Exception, status: str | None = None) -> None:
+            provider, facts = entries[name].provider, entries[name].facts
+            self._check_device(provider, error)
+            about = (trial, provider, status or status_of(error), sentence(error), facts)
+            rows.append(self._row(*about, part=part, mode=mode))
+
+        for name, entry in entries.items():
+            try:
+                with entry.active():
+                    fn = self._callable(entry, part, mode)
+                    if trial.measures_memory:
+                        extra[name]["peak_mib"] = self._peak_mib(fn) if mode == "eager" else None
+                    calls[name] = self._calls(fn, mode)
+                fns[name] = entry, fn
+            except Exception as error:
+                failed(name, error, "no-graph" if mode == "graph" else None)
+        clock_sample = self.clock.host_sample if mode == "host" else self.clock.sample
+
+        def sample(pair: tuple[Entry, Callable[[], Any]], count: int) -> list[float]:
+            entry, fn = pair
+            with entry.active():
+                return clock_sample(fn, count)
+
+        measured, errors = interleave(fns, sample, calls, self.options.rounds, self.options.out_of_time)
+        for name, error in errors.items():
+            failed(name, error)
+        measured = {name: measurement.scaled(entries[name].scale) for name, measurement in measured.items()}
+        figures = trial.figures(part, mode, measured)
+        for name, measurement in measured.items():
+            entry = entries[name]
+            about = (trial, entry.provider, entry.verdict.status, entry.verdict.detail, entry.facts)
+            row = self._row(*about, part=part, mode=mode)
+            rows.append(row | measurement.fields() | extra[name] | figures.get(name, {}))
+        return rows
+
+    def _callable(self, entry: Entry, part: str, mode: str) -> Callable[[], Any]:
+        """The function of a pass, or the replay of its CUDA graph."""
+        if mode != "graph" or not entry.captures:
+            return entry.make(part)
+        name = entry.provider.name
         if name in self.no_graphs:
             raise RuntimeError(self.no_graphs[name])
         try:
-            return self.clock.capture(lambda: subject.make(part))
+            return self.clock.capture(lambda: entry.make(part))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             # A broken capture can leave its traces; the same provider would only break the next one too.
-            self.no_graphs[name] = f"capture failed: {_sentence(error)}"
+            self.no_graphs[name] = f"capture failed: {sentence(error)}"
             raise
 
-    def _gate(self, case: BenchCase, inputs: testing.Inputs) -> tuple[list[dict[str, Any]], dict[str, Verdict]]:
-        """Rows of those that will not be timed, and the verdicts on those that will."""
-        rows, verdicts = [], {}
-        gate = Gate(case.case, inputs, grads=self.options.passes != ("fwd",), strict=self.options.strict)
-        for provider in self.providers:
-            reason = provider.missing()
-            status = "missing" if reason else "unsupported"
-            reason = reason or provider.unsupported(case.case)
-            if reason is None and self.options.out_of_time():
-                status, reason = "not-run", "the time budget was spent before its gate"
-                self.not_run.append(f"{case.name} {provider.name}")
-            if reason:
-                rows.append(self._row(case, provider, None, None, status, reason))
-                continue
-            self.progress(f"{case.name}: gate {provider.name}")
-            try:
-                verdict = gate.check(provider, self.clock.synchronize)
-            except Exception as error:
-                self._check_device(provider.name, error)
-                rows.append(self._row(case, provider, None, None, _status(error), _sentence(error)))
-                continue
-            if verdict.status == "failed":
-                rows.append(self._row(case, provider, None, None, "failed", verdict.detail, verdict))
-            else:
-                verdicts[provider.name] = verdict
-        return rows, verdicts
+    def _peak_mib(self, fn: Callable[[], Any]) -> float:
+        fn()  # what a first call allocates for good is not this call's memory
+        return self.clock.peak_mib(fn)
 
-    def _timed(
-        self,
-        case: BenchCase,
-        part: str,
-        mode: str,
-        measured: dict[str, Measurement],
-        subjects: dict[str, Subject],
-        verdicts: dict[str, Verdict],
-        memory: dict[str, float | None],
-    ) -> list[dict[str, Any]]:
-        medians = {name: measurement.round_medians for name, measurement in measured.items()}
-        named = references(
-            {name: m.quantiles()[0] for name, m in measured.items()},
-            {name: subjects[name].provider.rotates for name in measured},
-            self.options.baseline,
-        )
-        rows = []
-        for name, measurement in measured.items():
-            subject, verdict = subjects[name], verdicts[name]
-            median, p20, p80 = measurement.quantiles()
-            row = self._row(case, subject.provider, part, mode, verdict.status, verdict.detail, verdict)
-            row |= {
-                "ms": median,
-                "p20": p20,
-                "p80": p80,
-                "rounds": medians[name],
-                "calls": len(measurement.samples),
-                "tflops": case.flops(part) / median * 1e-9,
-                "peak_mib": memory.get(name),
-                "speedup": {
-                    role: {"provider": other, "value": ratio(medians[other], medians[name])}
-                    for role, other in named.items()
-                },
-            }
-            if is_ours(name):
-                row["plan"] = subject.plan()
-            rows.append(row)
-        return rows
+    def _calls(self, fn: Callable[[], Any], mode: str) -> int:
+        if mode == "host":
+            self.clock.host_sample(fn, _HOST_WARM_UP)
+            return _HOST_CALLS
+        return self.clock.calls_for(fn, self.options.round_ms)
 
-    def _host(self, case: BenchCase) -> list[dict[str, Any]]:
-        """Host time of one eager call on tiny tensors, forward without gradients and forward + backward."""
-        inputs = testing.make_inputs(case.case, self.clock.device)
-        rows, verdicts = self._gate(case, inputs)
-        subjects = {p.name: Subject(p, inputs, case.case.causal) for p in self.providers if p.name in verdicts}
-        for part in ("fwd", "both") if self.options.passes != ("fwd",) else ("fwd",):
-            fns = {name: subject.make(part) for name, subject in subjects.items()}
-            warm = interleave(fns, self.clock.host_sample, dict.fromkeys(fns, 5), 1, lambda: False)[1]
-            for name in warm:
-                del fns[name]
-            calls = dict.fromkeys(fns, _HOST_CALLS)
-            measured, failed = interleave(fns, self.clock.host_sample, calls, self.options.rounds, lambda: False)
-            for name, error in (warm | failed).items():
-                self._check_device(name, error)
-                rows.append(self._row(case, subjects[name].provider, part, "host", _status(error), _sentence(error)))
-            timed = self._timed(case, part, "host", measured, subjects, verdicts, {})
-            rows += [{key: value for key, value in row.items() if key != "tflops"} for row in timed]
-        return rows
-
-    def _check_device(self, provider: str, error: Exception) -> None:
+    def _check_device(self, provider: Any, error: Exception) -> None:
         """Raise DeviceLost when the failure took the GPU's context with it: nothing after it could run."""
         try:
             self.clock.synchronize()
         except Exception as lost:
-            raise DeviceLost(
-                f"{provider} broke the GPU's context: {_sentence(error)}; then {_sentence(lost)}"
-            ) from error
+            reason = f"{provider.name} broke the GPU's context: {sentence(error)}; then {sentence(lost)}"
+            raise DeviceLost(reason) from error
         self.clock.release()
 
     def _row(
         self,
-        case: BenchCase,
-        provider: Provider,
-        part: str | None,
-        mode: str | None,
+        trial: Trial,
+        provider: Any,
         status: str,
         detail: str,
-        verdict: Verdict | None = None,
-    ) -> dict[str, Any]:
-        c = case.case
-        row = {
-            "case": case.name,
-            "family": case.family,
-            "groups": case.groups,
-            "shape": case.shape,
-            "batch": c.batch,
-            "heads_q": c.heads_q,
-            "heads_kv": c.heads_kv,
-            "len_q": c.len_q,
-            "len_k": c.len_k,
-            "head_dim": c.head_dim,
-            "causal": c.causal,
-            "dtype": str(c.dtype).removeprefix("torch."),
-            "provider": provider.name,
-            "label": provider.label,
-            "ours": is_ours(provider.name),
-            "rotates": provider.rotates,
-            "pass": part,
-            "mode": mode,
-            "status": status,
-            "detail": detail,
-        }
-        if verdict is not None:
-            row |= {
-                "gate_row_ratio": verdict.row_ratio,
-                "gate_rms_ratio": verdict.rms_ratio,
-                "first_call_s": verdict.first_call_s,
-            }
-        return row | self.environment
+        facts: Row | None = None,
+        *,
+        part: str | None = None,
+        mode: str | None = None,
+    ) -> Row:
+        row = {"pass": None, "mode": None} | trial.fields(provider)
+        if part is not None:
+            row |= {"pass": part, "mode": mode}
+        return row | {"status": status, "detail": detail} | (facts or {}) | self.environment
 
 
-class Subject:
-    """One provider on one case's inputs; ``make`` gives the zero-argument functions that are timed."""
-
-    def __init__(self, provider: Provider, inputs: testing.Inputs, causal: bool):
-        self.provider, self.causal = provider, causal
-        self._inputs = inputs
-        self._tables = provider.prepare(inputs.cos, inputs.sin, inputs.q.dtype)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """q, k, v as leaves. Whoever rotates in place gets copies, one set for each timed function: its fixed graph has
-        saved them."""
-        x = self._inputs
-        qk = [t.detach().clone() if self.provider.in_place else t.detach() for t in (x.q, x.k)]
-        return [t.requires_grad_() for t in (*qk, x.v.detach())]
-
-    def make(self, part: str) -> Callable[[], Any]:
-        """``fwd`` runs without gradients; ``bwd`` runs again and again on one graph; ``both`` builds it every time."""
-        tensors = self._tensors()
-        run, tables, causal, do = self.provider.run, self._tables, self.causal, self._inputs.do
-        if part == "fwd":
-
-            def forward() -> torch.Tensor:
-                with torch.no_grad():
-                    return run(*tensors, tables, causal)
-
-            return forward
-        if part == "bwd":
-            o = run(*tensors, tables, causal)
-            return lambda: torch.autograd.grad(o, tensors, do, retain_graph=True)
-        if part == "both":
-            return lambda: torch.autograd.grad(run(*tensors, tables, causal), tensors, do)
-        raise ValueError(f"a pass is fwd, bwd or both, not {part!r}")
-
-    def plan(self) -> str:
-        """What ours runs here, in words."""
-        x = self._inputs
-        try:
-            return self.provider.plan(x.q, x.k, x.v, self._tables, self.causal)
-        except Exception as error:  # an explanation is no reason to lose a measurement
-            return _sentence(error)
-
-
-def references(medians: dict[str, float], rotates: dict[str, bool], baseline: str) -> dict[str, str]:
-    """Whom everybody is compared with: ``baseline`` as named, ``rival`` the fastest that rotates separately, ``bare``
-    the fastest that does not rotate. Roles that nobody fills are left out."""
-    roles = {"baseline": baseline} if baseline in medians else {}
-    for role, rotating in (("rival", True), ("bare", False)):
-        candidates = [name for name in medians if not is_ours(name) and rotates[name] == rotating]
-        if candidates:
-            roles[role] = min(candidates, key=medians.__getitem__)
-    return roles
-
-
-def _status(error: Exception) -> str:
+def status_of(error: Exception) -> str:
+    """ "oom", "unsupported" or "error": what a row says of a provider that raised."""
     if isinstance(error, torch.OutOfMemoryError):
         return "oom"
     no_backend = "No available kernel" in str(error) or "No viable backend" in str(error)  # PyTorch's, GPU and CPU
@@ -330,7 +219,7 @@ def _status(error: Exception) -> str:
     return "error"
 
 
-def _sentence(error: Exception) -> str:
-    """Type and first line; tracebacks are for whoever runs that provider alone."""
+def sentence(error: Exception) -> str:
+    """Type and first line; whoever wants the traceback runs that provider alone."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,21 +28,6 @@ def quantile(values: list[float], q: float) -> float:
 
 
 @dataclass
-class Options:
-    """What to time. ``mode`` is "graph", "eager" or "both", ``round_ms`` device time for each provider in each round,
-    ``deadline`` a time.monotonic()."""
-
-    passes: tuple[str, ...] = ("fwd", "bwd")
-    mode: str = "graph"
-    rounds: int = 5
-    round_ms: float = 10.0
-    deadline: float = float("inf")
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
-
-
-@dataclass
 class Measurement:
     """Times of one callable in ms: one list a round, rounds of all callables in the same order."""
 
@@ -61,11 +46,35 @@ class Measurement:
         samples = self.samples
         return quantile(samples, 0.5), quantile(samples, 0.2), quantile(samples, 0.8)
 
+    def scaled(self, factor: float) -> Measurement:
+        """The same measurement with every time multiplied by ``factor``."""
+        return Measurement([[factor * sample for sample in one_round] for one_round in self.rounds])
+
+    def fields(self) -> dict[str, Any]:
+        """What a result row says of these times."""
+        median, p20, p80 = self.quantiles()
+        rounds, calls = self.round_medians, len(self.samples)
+        return {"ms": median, "p20": p20, "p80": p80, "rounds": rounds, "calls": calls}
+
+
+# From here on a ratio counts as "not slower" in every table: less than half a percent is within a run's noise.
+EVEN = 0.995
+
 
 def ratio(of: list[float], to: list[float]) -> float:
     """Median of the per-round ratios of two lists of round medians; rounds that only one of them has are left out."""
     pairs = list(zip(of, to))
     return quantile([a / b for a, b in pairs], 0.5)
+
+
+def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> dict[str, dict[str, Any]]:
+    """Of each measurement GB/s of moving ``count`` bytes, and the share of what the one named ``copy`` reaches."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, measurement in measured.items():
+        rows[name] = {"gb_s": count / measurement.quantiles()[0] * 1e-6, "of_copy": None}
+        if copy in measured:
+            rows[name]["of_copy"] = ratio(measured[copy].round_medians, measurement.round_medians)
+    return rows
 
 
 def interleave(

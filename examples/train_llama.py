@@ -3,7 +3,8 @@
     python examples/train_llama.py                            # on a GPU, about a minute; writes train_llama.png
     python examples/train_llama.py --steps 20 --small         # on a CPU
 
-The text is this repository's own log, byte by byte. Needs `pip install 'fused-rope-attn[hf]' matplotlib`.
+The text is this repository's own notes on its experiments, byte by byte. Needs matplotlib and
+`pip install 'fused-rope-attn[hf]'`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
 
 ROOT = Path(__file__).resolve().parent.parent
 parser = argparse.ArgumentParser()
-parser.add_argument("--text", type=Path, default=ROOT / "docs" / "log.md")
+parser.add_argument("--text", type=Path, default=ROOT / "docs" / "experiments", help="a file, or a folder of .md files")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--small", action="store_true", help="a model and batches that a CPU can train")
 parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
@@ -28,7 +29,8 @@ dtype = torch.bfloat16 if device == "cuda" else torch.float32
 layers, width, heads, rows, length = (2, 64, 4, 4, 128) if args.small else (8, 512, 8, 16, 2048)
 
 # %% the text: one token a byte
-text = torch.tensor(list(args.text.read_bytes()))
+files = sorted(args.text.glob("*.md")) if args.text.is_dir() else [args.text]
+text = torch.tensor(list(b"".join(file.read_bytes() for file in files)))
 
 
 def batches(steps):

@@ -7,17 +7,18 @@ extra.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fused_rope_attn.attention.api import (
         cu_seqlens_from_position_ids,
         plan,
+        plan_varlen,
         rope_attention,
         rope_attention_varlen,
     )
     from fused_rope_attn.attention.planning import Plan
-    from fused_rope_attn.generation.api import rope_attention_with_kvcache
+    from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
     from fused_rope_attn.rotation.embedding import RotaryEmbedding
     from fused_rope_attn.rotation.layouts import permute_rope_layout
@@ -32,6 +33,8 @@ __all__ = [
     "cu_seqlens_from_position_ids",
     "permute_rope_layout",
     "plan",
+    "plan_varlen",
+    "plan_with_kvcache",
     "rope_attention",
     "rope_attention_varlen",
     "rope_attention_with_kvcache",
@@ -47,6 +50,8 @@ _MODULES = {
     "cu_seqlens_from_position_ids": "attention.api",
     "permute_rope_layout": "rotation.layouts",
     "plan": "attention.api",
+    "plan_varlen": "attention.api",
+    "plan_with_kvcache": "generation.api",
     "rope_attention": "attention.api",
     "rope_attention_varlen": "attention.api",
     "rope_attention_with_kvcache": "generation.api",
@@ -55,7 +60,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

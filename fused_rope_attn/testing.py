@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -259,7 +259,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     """
     dtype = case.dtype if dtype is None else dtype
     if case.seqlens is not None:
-        return _reference_packed(inputs, case, dtype)
+        return _reference_packed(inputs, case, case.seqlens, dtype)
     q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
     wide = dtype == torch.float64
     cos, sin = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
@@ -283,30 +283,30 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
         for first in range(0, case.heads_kv, step):
             kv = (slice(b, b + 1), slice(first, first + step))
             qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
-            block = [x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs])]
+            q_block, k_block, v_block, do_block = (x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs]))
             part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
             if case.sinks:
                 part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
-            *results, dsinks_part = _reference_heads(*block, cos[table], sin[table], case, rows, **part)
-            o[qs], lse[qs], dq[qs], dk[kv], dv[kv] = results
-            if case.sinks:
+            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], dsinks_part = _reference_heads(
+                q_block, k_block, v_block, do_block, cos[table], sin[table], case, rows, **part
+            )
+            if dsinks_part is not None:
                 dsinks[qs[1]] += dsinks_part
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
     return results
 
 
-def _reference_packed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
+def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Results:
     """Each sequence by itself: no mask of packed sequences is involved. Rows behind the last one see nothing."""
     q, k = inputs.q, inputs.k
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
     dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
     lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
-    results = Results(o, lse, dq, dk, dv)
-    results.dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device) if case.sinks else None
+    dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
     first_q = first_k = 0
-    for len_q, len_k in case.seqlens:
+    for len_q, len_k in seqlens:
         if len_q == len_k == 0:  # there may be thousands
             continue
         # Lengths on the device: queries before position 0 see nothing, causal or not.
@@ -315,11 +315,13 @@ def _reference_packed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results
         some_q, some_k = (x[:, :, rows_q] for x in (q, inputs.do)), (x[:, :, rows_k] for x in (k, inputs.v))
         (q_part, do_part), (k_part, v_part) = some_q, some_k
         part = run_reference(Inputs(q_part, k_part, v_part, inputs.cos, inputs.sin, do_part), one, dtype)
-        for whole, x, rows in zip(results, part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
-            whole[:, :, rows] = x
-        if case.sinks:
-            results.dsinks += part.dsinks
+        for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
+            whole[:, :, rows] = cast(Tensor, x)
+        if part.dsinks is not None:
+            dsinks += part.dsinks
         first_q, first_k = first_q + len_q, first_k + len_k
+    results = Results(o, lse, dq, dk, dv)
+    results.dsinks = dsinks if case.sinks else None
     return results
 
 
@@ -334,7 +336,7 @@ def _reference_heads(
     rows: int,
     sinks: Tensor | None = None,
     **bounds: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """`reference.attention` and its gradients for a few heads, `rows` queries at a time."""
     with torch.enable_grad():
         q, k = q.requires_grad_(), k.requires_grad_()
@@ -365,7 +367,7 @@ def _reference_heads(
                 softcap=case.softcap, sinks=leaves[3] if sinks is not None else None,
             )  # fmt: skip
             dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
-            if sinks_part:
+            if dsinks is not None:
                 dsinks += sinks_part[0]
             o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part
             dq_rot += dq_part
@@ -391,7 +393,7 @@ def run_op(
     masks = masks_of(case, q.device)
     if case.sinks:
         masks["sinks"].requires_grad_(grads)
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": case.softmax_scale,
         "rotary_dim": case.rotary_dim,
         "interleaved": case.interleaved,
@@ -404,14 +406,14 @@ def run_op(
     if case.seqlens is None:
         o, lse = fused_rope_attn.rope_attention(q, k, v, inputs.cos, inputs.sin, case.causal, **options)
     else:
-        packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+        q_packed, k_packed, v_packed = (x[0].transpose(0, 1) for x in (q, k, v))
         lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
         ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(q.device)
-        longest = [max((n[i] for n in case.seqlens), default=0) for i in range(2)]
+        max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
         del options["kv_starts"], options["kv_lens"]
         o, lse = fused_rope_attn.rope_attention_varlen(
-            *packed, inputs.cos, inputs.sin, ends[:, 0].contiguous(), ends[:, 1].contiguous(), *longest, case.causal,
-            **options,
+            q_packed, k_packed, v_packed, inputs.cos, inputs.sin, ends[:, 0].contiguous(), ends[:, 1].contiguous(),
+            max_seqlen_q, max_seqlen_k, case.causal, **options,
         )  # fmt: skip
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     if not grads:

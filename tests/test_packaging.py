@@ -6,13 +6,11 @@ import subprocess
 import sys
 import zipfile
 from email import message_from_string
-from pathlib import Path
 
 import pytest
 
 import fused_rope_attn
-
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")

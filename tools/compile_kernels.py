@@ -31,6 +31,7 @@ import torch
 import triton
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.problem import Tensors, describe
 from tools import aot
 from tools.corope_jobs import CoRopeJob, corope_jobs
 from tools.decode_jobs import DecodeJob, decode_jobs
@@ -237,41 +238,34 @@ def launch_attention(job: Job) -> None:
     def tensor(heads: int) -> torch.Tensor:
         return torch.empty(batch, length, heads, job.head_dim, dtype=job.dtype, device="meta").transpose(1, 2)
 
-    rotary_dim = job.head_dim if job.rotary_dim is None else job.rotary_dim
-    if "packed" in job.masks:
-        batch = 1
-    q, k, v = tensor(heads_q), tensor(heads_kv), tensor(heads_kv)
-    cos = sin = torch.empty(length, rotary_dim // 2, device="meta")
-    options = {
-        "causal": job.causal,
-        "softmax_scale": job.head_dim**-0.5,
-        "rotary_dim": rotary_dim,
-        "interleaved": job.interleaved,
-        "config": job.config,
-        **_launcher_masks(job, batch, heads_q),
-    }
-    if job.direction == "forward":
-        forward.attention_forward(q, k, v, cos, sin, **options)
-    else:
-        lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
-        backward.attention_backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, cos, sin, **options)
-
-
-def _launcher_masks(job: Job, batch: int, heads_q: int) -> dict:
-    """The masks of a job as the launchers take them."""
-    if not job.masks:
-        return {}
-    from fused_rope_attn.attention.masks import describe_masks
-
     def integers(size: int, *names: str) -> torch.Tensor | None:
         return torch.empty(size, dtype=torch.int32, device="meta") if set(names) & set(job.masks) else None
 
+    rotary_dim = job.head_dim if job.rotary_dim is None else job.rotary_dim
+    packed = "packed" in job.masks
+    if packed:
+        batch = 1
+    q, k, v = tensor(heads_q), tensor(heads_kv), tensor(heads_kv)
+    cos = sin = torch.empty(length, rotary_dim // 2, device="meta")
     sinks = torch.empty(heads_q, device="meta") if "sinks" in job.masks else None
     ends = integers(9, "packed")
-    tensors = (sinks, integers(batch, "kv_starts"), integers(batch, "kv_lens"), ends, ends)
-    left, softcap = 100 if "window" in job.masks else -1, 30.0 if "softcap" in job.masks else 0.0
-    masks = describe_masks(job.causal, left, -1, softcap, tensors, 500 if "packed" in job.masks else 0)
-    return {"masks": masks, "mask_tensors": tensors}
+    tensors = Tensors(q, k, v, cos, sin, sinks, integers(batch, "kv_starts"), integers(batch, "kv_lens"), ends, ends)
+    problem = describe(
+        tensors,
+        causal=job.causal,
+        softmax_scale=job.head_dim**-0.5,
+        rotary_dim=rotary_dim,
+        interleaved=job.interleaved,
+        window=(100, -1) if "window" in job.masks else None,
+        softcap=30.0 if "softcap" in job.masks else 0.0,
+        max_seqlen=500 if packed else 0,
+    ).for_launch()
+    if job.direction == "forward":
+        forward.attention_forward(problem, tensors, job.config)
+    else:
+        lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
+        do, o = torch.empty_like(q), torch.empty_like(q)
+        backward.attention_backward(problem, tensors, job.config, do=do, o=o, lse=lse)
 
 
 def _row(job: Job | RotationJob | CoRopeJob | DecodeJob, **fields) -> dict:

@@ -41,6 +41,7 @@ class DecodeJob:
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
         from fused_rope_attn.generation.launch import attention_with_kvcache
+        from fused_rope_attn.generation.problem import Tensors, describe_step
 
         def tensor(heads: int, length: int) -> torch.Tensor:
             return torch.empty(2, length, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)
@@ -51,13 +52,16 @@ class DecodeJob:
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         cos = sin = torch.empty(1000, rotary_dim // 2, device="meta")
         new = (tensor(2, self.len_q), tensor(2, self.len_q)) if self.append else (None, None)
-        attention_with_kvcache(
-            tensor(8, self.len_q), tensor(2, 1000), tensor(2, 1000), cos, sin, *new, int32(), causal=True,
-            softmax_scale=0.1, rotary_dim=rotary_dim, interleaved=self.interleaved, rotated=self.rotated,
-            left=100 if self.masked else None, right=None, softcap=30.0 if self.masked else 0.0,
-            kv_starts=int32() if self.masked else None, config=self.config,
-            sinks=torch.empty(8, device="meta") if self.masked else None,
+        tensors = Tensors(
+            tensor(8, self.len_q), tensor(2, 1000), tensor(2, 1000), cos, sin, *new, int32(),
+            kv_starts=int32() if self.masked else None, sinks=torch.empty(8, device="meta") if self.masked else None,
         )  # fmt: skip
+        problem = describe_step(
+            tensors, cache_is_rotated=self.rotated, causal=True, softmax_scale=0.1, rotary_dim=rotary_dim,
+            interleaved=self.interleaved, window=(100, -1) if self.masked else None,
+            softcap=30.0 if self.masked else 0.0,
+        )  # fmt: skip
+        attention_with_kvcache(problem.for_launch(), tensors, self.config)
 
 
 def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:

@@ -44,8 +44,8 @@ class RotationJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
-        from fused_rope_attn.rotation.launch import Rope
-        from fused_rope_attn.rotation.validation import LAYOUTS
+        from fused_rope_attn.rotation.launch import rotate
+        from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
         shapes = [[size or heads for size in SHAPES[self.layout]] for heads in self.heads]
         xs = [torch.empty(*shape, self.head_dim, dtype=self.dtype, device="meta") for shape in shapes]
@@ -57,8 +57,8 @@ class RotationJob:
             ids = torch.empty(2, sections, 1000, dtype=torch.int64, device="meta")
         elif self.positions == "packed":
             ends = torch.empty(9, dtype=torch.int32, device="meta")
-        options = (self.rotary_dim, self.interleaved, self.inverse, LAYOUTS[self.layout], False, self.config)
-        Rope(xs, outs, cos, cos, ids, ends, *options)(0, xs, outs, cos, cos, ids, ends)
+        options = RotationOptions(self.rotary_dim, self.interleaved, self.inverse, self.layout)
+        rotate(options, RotationTensors(xs, outs, cos, cos, ids, ends), self.config, 0)
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_rope_attn import rope_tables, testing
 from fused_rope_attn.generation import reference
+from fused_rope_attn.generation.api import run_step
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,10 @@ def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tup
 
 def run_kernels(check: DecodeCheck, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(o, lse) of the kernels, here or in Triton's interpreter; writes the caches of ``inputs``."""
-    from fused_rope_attn.generation.api import _with_kvcache  # the public function takes the reference for CPU tensors
-
     q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks = inputs
-    return _with_kvcache(
+    return run_step(  # the public function takes the reference for CPU tensors
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=seqlens, **check.options, sinks=sinks,
-        softmax_scale=check.softmax_scale, rotary_dim=check.rotary_dim, return_lse=True, backend="triton",
+        softmax_scale=check.softmax_scale, rotary_dim=check.rotary_dim, backend="triton",
     )  # fmt: skip
 
 

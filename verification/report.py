@@ -6,11 +6,11 @@ import datetime
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from fused_rope_attn.env import driver_version, run_quietly
 from verification.runner import Row
 from verification.table import format_table
 
@@ -59,7 +59,7 @@ def environment(device: str) -> dict:
 
     facts = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "commit": run_quietly("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         "fused_rope_attn": fused_rope_attn.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -70,7 +70,7 @@ def environment(device: str) -> dict:
     }
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        facts["driver"] = driver_version() or ""
     return facts
 
 
@@ -89,10 +89,3 @@ def write_json(path: Path, environment: dict, seconds: float, rows: Sequence[Row
 def _finite(row: dict) -> dict:
     infinities = (float("inf"), float("-inf"))
     return {key: None if value != value or value in infinities else value for key, value in row.items()}
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

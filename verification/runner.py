@@ -39,6 +39,13 @@ class Row:
     verdict: str  # "ok", "FAIL", or "SKIP" where the yardstick does not fit this GPU
     detail: str = ""
 
+    @classmethod
+    def of(cls, task: Task | CheckTask, backend: str, found: testing.Comparison) -> Row:
+        """The row of one comparison."""
+        figures = (found.error, found.eager_error, found.ratio, found.row_ratio)
+        verdict = "ok" if found.ok else "FAIL"
+        return cls(task.check.name, dtype_name(task.dtype), backend, found.tensor, *figures, verdict, found.detail)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -82,11 +89,7 @@ class CheckTask:
         """All rows of the task. Nothing is raised."""
         check = self.check
         try:
-            return [
-                Row(check.name, dtype_name(self.dtype), check.backend, found.tensor, found.error, found.eager_error,
-                    found.ratio, found.row_ratio, "ok" if found.ok else "FAIL", found.detail)
-                for found in check.compared(self.dtype, self.device)
-            ]  # fmt: skip
+            return [Row.of(self, check.backend, found) for found in check.compared(self.dtype, self.device)]
         except torch.OutOfMemoryError:
             return [failure(self, check.backend, "does not fit this GPU's memory", "SKIP")]
         except Exception as error:
@@ -96,9 +99,10 @@ class CheckTask:
 def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
     """Whether the sm_90 backend serves a check on the machine that it is made for."""
     case = check.case
-    masks = (case.window, case.softcap, case.sinks or None, case.kv_starts, case.kv_lens, case.seqlens)
-    feature = planning.mask_feature(*masks)
-    return planning.hopper_obstacle("sm_90", dtype, case.head_dim, case.len_k == 0, "auto", None, feature) is None
+    needs = planning.Needs(
+        "sm_90", dtype, case.head_dim, packed=case.seqlens is not None, no_keys=case.len_k == 0
+    )  # fmt: skip
+    return planning.obstacle("hopper", "forward", needs) is None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -113,16 +117,17 @@ def run_task(task: Task | CheckTask) -> list[Row]:
     rows: list[Row] = []
     try:
         inputs = _inputs(task.check, case, task.device)
-        heads = _compared_heads(task.check, case)
-        references = [_references(inputs, case, where) for where in heads]
+        references = [(where, *_references(inputs, case, where)) for where in _compared_heads(task.check, case)]
     except torch.OutOfMemoryError:
         return [failure(task, "reference", "inputs and float64 reference do not fit this GPU's memory", "SKIP")]
     except Exception as error:
         return [failure(task, "reference", error)]
-    for backend, strategy in task.variants:
+    for variant in task.variants:
+        backend, strategy = variant
         label = backend if strategy == "auto" else f"{backend} {strategy}"
         try:
-            rows += _run_variant(task, label, inputs, case, heads, references, backend, strategy)
+            found = list(_compare_variant(task, inputs, case, references, variant))
+            rows += [Row.of(task, label, comparison) for comparison in found]
         except Exception as error:
             rows.append(failure(task, label, error))
     del inputs, references
@@ -132,18 +137,25 @@ def run_task(task: Task | CheckTask) -> list[Row]:
     return rows
 
 
-def _run_variant(task, label, inputs, case, heads, references, backend, strategy) -> list[Row]:
-    def row(**fields) -> Row:
-        return Row(case=task.check.name, dtype=dtype_name(task.dtype), backend=label, **fields)
-
+def _compare_variant(
+    task: Task,
+    inputs: testing.Inputs,
+    case: testing.Case,
+    references: list[tuple[Heads, testing.Results, testing.Results]],
+    variant: tuple[str, str],
+) -> Iterator[testing.Comparison]:
+    """Run one (backend, strategy) and hold every tensor against the references of the compared heads."""
+    backend, strategy = variant
     if backend == "hopper" and inputs.v.numel() > 0 and not has_descriptor(inputs.v):
         # v is the one tensor that it does not take in any layout; q, k and do stay as they are.
         inputs = inputs._replace(v=inputs.v.clone(memory_format=torch.contiguous_format))
-    # Reruns are bitwise equal where that is promised.
-    same = task.check.rerun
+
+    def run() -> testing.Results:
+        # Reruns are bitwise equal where that is promised.
+        return testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=task.check.rerun)
+
     with testing.poison_empty():
-        out = testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=same)
-    rows = []
+        out = run()
     for tensor in TENSORS:
         whole = getattr(out, tensor)
         comparisons = [
@@ -155,44 +167,29 @@ def _run_variant(task, label, inputs, case, heads, references, backend, strategy
                 grad=tensor.startswith("d"),
                 dtype=task.dtype,
             )
-            for where, (ref64, eager) in zip(heads, references)
+            for where, ref64, eager in references
         ]
+        found = _worst(comparisons)
         # Heads that are not compared must at least be written, and numbers: what nothing wrote is poisoned.
-        finite = tensor == "lse" or bool(torch.isfinite(whole).all())
-        failed = [c for c in comparisons if not c.ok]
-        worst = max(failed or comparisons, key=lambda c: c.row_ratio)
-        rows.append(
-            row(
-                tensor=tensor,
-                error=max(c.error for c in comparisons),
-                eager=max(c.eager_error for c in comparisons),
-                ratio=worst.ratio,
-                row_ratio=worst.row_ratio,
-                verdict="FAIL" if failed or not finite else "ok",
-                detail=worst.detail if finite else f"not finite everywhere; {worst.detail}",
-            )
-        )
-    if out.dsinks is not None:  # one row, of all heads
-        ref64, eager = (x.dsinks[None] for x in references[0])
-        c = testing.compare("dsinks", out.dsinks[None], ref64, eager, grad=True, dtype=task.dtype)
-        rows.append(
-            row(
-                tensor="dsinks",
-                error=c.error,
-                eager=c.eager_error,
-                ratio=c.ratio,
-                row_ratio=c.row_ratio,
-                verdict="ok" if c.ok else "FAIL",
-                detail=c.detail,
-            )
-        )
-    if same:
-        again = testing.run_op(inputs, case, backend=backend, strategy=strategy, deterministic=True)
+        if tensor != "lse" and not bool(torch.isfinite(whole).all()):
+            found = replace(found, ok=False, detail=f"not finite everywhere; {found.detail}")
+        yield found
+    if out.dsinks is not None:  # of all heads
+        ref64, eager = (x.dsinks[None] for x in references[0][1:])
+        yield testing.compare("dsinks", out.dsinks[None], ref64, eager, grad=True, dtype=task.dtype)
+    if task.check.rerun:
+        again = run()
         changed = sum(int((getattr(out, t) != getattr(again, t)).sum()) for t in TENSORS)
-        verdict, detail = ("FAIL", f"{changed} elements differ") if changed else ("ok", "bitwise equal")
-        zeros = {"eager": 0.0, "ratio": 0.0, "row_ratio": 0.0}
-        rows.append(row(tensor="rerun", error=float(changed), **zeros, verdict=verdict, detail=detail))
-    return rows
+        detail = f"{changed} elements differ" if changed else "bitwise equal"
+        yield testing.Comparison("rerun", float(changed), 0.0, 0.0, 0.0, not changed, detail)
+
+
+def _worst(comparisons: list[testing.Comparison]) -> testing.Comparison:
+    """One comparison for those of a tensor's parts: the largest errors, and the worst row with its detail."""
+    failed = [found for found in comparisons if not found.ok]
+    worst = max(failed or comparisons, key=lambda found: found.row_ratio)
+    error, eager_error = (max(getattr(found, name) for found in comparisons) for name in ("error", "eager_error"))
+    return replace(worst, error=error, eager_error=eager_error, ok=not failed)
 
 
 def _inputs(check: Check, case: testing.Case, device: str) -> testing.Inputs:

@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from fused_rope_attn.attention import ops, planning, reference
+from fused_rope_attn.attention import planning, reference
+from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
-from fused_rope_attn.rotation.tables import rope_tables as rope_tables
 from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.device import has_triton
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.attention import ops
 
 
 def rope_attention(
@@ -50,7 +54,7 @@ def rope_attention(
         softmax_scale: default ``D ** -0.5``; any finite float.
         rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
             when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
-        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
+        interleaved: False rotates pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
         window: ``(left, right)`` keys around the diagonal, -1 for unbounded.
         softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
@@ -72,31 +76,12 @@ def rope_attention(
         NotImplementedError: what an explicit backend deliberately does not serve; double backward.
         RuntimeError: an explicit backend that this machine cannot run.
     """
-    q, k, v = autocast(q, k, v)
-    rotary_dim = check_attention(
+    problem, tensors = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
         deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
-    if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
-    feature = planning.mask_feature(window, softcap, sinks, kv_starts, kv_lens)
-    chosen, _ = planning.choose_backend(q, k, backend, strategy, feature)
-    if chosen == "reference":
-        o, lse = reference.attention(
-            q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-            window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens,
-        )  # fmt: skip
-        lse = lse.detach()
-    else:
-        masks = ()
-        if feature:
-            left, right = (-1, -1) if window is None else window
-            masks = (sinks, kv_starts, kv_lens, None, None, left, right, float(softcap), 0)
-        o, lse = ops.attention(
-            q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy, chosen, deterministic,
-            *masks,
-        )  # fmt: skip
+    o, lse = _attend(problem, tensors)
     return (o, lse) if return_lse else o
 
 
@@ -143,29 +128,12 @@ def rope_attention_varlen(
     Returns:
         o ``(T_q, HQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(HQ, T_q)`` float32, natural log.
     """
-    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in autocast(q, k, v))
-    rotary_dim = check_attention(
-        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=None, kv_lens=None, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy, max_seqlen_k=max_seqlen_k,
+    problem, tensors = _describe_packed(
+        q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap, sinks=sinks,
+        return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
-    if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
-    chosen, _ = planning.choose_backend(q, k, backend, strategy, "cu_seqlens_q")
-    if chosen == "reference":
-        o, lse = reference.packed_attention(
-            q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-            interleaved=interleaved, window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-        lse = lse.detach()
-    else:
-        left, right = (-1, -1) if window is None else window
-        o, lse = ops.attention(
-            q, k, v, cos, sin, causal, float(softmax_scale), rotary_dim, interleaved, strategy, chosen, deterministic,
-            sinks, None, None, cu_seqlens_q, cu_seqlens_k, left, right, float(softcap),
-            max(max_seqlen_q, max_seqlen_k),
-        )  # fmt: skip
+    o, lse = _attend(problem, tensors)
     o = o.squeeze(0).transpose(0, 1)
     return (o, lse.squeeze(0)) if return_lse else o
 
@@ -236,18 +204,98 @@ def plan(
 
     Launches nothing; raises what ``rope_attention`` would raise.
     """
-    given = v
-    q, k, v = autocast(q, k, v, stand_in)
-    check_attention(
+    described = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy,
+        deterministic=deterministic, backend=backend, strategy=strategy, convert=stand_in,
     )  # fmt: skip
-    feature = planning.mask_feature(window, softcap, sinks, kv_starts, kv_lens)
-    chosen, reason = planning.choose_backend(q, k, backend, strategy, feature)
+    return _plan(*described, v)
+
+
+def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
+    """What ``rope_attention_varlen`` would run for the same arguments, as ``plan`` says it of ``rope_attention``."""
+    problem, tensors = _describe_packed(q, k, v, *arguments, convert=stand_in, **options)
+    return _plan(problem, tensors, v.transpose(0, 1).unsqueeze(0))
+
+
+def _plan(problem: Problem, tensors: Tensors, v: torch.Tensor) -> planning.Plan:
+    """The plan of a described call; ``v`` is as the caller gave it, before autocast."""
+    chosen, reason = planning.choose_backend(problem)
     if chosen == "reference":
         return planning.Plan("reference", None, reason)
     # The stand-in has not the strides that the cast v will have, and the choice of kernels looks at them.
-    v = v if v is given else torch.empty_like(given, dtype=v.dtype, device="meta")
-    kernels = planning.plan_for(q, k, v, causal, strategy, chosen, deterministic, feature, window=window)
+    if tensors.v.dtype is not v.dtype:
+        v = torch.empty_like(v, dtype=tensors.v.dtype, device="meta")
+    kernels = planning.plan_for(problem._replace(backend=chosen), v)
     return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
+
+
+def _describe(
+    q, k, v, cos, sin, causal=False, *, convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None,
+    interleaved=False, window=None, softcap=0.0, sinks=None, kv_starts=None, kv_lens=None, return_lse=False,
+    deterministic=False, backend="auto", strategy="auto", cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+    max_seqlen_k=None,
+) -> tuple[Problem, Tensors]:  # fmt: skip
+    """Check the arguments of ``rope_attention`` and make records of them; ``convert`` as in ``autocast``.
+
+    With cu_seqlens and max_seqlen, which ``check_packed`` has seen, the call has packed sequences.
+    """
+    q, k, v = autocast(q, k, v, convert)
+    rotary_dim = check_attention(
+        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k)
+    problem = describe(
+        tensors,
+        window=window,
+        max_seqlen=0 if max_seqlen_k is None else max(max_seqlen_q, max_seqlen_k),
+        causal=causal,
+        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        softcap=float(softcap),
+        deterministic=deterministic,
+        backend=backend,
+        strategy=strategy,
+    )
+    return problem, tensors
+
+
+def _describe_packed(
+    q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, *,
+    convert=torch.Tensor.to, **options,
+) -> tuple[Problem, Tensors]:  # fmt: skip
+    """Check the arguments of ``rope_attention_varlen`` and make records of them: one batch entry of all tokens."""
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return _describe(
+        q, k, v, cos, sin, causal, convert=convert, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **options,
+    )  # fmt: skip
+
+
+def _attend(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a described call, by the backend that planning chooses."""
+    chosen, _ = planning.choose_backend(problem)
+    if chosen != "reference":
+        return ops.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
+    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
+    options = {
+        "softmax_scale": problem.softmax_scale,
+        "rotary_dim": problem.rotary_dim,
+        "interleaved": problem.interleaved,
+        "window": problem.window,
+        "softcap": problem.softcap,
+        "sinks": sinks,
+    }
+    if problem.sequences is None:
+        o, lse = reference.attention(
+            q, k, v, cos, sin, problem.causal, kv_starts=kv_starts, kv_lens=kv_lens, **options
+        )  # fmt: skip
+    else:
+        o, lse = reference.packed_attention(
+            q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, problem.causal, **options
+        )  # fmt: skip
+    return o, lse.detach()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
@@ -153,7 +154,7 @@ class Row:
 
     def config(self, arch: str, strategy: str) -> ForwardConfig | BackwardConfig:
         """The launch configuration of this row."""
-        options = {
+        options: dict[str, Any] = {
             "section_bytes": self.section_bytes,
             "rotate_rows": self.rotate_rows,
             "rotate_heads": self.rotate_heads,
@@ -161,8 +162,10 @@ class Row:
             "tma": self.tma and strategy == "prepass",
         }
         if len(self.tiles) == 2:
-            return BackwardConfig(strategy, *self.tiles, **options)
-        return ForwardConfig(strategy, *self.tiles, **options, prefetch_rows=self.prefetch_rows)
+            dkdv, dq = self.tiles
+            return BackwardConfig(strategy, dkdv, dq, **options)
+        (tile,) = self.tiles
+        return ForwardConfig(strategy, tile, prefetch_rows=self.prefetch_rows, **options)
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ _MEDIUM = ("medium",)
 _WIDE = 24 << 20
 _NARROW = 8 << 20
 
-_H200 = "H200, triton 3.6.0, 2026-11-21 (docs/log.md); untimed on sm_100"
+_H200 = "H200, triton 3.6.0, 2026-11-21 (docs/experiments); untimed on sm_100"
 FMA = "true float32 products run on the FMA units; sized by registers, untimed"
 UNTIMED = "sized by shared memory and registers, untimed"
 _MASKED = "untimed: with masks the tiles for longer sequences spill up to 500 bytes, inside the loops; this one nothing"
@@ -293,13 +296,13 @@ HOPPER_WIDE_HEAD_DIM = 256
 # What the sm_90 backend keeps together in the L2 of 50 MB.
 _WIDEST = 32 << 20
 _BEYOND_TINY = ("short", "medium", "long")
-_TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/log.md)"
+_TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/experiments)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _SLOWER = f"{_TIMED}: up to 2048 tokens the portable kernels are 3 to 9 % faster"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
-_WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): 64 keys beside 256 columns of O; not with few tiles"
-_WIDE_TIMED = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): half the time of the portable kernels from 4K tokens on"
-_MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/log.md): many short sequences fill the card, one does not"
+_WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 64 keys beside 256 columns of O; not with few tiles"
+_WIDE_TIMED = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): half the time of the portable kernels from 4K on"
+_MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): many short sequences fill the card, one does not"
 
 # fmt: off
 HOPPER_FORWARD: tuple[HopperRow, ...] = (

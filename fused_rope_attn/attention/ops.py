@@ -1,198 +1,184 @@
-"""torch.library operators and their autograd: what is saved and what is passed on, nothing else.
-
-Plain dispatcher registrations (define, impl per key) rather than ``torch.library.custom_op``: the same behaviour under
-torch.compile for less host time per call.
-"""
+"""The torch.library operators of attention and their autograd: what is saved and what is passed on, nothing else."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from fused_rope_attn.attention import configs, planning
-from fused_rope_attn.attention.masks import describe_masks
-from fused_rope_attn.attention.portable.backward import attention_backward
-from fused_rope_attn.attention.portable.forward import attention_forward
+from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import like_input
-from fused_rope_attn.runtime.registration import is_plain
-
-_LIB = torch.library.Library("fused_rope_attn", "FRAGMENT")
-# backend: "auto", "triton" or "hopper"; which kernels "auto" means is decided here, where v's address is known.
-_OPTIONS = (
-    "bool causal, float softmax_scale, int rotary_dim, bool interleaved, str strategy, str backend, bool deterministic"
-)
-# A call without masks leaves all of these out. window_left, window_right: -1 for unbounded; max_seqlen: of packed ones.
-_MASKS = (
-    "Tensor? sinks=None, Tensor? kv_starts=None, Tensor? kv_lens=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, SymInt max_seqlen=0"
-)
-_NO_MASKS = (None, None, None, None, None, -1, -1, 0.0, 0)
-_COUNT, _SINKS = 7, 7  # of _OPTIONS, and the index of sinks among both
-_LIB.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, {_OPTIONS}, {_MASKS})"
-    " -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-# The last result is the gradient of sinks, empty where there are none.
-_LIB.define(
-    "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor cos, Tensor sin, "
-    f"{_OPTIONS}, {_MASKS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_FORWARD = torch.ops.fused_rope_attn.attention_forward.default
-_BACKWARD = torch.ops.fused_rope_attn.attention_backward.default
-
-
-def _launcher(q, k, v, options):
-    """(the plan, the launcher's keyword arguments but its configuration), from _OPTIONS and perhaps _MASKS."""
-    causal, softmax_scale, rotary_dim, interleaved, strategy, backend, deterministic = options[:_COUNT]
-    keywords = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "rotary_dim": rotary_dim,
-        "interleaved": interleaved,
-    }
-    if len(options) == _COUNT:
-        return planning.plan_for(q, k, v, causal, strategy, backend, deterministic), keywords
-    # The dispatcher drops trailing defaults.
-    masks = (*options[_COUNT:], *_NO_MASKS[len(options) - _COUNT :])
-    # Kernels index these with unit stride; they nearly always have it.
-    masks = (*(x if x is None or x.is_contiguous() else x.contiguous() for x in masks[:5]), *masks[5:])
-    tensors, (left, right, softcap, max_seqlen) = masks[:5], masks[5:]
-    sinks, starts, lens, cu_seqlens, _ = tensors
-    window = None if left < 0 and right < 0 else (left, right)
-    feature = planning.mask_feature(window, softcap, sinks, starts, lens, cu_seqlens)
-    if feature:
-        keywords |= {
-            "masks": describe_masks(causal, left, right, softcap, tensors, max_seqlen),
-            "mask_tensors": tensors,
-        }
-    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    plan = planning.plan_for(q, k, v, causal, strategy, backend, deterministic, feature, max_seqlen, window, sequences)
-    return plan, keywords
-
-
-def _forward(q, k, v, cos, sin, *options):
-    plan, keywords = _launcher(q, k, v, options)
-    run = attention_forward if type(plan.forward) is configs.ForwardConfig else _hopper()[0]
-    with device.guard(q.device):
-        return run(q, k, v, cos, sin, **keywords, config=plan.forward)
-
-
-def _run_backward(do, q, k, v, o, lse, cos, sin, *options):
-    """dq, dk, dv, and with sinks theirs."""
-    plan, keywords = _launcher(q, k, v, options)
-    run = attention_backward if type(plan.backward) is configs.BackwardConfig else _hopper()[1]
-    with device.guard(q.device):
-        return run(do, q, k, v, o, lse, cos, sin, **keywords, config=plan.backward)
-
-
-def _backward(do, q, *rest):
-    gradients = _run_backward(do, q, *rest)
-    return gradients if len(gradients) == 4 else (*gradients, q.new_empty(0))
+from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 @functools.cache
-def _hopper():
-    """(forward, backward) launchers of the sm_90 backend, imported where they are used: Gluon is still experimental."""
-    from fused_rope_attn.attention.hopper import backward, forward
+def _doors(config_type: type) -> tuple[PreparedCalls, PreparedCalls]:
+    """(forward, backward) of the backend that a configuration belongs to, imported when a call first needs it.
 
-    return forward.attention_forward, backward.attention_backward
+    Each gives the prepared call of (problem, tensors, configuration).
+    """
+    if config_type in (configs.ForwardConfig, configs.BackwardConfig):
+        from fused_rope_attn.attention.portable import backward, forward
+    else:
+        from fused_rope_attn.attention.hopper import backward, forward
+    return forward.prepared, backward.prepared
 
 
-def _forward_fake(q, k, v, cos, sin, *options):
+def _prepare_forward(problem: Problem, tensors: tuple) -> Callable:
+    config = planning.plan_for(problem, Tensors(*tensors).v).forward
+    return _doors(type(config))[0](problem.for_launch(), tensors, config)
+
+
+def _prepare_backward(problem: Problem, tensors: tuple) -> Callable:
+    config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
+    return _doors(type(config))[1](problem.for_launch(), tensors, config)
+
+
+# A plan depends on the problem and on v's layout in memory, so that it is remembered with the call that it leads to.
+_forward_calls = PreparedCalls(_prepare_forward)
+_backward_calls = PreparedCalls(_prepare_backward)
+
+
+def _with_unit_strides(tensors: Tensors) -> Tensors:
+    """Kernels index what only the device reads with unit stride; it nearly always has it."""
+    strided = {
+        name: x.contiguous()
+        for name, x in zip(Tensors._fields[5:], tensors[5:])
+        if x is not None and not x.is_contiguous()
+    }
+    return tensors._replace(**strided) if strided else tensors
+
+
+def _run_forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    if problem.has_masks:
+        tensors = _with_unit_strides(tensors)
+    with device.guard(problem.device):
+        return _forward_calls(problem.with_precision(), tensors)(tensors)
+
+
+def _run_backward(problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
+    if problem.has_masks:
+        tensors = _with_unit_strides(tensors)
+    with device.guard(problem.device):
+        return _backward_calls(problem.with_precision(), (do, o, *tensors))(tensors, do, o, lse)
+
+
+def _forward_impl(*arguments):
+    return _run_forward(*rebuild(*arguments))
+
+
+def _backward_impl(do, o, lse, *arguments):
+    problem, tensors = rebuild(*arguments)
+    gradients = _run_backward(problem, tensors, do, o, lse)
+    return gradients if problem.has_sinks else gradients._replace(dsinks=tensors.q.new_empty(0))
+
+
+def _forward_fake(q, *arguments):
     return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward_fake(do, q, k, v, o, lse, cos, sin, *options):
-    sinks = options[_SINKS] if len(options) > _SINKS else None
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return like_input(q), like_input(k), like_input(v), dsinks
+def _backward_fake(do, o, lse, *arguments):
+    _, tensors = rebuild(*arguments)
+    dsinks = do.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks)
+    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), dsinks
 
 
 class _Attention(torch.autograd.Function):
-    """Saves the *unrotated* q, k, v: gradients come back in the frame the caller knows."""
+    """Saves the *unrotated* q, k, v: gradients come back in the frame the caller knows.
+
+    ``keyset`` is the dispatcher's, or None for a call that skips it.
+    """
 
     @staticmethod
-    def forward(ctx, keyset, q, k, v, cos, sin, *options):
+    def forward(ctx, keyset, problem: Problem, *arguments):
+        tensors = Tensors(*arguments)
         if keyset is None:
-            o, lse = _forward(q, k, v, cos, sin, *options)
+            o, lse = _run_forward(problem, tensors)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
-                o, lse = _FORWARD.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, cos, sin, *options)
+            o, lse = _forward.below_autograd(keyset, *flatten(problem, tensors))
         ctx.plain = keyset is None
-        ctx.save_for_backward(q, k, v, o, lse, cos, sin, *options[_COUNT : _COUNT + 5])
-        ctx.options = options[:_COUNT], options[_COUNT + 5 :]
+        ctx.problem = problem
+        ctx.save_for_backward(o, lse, *tensors)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, do, _):
-        unused = (None,) * (len(ctx.needs_input_grad) - 4)
-        if do is None:
-            return None, None, None, None, *unused
-        q, k, v, o, lse, cos, sin, *masks = ctx.saved_tensors
-        # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
-        run = _run_backward if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled() else _BACKWARD
-        dq, dk, dv, *dsinks = run(do, q, k, v, o, lse, cos, sin, *ctx.options[0], *masks, *ctx.options[1])
-        _, need_q, need_k, need_v = ctx.needs_input_grad[:4]
-        if len(unused) > _SINKS + 2 and ctx.needs_input_grad[6 + _SINKS]:
-            unused = (*unused[: _SINKS + 2], dsinks[0], *unused[_SINKS + 3 :])
-        return None, dq if need_q else None, dk if need_k else None, dv if need_v else None, *unused
+        gradients = Gradients(None, None, None)
+        needs = Tensors(*ctx.needs_input_grad[2:])
+        if do is not None:
+            o, lse, *saved = ctx.saved_tensors
+            tensors = Tensors(*saved)
+            # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
+            if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled():
+                gradients = _run_backward(ctx.problem, tensors, do, o, lse)
+            else:
+                gradients = Gradients(*_backward(do, o, lse, *flatten(ctx.problem, tensors)))
+        of = Tensors(gradients.dq, gradients.dk, gradients.dv, None, None, sinks=gradients.dsinks)
+        return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
 class _AttentionBackward(torch.autograd.Function):
     """Makes a second differentiation an error instead of a silent zero."""
 
     @staticmethod
-    def forward(ctx, keyset, *args):
+    def forward(ctx, keyset, *arguments):
         ctx.set_materialize_grads(False)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _BACKWARD.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return _backward.below_autograd(keyset, *arguments)
 
     @staticmethod
     def backward(ctx, *gradients):
         raise NotImplementedError("rope_attention: double backward (create_graph=True) is not supported")
 
 
-def _requires_grad(q, k, v, options) -> bool:
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return True
-    return len(options) > _SINKS and options[_SINKS] is not None and options[_SINKS].requires_grad
+def _needs_gradient(tensors: Tensors) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
+    return q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
 
 
-def _forward_autograd(keyset, q, k, v, cos, sin, *options):
-    if torch.is_grad_enabled() and _requires_grad(q, k, v, options):
-        return _Attention.apply(keyset, q, k, v, cos, sin, *options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _FORWARD.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, cos, sin, *options)
+def _forward_autograd(keyset, *arguments):
+    problem, tensors = rebuild(*arguments)
+    if _needs_gradient(tensors):
+        return _Attention.apply(keyset, problem, *tensors)
+    return _forward.below_autograd(keyset, *arguments)
 
 
-def _backward_autograd(keyset, *args):
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return _AttentionBackward.apply(keyset, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _BACKWARD.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+def _backward_autograd(keyset, *arguments):
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        return _AttentionBackward.apply(keyset, *arguments)
+    return _backward.below_autograd(keyset, *arguments)
 
 
-for _name, _kernel, _fake, _autograd in (
-    ("attention_forward", _forward, _forward_fake, _forward_autograd),
-    ("attention_backward", _backward, _backward_fake, _backward_autograd),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIB.impl(_name, _kernel, _key)
-    _LIB.impl(_name, _autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(f"fused_rope_attn::{_name}", _fake, lib=_LIB)
+# Which kernels backend="auto" means is decided inside the operators, where v's address is known.
+_forward = Operator(
+    f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
+    run=_forward_impl,
+    fake=_forward_fake,
+    autograd=_forward_autograd,
+)
+# The last result is the gradient of sinks, empty where there are none.
+_backward = Operator(
+    f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    run=_backward_impl,
+    fake=_backward_fake,
+    autograd=_backward_autograd,
+)
 
 
-def attention(q, k, v, cos, sin, *options):
-    """(o, lse); ``options`` as the operators take them. Tracing, fake tensors and modes see one operator; ordinary
-    calls save its dispatch (15 us)."""
-    if not is_plain(q, k, v, cos, sin, *(x for x in options[_COUNT : _COUNT + 5] if x is not None)):
-        return _FORWARD(q, k, v, cos, sin, *options)
-    if torch.is_grad_enabled() and _requires_grad(q, k, v, options):
-        return _Attention.apply(None, q, k, v, cos, sin, *options)
-    return _forward(q, k, v, cos, sin, *options)
+def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels.
+
+    Tracing, fake tensors and modes see one operator; ordinary calls save its dispatch.
+    """
+    if not is_plain(*tensors):
+        return _forward(*flatten(problem, tensors))
+    if _needs_gradient(tensors):
+        return _Attention.apply(None, problem, *tensors)
+    return _run_forward(problem, tensors)

@@ -1,19 +1,21 @@
-"""(shape, device, features) -> backend, strategy and configuration, with the reason. Decides; launches nothing."""
+"""Which kernels a ``Problem`` gets: backend, strategy and configuration, with the reason. Decides; launches nothing."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.layouts import has_descriptor
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-HOPPER_DTYPES = (torch.float16, torch.bfloat16)
+HOPPER_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
 
 
@@ -22,36 +24,14 @@ class Plan:
     """What a call would run. ``forward`` and ``backward`` are None for the reference backend.
 
     ``backend`` and ``strategy`` are those of the forward pass. The backward pass may differ in both: the type of its
-    configuration says which kernels it takes, and ``reason`` why.
+    configuration says which kernels it takes, and ``reason`` why. A generation step has a forward pass only.
     """
 
     backend: str
     strategy: str | None
     reason: str
-    forward: configs.ForwardConfig | configs.HopperForwardConfig | None = None
+    forward: configs.ForwardConfig | configs.HopperForwardConfig | Any = None
     backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
-
-
-# The generation step's lengths: served by its own portable kernel and the reference only.
-PORTABLE_FEATURES = ("cache_seqlens",)
-
-
-def mask_feature(window, softcap, sinks, kv_starts, kv_lens, cu_seqlens=None) -> str:
-    """The argument, of perhaps several, that makes a call a masked one; "" where there is none.
-
-    Packed sequences come first: they say how ``plan_for`` reads lengths.
-    """
-    for name, given in (
-        ("cu_seqlens_q", cu_seqlens is not None),
-        ("window", window is not None),
-        ("softcap", softcap != 0.0),
-        ("sinks", sinks is not None),
-        ("kv_starts", kv_starts is not None),
-        ("kv_lens", kv_lens is not None),
-    ):
-        if given:
-            return name
-    return ""
 
 
 def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> int:
@@ -61,63 +41,76 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
-def kernel_obstacle(q) -> Obstacle | None:
-    """Why the portable kernels cannot serve this call, as the error an explicit backend raises; None when they can."""
-    if q.dtype not in KERNEL_DTYPES:
-        return NotImplementedError, f"q must be float16, bfloat16 or float32 for the Triton kernels, but is {q.dtype}"
-    head_dim = q.shape[3]
-    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+class Needs(NamedTuple):
+    """What a backend must be able to do to serve a call; nothing here depends on lengths that a traced graph varies.
+
+    no_keys: K has no position. v_layout: how v lies in memory, where the TMA cannot address it, else None. packed: the
+    call has packed sequences. cached: it is a generation step.
+    """
+
+    arch: str
+    dtype: torch.dtype
+    head_dim: int
+    strategy: str = "auto"
+    packed: bool = False
+    cached: bool = False
+    no_keys: bool = False
+    v_layout: str | None = None
+
+
+def obstacle(backend: str, direction: str, needs: Needs) -> Obstacle | None:
+    """Why the ``backend`` "triton" or "hopper" cannot run the ``direction`` "forward" or "backward" of a call.
+
+    None when it can; else the error that an explicit backend raises. This is the one statement of what each serves.
+    """
+    if not device.has_triton():
+        return RuntimeError, f"backend={backend!r} needs the package triton, which is not installed here"
+    name, dtypes = "the Triton kernels", KERNEL_DTYPES
+    if backend == "hopper":
+        name, dtypes = ("backend='hopper'", HOPPER_DTYPES)
+        if needs.cached:
+            return NotImplementedError, (
+                "cache_seqlens is not served by backend='hopper' yet, but by the portable kernels"
+            )
+    if needs.dtype not in dtypes:
+        listed = " or ".join(", ".join(str(x).removeprefix("torch.") for x in dtypes).rsplit(", ", 1))
+        return NotImplementedError, f"q must be {listed} for {name}, but is {needs.dtype}"
+    if needs.head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= needs.head_dim <= MAX_HEAD_DIM:
         return NotImplementedError, (
             f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} for "
-            f"the Triton kernels, but has {head_dim}"
+            f"{name}, but has {needs.head_dim}"
         )
-    return _device_obstacle(q.device)
+    if backend == "triton":
+        return _portable_machine_obstacle(needs.arch)
+    return _hopper_obstacle(direction, needs)
 
 
-def _device_obstacle(where: torch.device) -> Obstacle | None:
-    name = device.arch(where)
-    if configs.family(name) is None:
-        if where.type == "cuda":
-            return RuntimeError, f"the Triton kernels need one of {', '.join(configs.ARCHS)}, but q is on {name}"
-        return (
-            RuntimeError,
-            f"the Triton kernels need a GPU, or TRITON_INTERPRET=1 for CPU tensors, but q is on {where}",
-        )
-    return None
+def _portable_machine_obstacle(arch: str) -> Obstacle | None:
+    if configs.family(arch) is not None:
+        return None
+    if arch.startswith(("sm_", "gfx")):
+        return RuntimeError, f"the Triton kernels need one of {', '.join(configs.ARCHS)}, but q is on {arch}"
+    return RuntimeError, f"the Triton kernels need a GPU, or TRITON_INTERPRET=1 for CPU tensors, but q is on {arch}"
 
 
-def hopper_obstacle(arch, dtype, head_dim, no_keys: bool, strategy: str, v_layout: str | None = None, feature=""):
-    """Why the sm_90 kernels cannot serve a call, as ``kernel_obstacle`` says it; at least its forward pass.
-
-    With ``_serves_backward`` the one statement of what they serve. v_layout: how v lies in memory, where the TMA cannot
-    address it. feature: what ``mask_feature`` found.
-    """
-    if feature in PORTABLE_FEATURES:
-        return NotImplementedError, f"{feature} is not served by backend='hopper' yet, but by the portable kernels"
-    if dtype not in HOPPER_DTYPES:
-        return NotImplementedError, f"q must be float16 or bfloat16 for backend='hopper', but is {dtype}"
-    if head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= head_dim <= configs.HOPPER_WIDE_HEAD_DIM:
-        return NotImplementedError, (
-            f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
-            f"{configs.HOPPER_WIDE_HEAD_DIM} for backend='hopper', but has {head_dim}"
-        )
-    if strategy == "inline":
+def _hopper_obstacle(direction: str, needs: Needs) -> Obstacle | None:
+    if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
-    if no_keys:
+    if needs.no_keys:
         return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
-    if arch != "sm_90":
-        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {arch}"
-    if v_layout is not None:
+    if needs.arch != "sm_90":
+        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {needs.arch}"
+    if needs.v_layout is not None:
         return NotImplementedError, (
             "v must have adjacent columns and positive strides and an address that are multiples of 16 bytes for "
-            f"backend='hopper', which reads it through the TMA, but has {v_layout}"
+            f"backend='hopper', which reads it through the TMA, but has {needs.v_layout}"
+        )
+    if direction == "backward" and needs.packed and needs.head_dim > configs.HOPPER_HEAD_DIM:
+        return NotImplementedError, (
+            "the sm_90 kernels have no backward pass for packed sequences of head dims beyond "
+            f"{configs.HOPPER_HEAD_DIM}"
         )
     return None
-
-
-def _serves_backward(head_dim: int, feature: str) -> bool:
-    """Whether the sm_90 backward serves a call whose forward ``hopper_obstacle`` admits."""
-    return head_dim <= configs.HOPPER_HEAD_DIM or feature != "cu_seqlens_q"
 
 
 def _arch(where: torch.device) -> str:
@@ -125,99 +118,108 @@ def _arch(where: torch.device) -> str:
 
 
 # What torch.compiler.assume_constant_result does to a function; calling it would import torch._dynamo with us, seconds.
-_device_obstacle._dynamo_marked_constant = True
-_arch._dynamo_marked_constant = True
+_arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def choose_backend(q, k, backend, strategy, feature: str = "") -> tuple[str, str]:
-    """Resolve ``backend`` to "reference", with the reason, or to what ``plan_for`` takes; raises where an explicit
-    choice cannot run. ``feature`` as ``mask_feature`` gives it.
+def choose_backend(problem: Problem) -> tuple[str, str]:
+    """("reference", the reason), or the backend that ``plan_for`` takes; raises where an explicit one cannot run.
 
     Looks at nothing that a traced graph could not know, such as addresses: that is left to ``plan_for``.
     """
+    choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
+    return choose(
+        problem.backend,
+        _arch(problem.device),
+        problem.dtype,
+        problem.head_dim,
+        problem.strategy,
+        problem.sequences is not None,
+        problem.cache is not None,
+        problem.backend == "hopper" and problem.len_k == 0,
+        problem.device.type == "cpu",
+    )
+
+
+@functools.cache
+def _choose(backend, arch, dtype, head_dim, strategy, packed, cached, no_keys, on_cpu) -> tuple[str, str]:
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
         return "reference", "asked for"
-    if backend == "hopper":
-        obstacle = hopper_obstacle(_arch(q.device), q.dtype, q.shape[3], k.shape[2] == 0, strategy, None, feature)
-    else:
-        obstacle = kernel_obstacle(q)
-    if obstacle is not None:
+    kernels = "hopper" if backend == "hopper" else "triton"
+    found = obstacle(kernels, "forward", Needs(arch, dtype, head_dim, strategy, packed, cached, no_keys))
+    if found is not None:
         if backend != "auto" or strategy != "auto":
-            raise obstacle[0](obstacle[1])
-        return "reference", obstacle[1]
-    if backend == "auto" and q.device.type == "cpu":
+            raise found[0](found[1])
+        return "reference", found[1]
+    if backend == "auto" and on_cpu:
         if strategy != "auto":
             return "triton", f"strategy={strategy!r} asks for kernels, which run in Triton's interpreter"
         return "reference", "CPU tensors take the reference; backend='triton' would run in Triton's interpreter"
     return backend, ""
 
 
-def plan_for(
-    q, k, v, causal: bool, strategy: str, backend: str, deterministic: bool, feature: str = "", max_seqlen: int = 0,
-    window: tuple[int, int] | None = None, num_sequences: int = 0,
-) -> Plan:  # fmt: skip
-    """The kernels' plan for tensors that ``choose_backend`` has admitted; cached by properties, not by exact length.
+def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
+    """The kernels' plan for a problem that ``choose_backend`` has admitted; cached by properties, not by exact length.
 
-    max_seqlen, num_sequences: the longest of packed sequences, and how many there are, empty ones included. window: as
-    in the call, for how much work there is. Raises where an explicit ``backend="hopper"`` cannot address v.
+    v is looked at for its strides and address where a kernel would read it through the TMA. Raises where an explicit
+    ``backend="hopper"`` cannot.
     """
-    length = k.shape[2]
-    longest = max(q.shape[2], length)
+    length = problem.len_k
+    longest = max(problem.len_q, length)
+    short_sequences = problem.sequences is not None and longest < configs.LEAST_MEAN_LENGTH * problem.sequences
     visited = length
-    short_sequences = longest < configs.LEAST_MEAN_LENGTH * num_sequences
-    if feature == "cu_seqlens_q":
-        longest, visited = min(max_seqlen, longest), min(max_seqlen, length)
-    visited = visited_keys(visited, causal, window)
-    key = (
-        device.arch(q.device),
-        q.dtype,
-        q.shape[3],
-        strategy,
-        backend,
-        deterministic,
-        causal,
+    if problem.sequences is not None:
+        longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
+    visited = visited_keys(visited, problem.causal, problem.window)
+    queries = problem.batch * problem.heads_q * problem.len_q * problem.head_dim
+    needs = Needs(
+        device.arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, problem.sequences is not None,
+        False, length == 0,
+    )  # fmt: skip
+    wanted = (
+        problem.backend,
+        problem.deterministic,
+        problem.causal,
         configs.bucket(longest),
-        q.shape[1] != k.shape[1],
-        length == 0,
-        configs.work_class(q.numel() * visited),
-        feature,
+        problem.heads_q != problem.heads_kv,
+        configs.work_class(queries * visited),
+        problem.has_masks,
         short_sequences,
     )
-    plan, tma = _plan(*key)
-    if tma and not has_descriptor(v) and q.numel() > 0:
-        if backend == "hopper":
-            where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
-            error, message = hopper_obstacle(*key[:3], length == 0, strategy, where)
+    plan, tma = _plan(needs, *wanted)
+    if tma and queries > 0 and not has_descriptor(v):
+        where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
+        if problem.backend == "hopper":
+            error, message = cast(Obstacle, obstacle("hopper", "forward", needs._replace(v_layout=where)))
             raise error(message)
-        plan, _ = _plan(*key, "another layout")
+        plan, _ = _plan(needs._replace(v_layout="another layout"), *wanted)
     return plan
 
 
 @functools.cache
 def _plan(
-    arch, dtype, head_dim, strategy, backend, deterministic, causal, length_bucket, gqa, no_keys, work, feature,
-    short_sequences, v_layout=None,
-) -> tuple[Plan, bool]:  # fmt: skip
+    needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences
+) -> tuple[Plan, bool]:
     """(the plan, whether kernels of sm_90 are in it, which read v through the TMA).
 
     short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on average.
     """
     shape = (causal, length_bucket, gqa)
-    obstacle = hopper_obstacle(arch, dtype, head_dim, no_keys, strategy, v_layout, feature)
-    if obstacle is None:
-        packed = feature == "cu_seqlens_q"
+    strategy = needs.strategy
+    forward_obstacle = obstacle("hopper", "forward", needs)
+    if forward_obstacle is None:
         row, row_backward = (
-            find(head_dim, *shape, packed) for find in (configs.hopper_forward, configs.hopper_backward)
+            find(needs.head_dim, *shape, needs.packed) for find in (configs.hopper_forward, configs.hopper_backward)
         )
     elif backend == "hopper":
-        raise obstacle[0](obstacle[1])
+        raise forward_obstacle[0](forward_obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
     if backend != "auto":
         forward = backward = (backend == "hopper", "asked for")
-    elif obstacle is not None:
-        forward = backward = (False, obstacle[1])
+    elif forward_obstacle is not None:
+        forward = backward = (False, forward_obstacle[1])
     elif work == 0:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:
@@ -225,11 +227,12 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
-    if backward[0] and not _serves_backward(head_dim, feature):
-        beyond = f"head dims beyond {configs.HOPPER_HEAD_DIM}"
-        backward = (False, f"the sm_90 ones have no backward pass for packed sequences of {beyond}")
-    if deterministic and backward[0]:
-        backward = (False, "deterministic=True, and the sm_90 kernels add dQ in any order")
+    if backward[0]:
+        backward_obstacle = obstacle("hopper", "backward", needs)
+        if backward_obstacle is not None:
+            backward = (False, backward_obstacle[1])
+        elif deterministic:
+            backward = (False, "deterministic=True, and the sm_90 kernels add dQ in any order")
 
     why, backward_strategy = "strategy asked for", strategy
     if strategy == "auto":
@@ -238,14 +241,15 @@ def _plan(
         why = "K is rotated once instead of once per query block"
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
-    portable = (configs.family(arch), dtype.itemsize, head_dim)
-    masked = feature != ""
+    portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
     plan = Plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
         row.config if forward[0] else configs.forward(*portable, strategy, *shape, masked),
-        row_backward.config if backward[0] else configs.backward(*portable, backward_strategy, *shape, masked),
+        cast(configs.HopperBackwardConfig, row_backward.config)
+        if backward[0]
+        else configs.backward(*portable, backward_strategy, *shape, masked),
     )
     return plan, forward[0] or backward[0]
 

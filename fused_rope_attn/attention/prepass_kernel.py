@@ -6,28 +6,25 @@ import triton.language as tl
 from fused_rope_attn.kernels.lengths import count_tiles, describe_tiles, existing_keys, packed_partner, packed_tile
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, load_pairs, pack_pairs, rotate
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, head_rows, rows_from, shifted, store_tile
+from fused_rope_attn.kernels.tiles import RowFormat, rows_from, rows_of_head, sequence_heads, store_tile
 
 # int32 words that describe a tile of packed queries, and words of the counter that lies before them all: 32 bytes.
 TILE_WORDS = tl.constexpr(8)
 
 
 @triton.jit
-def rotate_heads(x, out, x_stride_head, out_stride_head, rotation, position_offset, sign, first_head, last_head,
-                 BLOCK_N: tl.constexpr):  # fmt: skip
-    """Rotate BLOCK_N rows of heads [first_head, last_head), times ``sign``; the angles are read once for all heads.
+def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head, BLOCK_N: tl.constexpr):
+    """Rotate rows [start, start + BLOCK_N) of heads [first_head, last_head); the angles are read once for all heads.
 
-    x and out are ``Rows`` of head 0; row i has position ``position_offset + i``. Rows of ``out`` that x does not have
-    become zero. ``out`` is in pair order.
+    x and out are ``Heads``, ``out`` in pair order and times ``sign``; row i has position ``q_offset + i``. Rows of
+    ``out`` that x does not have become zero.
     """
     offs = tl.arange(0, BLOCK_N)
-    cos, sin = load_angles(rotation, offs + position_offset, x.format.BLOCK_D, CHECK_POSITIONS=True)
+    cos, sin = load_angles(rotation, offs + (start + q_offset), x.rows.format.BLOCK_D, CHECK_POSITIONS=True)
     for head in range(first_head, last_head):
-        x_head = shifted(x, tl.cast(head, tl.int64) * x_stride_head)
-        out_head = shifted(out, tl.cast(head, tl.int64) * out_stride_head)
-        first, second = load_pairs(x_head, offs, rotation, CHECK_ROWS=True)
+        first, second = load_pairs(rows_from(rows_of_head(x, head), start), offs, rotation, CHECK_ROWS=True)
         first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-        store_tile(out_head, pack_pairs(first * sign, second * sign), offs)
+        store_tile(rows_from(rows_of_head(out, head), start), pack_pairs(first * sign, second * sign), offs)
 
 
 @triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK"])
@@ -70,20 +67,14 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_pt
         sequence, first_row, N, block = packed_tile(block, cu_ptr, num_sequences, N, BLOCK_N)
         if NK is not None:
             _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-    start = block * BLOCK_N
-    position_offset = start
-    if NK is not None:
-        position_offset += NK - N
-    origin = Origin(batch=batch, head=0, row=first_row)
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     rotate_heads(
-        rows_from(head_rows(x_ptr, x_strides, origin, N, row_format), start),
-        rows_from(head_rows(out_ptr, out_strides, origin, N, row_format), start),
-        x_strides[1],
-        out_strides[1],
+        sequence_heads(x_ptr, x_strides, batch, first_row, N, row_format),
+        sequence_heads(out_ptr, out_strides, batch, first_row, N, row_format),
         head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
-        position_offset,
-        1.0 if sign is None else sign,
+        start=block * BLOCK_N,
+        q_offset=0 if NK is None else NK - N,
+        sign=1.0 if sign is None else sign,
         first_head=chunk * HEADS,
         last_head=tl.minimum(chunk * HEADS + HEADS, H),
         BLOCK_N=BLOCK_N,

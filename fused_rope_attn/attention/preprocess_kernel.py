@@ -8,10 +8,100 @@ import triton.language as tl
 
 from fused_rope_attn.attention.prepass_kernel import rotate_heads
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
 from fused_rope_attn.kernels.softmax import LOG2E
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, head_rows, load_tile, rows_from, shifted, store_tile
+from fused_rope_attn.kernels.tiles import (
+    RowFormat,
+    Rows,
+    load_tile,
+    rows_from,
+    rows_of_head,
+    sequence_heads,
+    store_tile,
+)
+
+
+@record
+class QueryRows:
+    """Where a sequence's queries lie: as the caller passes them, and in what a backward pass makes of them."""
+
+    first_row: tl.tensor  # in o, dO, lse and q
+    num_rows: tl.tensor
+    first_padded: tl.tensor  # in stats, the accumulator and the rotated q
+    num_padded: tl.tensor  # num_rows and the rows behind them that are written too
+
+
+@record
+class Statistics:
+    """What the kernel writes of each query row besides q; each (B, HQ, pitch), rows one after the other."""
+
+    stats_ptr: tl.tensor  # float32: lse in base 2, (B, HQ, pitch), and as many numbers behind it delta
+    accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, BLOCK_D) float32, set to zero
+    progress_ptr: tl.tensor | None  # int32: (B * HKV,) of key heads, and one for every PROGRESS_ROWS rows, set to zero
+    size: tl.tensor  # B * HQ * pitch
+    num_key_heads: tl.tensor  # B * HKV
+    PROGRESS_ROWS: tl.constexpr
+
+
+@triton.jit
+def query_rows(block, batch, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr):
+    """(block within its sequence, sequence, ``QueryRows``) of a block of BLOCK_N query rows; see the kernel."""
+    if cu_q_ptr is None:
+        return block, 0, QueryRows(first_row=0, num_rows=NQ, first_padded=0, num_padded=pitch)
+    else:
+        if PAD_TO:
+            PARTS: tl.constexpr = PAD_TO // BLOCK_N
+            sequence, first_row, num_rows, tile = packed_tile(block // PARTS, cu_q_ptr, num_sequences, NQ, PAD_TO)
+            rows = QueryRows(
+                first_row=first_row,
+                num_rows=num_rows,
+                first_padded=padded_row(first_row, sequence, PAD_TO),
+                num_padded=tl.cdiv(num_rows, PAD_TO) * PAD_TO,
+            )
+            return tile * PARTS + block % PARTS, sequence, rows
+        else:
+            sequence, first_row, num_rows, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+            rows = QueryRows(first_row=first_row, num_rows=num_rows, first_padded=first_row, num_padded=num_rows)
+            return block, sequence, rows
+
+
+@triton.jit
+def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N: tl.constexpr,
+                     READS_LENGTHS: tl.constexpr):  # fmt: skip
+    """lse and delta of rows [start, start + BLOCK_N) of one head, of batch * HQ + head = batch_head (int64).
+
+    ``out`` are ``Statistics``, ``rows`` ``QueryRows``; o and do ``Rows`` from ``start`` on.
+    """
+    offs = tl.arange(0, BLOCK_N)
+    exists = offs < rows.num_rows - start
+    is_written = offs < rows.num_padded - start
+    o_tile = load_tile(o, offs, CHECK_ROWS=True)
+    do_tile = load_tile(do, offs, CHECK_ROWS=True)
+    lse = tl.load(lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    index = batch_head * pitch + rows.first_padded + start + offs
+    tl.store(out.stats_ptr + index, lse, mask=is_written)
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if READS_LENGTHS:
+        # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
+        delta = tl.where(lse == float("inf"), 0.0, delta)
+    tl.store(out.stats_ptr + out.size + index, delta, mask=is_written)
+    if out.progress_ptr is not None:
+        words = out.progress_ptr + out.num_key_heads + index // out.PROGRESS_ROWS
+        tl.store(words, 0, mask=(index % out.PROGRESS_ROWS == 0) & is_written)
+    if out.accumulator_ptr is not None:
+        BLOCK_D: tl.constexpr = o.format.BLOCK_D
+        cleared = Rows(
+            ptr=out.accumulator_ptr + (batch_head * pitch + rows.first_padded + start) * BLOCK_D,
+            stride_row=BLOCK_D,
+            stride_column=1,
+            num_rows=rows.num_padded - start,
+            first_row=None,
+            format=RowFormat(D=BLOCK_D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False),
+        )
+        store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
 @triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "num_sequences", "position_limit"])
@@ -46,69 +136,33 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         first_head = chunk * HEADS
         last_head = tl.minimum(first_head + HEADS, HQ)
         len_k = existing_keys(lens_ptr, batch, NK)
-        # A sequence's first row and its number of rows, in what the caller passed and in what is padded.
-        first_row = 0
-        first_padded = 0
-        len_q = NQ
-        len_padded = pitch
+        block, sequence, rows = query_rows(block, batch, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N, PAD_TO)
         if cu_q_ptr is not None:
-            if PAD_TO:
-                PARTS: tl.constexpr = PAD_TO // BLOCK_N
-                sequence, first_row, len_q, tile = packed_tile(block // PARTS, cu_q_ptr, num_sequences, NQ, PAD_TO)
-                block = tile * PARTS + block % PARTS
-                first_padded = padded_row(first_row, sequence, PAD_TO)
-                len_padded = tl.cdiv(len_q, PAD_TO) * PAD_TO
-            else:
-                sequence, first_row, len_q, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
-                first_padded = first_row
-                len_padded = len_q
-            first_k, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+            _, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         start = block * BLOCK_N
-        offs = tl.arange(0, BLOCK_N)
-        origin = Origin(batch=batch, head=0, row=first_row)
-        o_rows = rows_from(head_rows(o_ptr, o_strides, origin, len_q, row_format), start)
-        do_rows = rows_from(head_rows(do_ptr, do_strides, origin, len_q, row_format), start)
-        exists = offs < len_q - start
-        exists_padded = offs < len_padded - start
+        o = sequence_heads(o_ptr, o_strides, batch, rows.first_row, rows.num_rows, row_format)
+        do = sequence_heads(do_ptr, do_strides, batch, rows.first_row, rows.num_rows, row_format)
+        out = Statistics(
+            stats_ptr=stats_ptr,
+            accumulator_ptr=accumulator_ptr,
+            progress_ptr=progress_ptr,
+            size=tl.cast(B, tl.int64) * HQ * pitch,
+            num_key_heads=B * HKV,
+            PROGRESS_ROWS=PROGRESS_ROWS,
+        )
         for head in range(first_head, last_head):
-            h = tl.cast(head, tl.int64)
-            o = load_tile(shifted(o_rows, h * o_strides[1]), offs, CHECK_ROWS=True)
-            do = load_tile(shifted(do_rows, h * do_strides[1]), offs, CHECK_ROWS=True)
-            bh = batch * HQ + h
-            lse = tl.load(lse_ptr + bh * NQ + first_row + start + offs, mask=exists, other=0.0)
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            row_index = bh * pitch + first_padded + start + offs
-            tl.store(stats_ptr + row_index, lse, mask=exists_padded)
-            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-            if READS_LENGTHS:
-                # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
-                delta = tl.where(lse == float("inf"), 0.0, delta)
-            tl.store(stats_ptr + tl.cast(B, tl.int64) * HQ * pitch + row_index, delta, mask=exists_padded)
-            if progress_ptr is not None:
-                words = progress_ptr + B * HKV + row_index // PROGRESS_ROWS
-                tl.store(words, 0, mask=(row_index % PROGRESS_ROWS == 0) & exists_padded)
-            if accumulator_ptr is not None:
-                cleared = Rows(
-                    ptr=accumulator_ptr + (bh * pitch + first_padded + start) * BLOCK_D,
-                    stride_row=BLOCK_D,
-                    stride_column=1,
-                    num_rows=len_padded - start,
-                    first_row=None,
-                    format=RowFormat(D=BLOCK_D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False),
-                )
-                store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
+            o_rows = rows_from(rows_of_head(o, head), start)
+            do_rows = rows_from(rows_of_head(do, head), start)
+            batch_head = batch * HQ + tl.cast(head, tl.int64)
+            write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N, READS_LENGTHS)
         if ROTATE:
-            written = len_q
-            if PAD_TO:
-                written = len_padded
-            origin_rot = Origin(batch=batch, head=0, row=first_padded)
+            num_rot = rows.num_padded if PAD_TO else rows.num_rows
             rotate_heads(
-                rows_from(head_rows(q_ptr, q_strides, origin, len_q, row_format), start),
-                rows_from(head_rows(q_rot_ptr, q_rot_strides, origin_rot, written, row_format), start),
-                q_strides[1],
-                q_rot_strides[1],
+                sequence_heads(q_ptr, q_strides, batch, rows.first_row, rows.num_rows, row_format),
+                sequence_heads(q_rot_ptr, q_rot_strides, batch, rows.first_padded, num_rot, row_format),
                 head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
-                start + (len_k - len_q),
+                start,
+                len_k - rows.num_rows,
                 q_sign,
                 first_head,
                 last_head,
@@ -125,18 +179,15 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
                     for head in range(first_head, last_head):
                         tl.store(progress_ptr + batch * HKV + head, 0)
             len_k = existing_keys(lens_ptr, batch, NK)
-            first_row = 0
+            first_k = 0
             if cu_k_ptr is not None:
-                sequence, first_row, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
-            start = block * BLOCK_N
-            origin = Origin(batch=batch, head=0, row=first_row)
+                _, first_k, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
             rotate_heads(
-                rows_from(head_rows(k_ptr, k_strides, origin, len_k, row_format), start),
-                rows_from(head_rows(k_rot_ptr, k_rot_strides, origin, len_k, row_format), start),
-                k_strides[1],
-                k_rot_strides[1],
+                sequence_heads(k_ptr, k_strides, batch, first_k, len_k, row_format),
+                sequence_heads(k_rot_ptr, k_rot_strides, batch, first_k, len_k, row_format),
                 head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
-                start,
+                block * BLOCK_N,
+                0,
                 1.0,
                 first_head,
                 last_head,

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention import planning
-from fused_rope_attn.generation import ops, reference
+from fused_rope_attn.attention.planning import Plan, choose_backend
+from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.generation import planning, reference
+from fused_rope_attn.generation.problem import Tensors, cache_of, describe_step
 from fused_rope_attn.generation.validation import check_kvcache
-from fused_rope_attn.runtime.autocast import autocast
+from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.device import has_triton
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.generation import ops
 
 
 def rope_attention_with_kvcache(
@@ -21,6 +27,7 @@ def rope_attention_with_kvcache(
     *,
     cache_seqlens: torch.Tensor,
     cache_is_rotated: bool = True,
+    kv_starts: torch.Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
     rotary_dim: int | None = None,
@@ -59,6 +66,7 @@ def rope_attention_with_kvcache(
         k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
         cache_seqlens: ``(B,)`` int32 on q's device: keys in the caches before this call.
         cache_is_rotated: whether the keys in the cache are, and hence whether k is rotated before it is written.
+        kv_starts: ``(B,)`` int32: keys before it do not exist (left-padded prompts).
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
         softmax_scale, rotary_dim, interleaved, window, softcap, sinks, return_lse: as in ``rope_attention``.
 
@@ -69,37 +77,71 @@ def rope_attention_with_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    return _with_kvcache(
+    problem, tensors = _describe(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
         causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
-        softcap=softcap, sinks=sinks, return_lse=return_lse,
+        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse,
     )  # fmt: skip
+    o, lse = attend_step(problem, tensors)
+    return (o, lse) if return_lse else o
 
 
-def _with_kvcache(q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
-                  softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None,
-                  return_lse=False, kv_starts=None, backend="auto"):  # fmt: skip
-    """``rope_attention_with_kvcache`` with what its signature has not: ``backend`` as in ``rope_attention``, for tests,
-    and ``kv_starts`` (B,) int32, contiguous, not checked: keys before it do not exist (left-padded prompts)."""
-    q, k, v = autocast(q, k, v)
+def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **options) -> Plan:
+    """What ``rope_attention_with_kvcache`` would run for the same arguments, as ``plan`` says it of ``rope_attention``.
+
+    Launches nothing and writes nothing; raises what ``rope_attention_with_kvcache`` would raise.
+    """
+    problem, _ = _describe(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
+    chosen, reason = choose_backend(problem)
+    return Plan("reference", None, reason) if chosen == "reference" else planning.plan_for(problem, reason)
+
+
+def run_step(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, backend: str = "auto", **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rope_attention_with_kvcache`` by a backend of choice, for verification and tests; returns (o, lse)."""
+    return attend_step(*_describe(q, k_cache, v_cache, *arguments, backend=backend, **options))
+
+
+def _describe(
+    q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
+    softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None, return_lse=False,
+    kv_starts=None, backend="auto", convert=torch.Tensor.to,
+) -> tuple[Problem, Tensors]:  # fmt: skip
+    """Check the arguments of ``rope_attention_with_kvcache`` and make records of them.
+
+    ``backend`` and ``convert`` as in ``rope_attention`` and ``autocast``.
+    """
+    q, k, v = autocast(q, k, v, convert)
     rotary_dim = check_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
         causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
-        softcap=softcap, sinks=sinks, return_lse=return_lse,
+        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse,
     )  # fmt: skip
-    if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
-    chosen, _ = planning.choose_backend(q, k_cache, backend, "auto", "cache_seqlens")
-    if chosen == "reference":
-        o, lse = reference.attention_with_kvcache(
-            q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_is_rotated, causal=causal,
-            softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap,
-            sinks=sinks, kv_starts=kv_starts,
-        )  # fmt: skip
-    else:
-        left, right = (-1, -1) if window is None else window
-        o, lse = ops.attention_with_kvcache(
-            q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, cache_is_rotated, causal,
-            float(softmax_scale), rotary_dim, interleaved, left, right, float(softcap),
-        )  # fmt: skip
-    return (o, lse) if return_lse else o
+    tensors = Tensors(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)
+    problem = describe_step(
+        tensors,
+        cache_is_rotated=cache_is_rotated,
+        causal=causal,
+        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        softcap=float(softcap),
+        backend=backend,
+    )
+    return problem, tensors
+
+
+def attend_step(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a described step, by the backend that planning chooses."""
+    chosen, _ = choose_backend(problem)
+    if chosen != "reference":
+        return ops.attention_with_kvcache(problem, tensors)
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
+    return reference.attention_with_kvcache(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
+        causal=problem.causal, softmax_scale=problem.softmax_scale, rotary_dim=problem.rotary_dim,
+        interleaved=problem.interleaved, window=problem.window, softcap=problem.softcap, sinks=sinks,
+        kv_starts=kv_starts,
+    )  # fmt: skip

@@ -63,7 +63,7 @@ class DecodeRow:
     note: str
     rotated: bool | None = None
 
-    def matches(self, arch, element_size, head_dim, rotated) -> bool:
+    def matches(self, arch: str, element_size: int, head_dim: int, rotated: bool) -> bool:
         return (
             arch in self.archs
             and element_size == self.element_size
@@ -111,6 +111,6 @@ DECODE: tuple[DecodeRow, ...] = (
 
 
 @functools.cache
-def decode(arch, element_size, head_dim, rotated) -> DecodeConfig:
+def decode(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeConfig:
     """The configuration of the generation step for these properties; ``rotated``: whether the cached keys are."""
     return replace(find_row(DECODE, arch, element_size, head_dim, rotated).config, pdl=arch in PDL)

@@ -1,15 +1,17 @@
-"""Launcher of the generation step."""
+"""The generation step: its door, and the launches behind it."""
 
-import itertools
+from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.generation.configs import DECODE_ROWS
+from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
 from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
-from fused_rope_attn.kernels.arguments import dot_precision, scale_and_sign
+from fused_rope_attn.generation.problem import Tensors, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
-from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides, table_strides
+from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
 def row_block(rows: int) -> int:
@@ -29,111 +31,89 @@ def in_units(x: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
     return batch // unit, head // unit, row // unit, column
 
 
-class DecodeCall:
-    """The launches of one signature; ``k`` and ``v`` None: nothing is appended."""
+class StepCall:
+    """The launches of one signature: every program's share of all key tiles, then the sums of what was shared."""
 
-    def __init__(self, q, k_cache, v_cache, cos, sin, k, v, options, config):
-        causal, softmax_scale, rotary_dim, interleaved, rotated, left, right, softcap, precision = options
-        append = k is not None
-        batch, heads_q, len_q, head_dim = q.shape
-        heads_kv, capacity = k_cache.shape[1], k_cache.shape[2]
-        group_size = heads_q // heads_kv
-        group_rows = len_q * group_size
-        block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(head_dim)
+    def __init__(self, problem: Problem, tensors: tuple, config: DecodeConfig):
+        given = Tensors(*tensors)
+        q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
+        appends = cache_of(problem).appends
+        group_rows = problem.len_q * problem.group_size
+        block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(problem.head_dim)
         many_rows = block_m == DECODE_ROWS  # their sums leave fewer registers for scores
         if many_rows:
             block_n = min(block_n, 64)
-        heads = batch * heads_kv * -(-group_rows // block_m)
+        heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
         # No more programs than there can be shares.
-        most = heads * max(1, -(-capacity // block_n))
+        most = heads * max(1, -(-problem.len_k // block_n))
         programs = min(config.programs_per_sm * device.num_sms(q.device), -(-most // config.least_tiles))
         self.o_strides = output_strides(q)
-        self.workspace = programs * 2 * block_m * (head_dim + 2)
-        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, softcap)
-        cos_strides, sin_strides = table_strides(cos, sin, rotary_dim, interleaved)
+        self.workspace = programs * 2 * block_m * (problem.head_dim + 2)
         unit = min(common_unit(k_cache), common_unit(v_cache))
-        new_strides = (k.stride(), v.stride()) if append else (None, None)
-        long = is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides[: 2 * append])
-        block_b = 32 if batch <= 32 else 256
-        common = {"BLOCK_M": block_m, "BLOCK_N": block_n}
-        shared = {"BLOCK_D": pad_d, "BLOCK_B": block_b, "LEAST": config.least_tiles}
-        self.launch = Launch(
+        new_strides = [x.stride() for x in (given.k, given.v)] if appends else []
+        shared = shared_arguments(problem, given.cos, given.sin) | {
+            "o_strides": self.o_strides,
+            "programs": programs,
+            "B": problem.batch,
+            "S": problem.len_k,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": pad_d,
+            "BLOCK_B": 32 if problem.batch <= 32 else 256,
+            "LEAST": config.least_tiles,
+            "APPEND": appends,
+            "PDL": config.pdl,
+        }
+        self.attend = Launch(
             decode_kernel,
             programs,
-            (
-                q.stride(), in_units(k_cache, unit), in_units(v_cache, unit), cos_strides, sin_strides, *new_strides,
-                self.o_strides, qk_scale, q_sign, cap_scale, left, right, programs, batch, heads_kv, group_size, len_q,
-                capacity, cos.shape[-2],
-            ),
-            {
-                "D": head_dim,
-                "R": rotary_dim,
-                **common,
-                "BLOCK_NEW": 16,
-                **shared,
-                "INTERLEAVED": interleaved,
-                "IS_CAUSAL": causal,
-                "ROTATED": rotated,
-                "APPEND": append,
-                "PRECISION": precision,
-                "UNIT": unit,
-                "LONG": long,
-                "PDL": config.pdl,
-            },
             # So many rows of sums take the registers of twice as many threads.
-            {
-                **config.launch_options,
-                "num_warps": max(8, config.num_warps) if many_rows else config.num_warps,
-            },
-        )  # fmt: skip
+            {**config.launch_options, "num_warps": max(8, config.num_warps) if many_rows else config.num_warps},
+            shared,
+            q_strides=q.stride(),
+            k_cache_strides=in_units(k_cache, unit),
+            v_cache_strides=in_units(v_cache, unit),
+            k_strides=new_strides[0] if appends else None,
+            v_strides=new_strides[1] if appends else None,
+            BLOCK_NEW=16,
+            ROTATED=cache_of(problem).is_rotated,
+            UNIT=unit,
+            LONG=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
+        )
         self.combine = Launch(
             combine_kernel,
-            batch * heads_kv * group_rows,
-            (self.o_strides, left, programs, batch, heads_kv, group_size, len_q, capacity),
-            {
-                "D": head_dim,
-                **common,
-                "BLOCK_PARTS": config.combine_parts,
-                **shared,
-                "APPEND": append,
-                "LONG": is_long(self.o_strides),
-                "PDL": config.pdl,
-            },
+            problem.batch * problem.heads_kv * group_rows,
             {"num_warps": 4, "launch_pdl": True} if config.pdl else {"num_warps": 4},
+            shared,
+            BLOCK_PARTS=config.combine_parts,
+            LONG=is_long(self.o_strides),
         )
 
-    def __call__(self, q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks):
+    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         stream = device.current_stream(q.device)
-        self.launch(stream, q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, o, lse, parts)
-        self.combine(stream, cache_seqlens, kv_starts, sinks, parts, o, lse)
+        self.attend(
+            stream, q_ptr=q, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos, sin_ptr=sin, k_ptr=k, v_ptr=v,
+            seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, o_ptr=o, lse_ptr=lse, parts_ptr=parts,
+        )  # fmt: skip
+        self.combine(
+            stream, seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, parts_ptr=parts, o_ptr=o,
+            lse_ptr=lse,
+        )  # fmt: skip
         return o, lse
 
 
-def _prepare(q, k_cache, v_cache, cos, sin, *rest) -> DecodeCall:
-    *optional, has, options, config = rest
-    k, v = optional[:2] if has[0] else (None, None)
-    return DecodeCall(q, k_cache, v_cache, cos, sin, k, v, options, config)
+prepared = PreparedCalls(StepCall)
 
 
-_prepared = PreparedCalls(_prepare)
+def attention_with_kvcache(
+    problem: Problem, tensors: Tensors, config: DecodeConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append k and v to the caches at ``cache_seqlens``, and attend; ``problem`` is ``for_launch``.
 
-
-def attention_with_kvcache(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, *, causal, softmax_scale, rotary_dim,
-                           interleaved, rotated, left, right, softcap, config, kv_starts=None,
-                           sinks=None):  # fmt: skip
-    """Append k and v to the caches at ``cache_seqlens``, and attend.
-
-    q ``(B, HQ, NQ, D)``, caches ``(B, HKV, S, D)``, k and v ``(B, HKV, NQ, D)`` or None, any strides; cos and sin
-    ``([1|B,] rows, R/2 | R)``; cache_seqlens and kv_starts ``(B,)`` int32 and sinks ``(HQ,)``, contiguous; left and
-    right as ``launch.Masks`` has them; ``config`` a ``configs.DecodeConfig``. Returns o (shape of q, its memory order)
-    and lse ``(B, HQ, NQ)`` float32, natural log. Needs at least one query.
+    Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log. Needs at least one query.
     """
-    options = (causal, softmax_scale, rotary_dim, interleaved, rotated, left, right, softcap, dot_precision(q.dtype))
-    optional = (k, v, kv_starts, sinks)
-    has = [x is not None for x in optional]
-    tensors = (q, k_cache, v_cache, cos, sin, *itertools.compress(optional, has), cache_seqlens)
-    call = _prepared(tensors, (tuple(has), options), config)
-    return call(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)
+    return prepared(problem, tensors, config)(tensors)

@@ -1,5 +1,7 @@
 """The generation step in eager PyTorch: the semantics that its kernel is held to, and the fallback on any device."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,10 @@ def attention_with_kvcache(
             for cache, x in ((k_cache, new), (v_cache, v)):
                 cache[batch, :, row] = torch.where(fits[:, None, None], x[:, :, i], cache[batch, :, row])
     position, low, high = visible_keys(position, length, causal, window=window, kv_starts=kv_starts)
-    absent = absent_keys(capacity, position, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
+    # There are lengths, hence keys to ask about.
+    absent = cast(
+        Tensor, absent_keys(capacity, position, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
+    )
     keys, values = (x.masked_fill(absent[:, None, :, None], 0) for x in (k_cache, v_cache))
     if not cache_is_rotated:
         keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=interleaved)

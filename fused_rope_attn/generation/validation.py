@@ -40,6 +40,7 @@ def check_kvcache(
     window: tuple[int, int] | None,
     softcap: float,
     sinks: Tensor | None,
+    kv_starts: Tensor | None,
     return_lse: bool,
 ) -> int:
     """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
@@ -89,7 +90,7 @@ def check_kvcache(
         refuse_shapes(q_shape, cache_shape, v_cache.shape, "_cache")
     if heads_q < 1 or head_dim < 2 or head_dim % 2:
         refuse_heads(q_shape)
-    if append:
+    if k is not None and v is not None:
         _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim))
     check_bounds("cache_seqlens", cache_seqlens, device, batch)
     rotary_dim = check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", "k_cache")
@@ -98,6 +99,8 @@ def check_kvcache(
         check_window(window)
     if sinks is not None:
         check_sinks(sinks, dtype, device, heads_q)
+    if kv_starts is not None:
+        check_bounds("kv_starts", kv_starts, device, batch)
     if torch.is_grad_enabled():
         inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks}
         for name, x in inputs.items():

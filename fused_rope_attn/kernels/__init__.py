@@ -1,1 +1,13 @@
-"""Device code that every kernel shares, and the host's side of its arguments."""
+"""Device code that every kernel shares, and the host's side of its arguments.
+
+- ``records``: named values that travel through device code together.
+- ``tiles``: where rows lie in memory; loads and stores of tiles of them.
+- ``rotation``: pairs of columns, their angles, and tiles that are rotated as they are read or written.
+- ``masks``: which queries and keys see each other, and so which blocks are visited.
+- ``lengths``: how many keys exist, and where packed sequences lie.
+- ``sequences``: which rows of which sequence a program works on, and that sequence's mask.
+- ``products``: scores, and long sums of products.
+- ``softmax``: the running softmax, sinks.
+- ``schedule``: the order of tiles, and how launches wait for each other.
+- ``arguments``: scalars and sizes that every launcher derives from a call (host).
+"""

@@ -8,7 +8,7 @@ import torch
 
 LOG2E = math.log2(math.e)
 # Beyond any sequence, and far enough from 2**31 to be added to a position.
-_WIDEST_WINDOW = 2**30
+WIDEST_WINDOW = 2**30
 
 
 def scale_and_sign(softmax_scale: float, softcap: float = 0.0) -> tuple[float, float, float | None]:
@@ -22,16 +22,8 @@ def scale_and_sign(softmax_scale: float, softcap: float = 0.0) -> tuple[float, f
     return scale * LOG2E, sign, None
 
 
-def window_bounds(causal: bool, left: int, right: int) -> tuple[int | None, int | None]:
-    """left and right as in ``window``, -1 for unbounded, as kernels take them: None for no bound."""
-    return (
-        min(left, _WIDEST_WINDOW) if left >= 0 else None,
-        min(right, _WIDEST_WINDOW) if right >= 0 and not causal else None,  # the diagonal is the narrower bound
-    )
-
-
 def tile_count(length: int, num_sequences: int | None, block: int) -> int:
-    """``packed.count_tiles`` on the host."""
+    """``lengths.count_tiles`` on the host."""
     return -(-length // block) if num_sequences is None else length // block + num_sequences + 1
 
 

@@ -1,64 +1,17 @@
-"""Lengths and packed sequences, which only the device knows: tiles of sequences, and the keys that exist."""
+"""Lengths and packed sequences, which only the device knows: how many keys exist, and which tiles a sequence has.
+
+Packed sequences lie one after the other in a tensor of N rows. ``cu_ptr`` points to their ``cu_seqlens``
+(num_sequences + 1,) int32, the rows where they begin and where the last one ends; rows behind that belong to none.
+"""
 
 import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.schedule import scheduled_tile
-from fused_rope_attn.kernels.tiles import Origin
-
-
-@record
-class Tile:
-    """A tile of rows of one head of one sequence; made by ``scheduled_rows``."""
-
-    number: tl.tensor  # among the tiles of this head, of all sequences
-    start: tl.tensor  # its first row, counted from the sequence's; of packed sequences it may lie past the last one
-    num_rows: tl.tensor  # of the sequence
-    sequence: tl.tensor | None  # the number of the packed sequence
-    origin: Origin  # the sequence's first row
-    batch_head: tl.tensor  # batch * H + head
-
-
-@triton.jit
-def scheduled_rows(N, H, num_heads, heads_per_section, cu_ptr, num_sequences, BLOCK: tl.constexpr,
-                   LAST_TILE_FIRST: tl.constexpr):  # fmt: skip
-    """The ``Tile`` of BLOCK rows that this program works on, in the order of ``scheduled_tile``.
-
-    Rows of a (B, H, N, D) tensor, num_heads = B * H; of packed sequences cu_ptr (sequences + 1,) int32 says where they
-    begin, otherwise it and num_sequences are None. Grid: (``count_tiles`` * num_heads).
-    """
-    tiles = count_tiles(N, num_sequences, BLOCK)
-    number, batch_head = scheduled_tile(tl.program_id(0), tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
-    batch = (batch_head // H).to(tl.int64)
-    head = (batch_head % H).to(tl.int64)
-    if cu_ptr is None:
-        origin = Origin(batch=batch, head=head, row=0)
-        return Tile(
-            number=number, start=number * BLOCK, num_rows=N, sequence=None, origin=origin, batch_head=batch_head
-        )
-    else:
-        sequence, first_row, num_rows, tile = packed_tile(number, cu_ptr, num_sequences, N, BLOCK)
-        origin = Origin(batch=batch, head=head, row=first_row)
-        return Tile(
-            number=number, start=tile * BLOCK, num_rows=num_rows, sequence=sequence, origin=origin,
-            batch_head=batch_head,
-        )  # fmt: skip
-
-
-@triton.jit
-def partner_rows(tile, cu_ptr, num_sequences, N):
-    """(first row, rows) of the other tensor's part of a tile's sequence, of N rows in all: the keys of queries."""
-    if cu_ptr is None:
-        return 0, N
-    else:
-        return packed_partner(cu_ptr, tile.sequence, num_sequences, N)
-
 
 @triton.jit
 def existing_keys(lens_ptr, batch, NK):
-    """How many keys of a batch entry exist, at most NK; lens_ptr None: all of them."""
+    """How many of NK keys of a batch entry exist: lens_ptr (B,) int32, None where all of them do."""
     if lens_ptr is None:
         return NK
     else:
@@ -67,7 +20,10 @@ def existing_keys(lens_ptr, batch, NK):
 
 @triton.jit
 def count_tiles(N, num_sequences, BLOCK: tl.constexpr):
-    """Tiles of N rows. Packed sequences end anywhere, so that each may take one tile more: ``packed_tile``."""
+    """How many tiles of BLOCK rows N rows take; num_sequences None: they are not packed.
+
+    Packed sequences end anywhere, so that each may take one tile more: ``packed_tile``.
+    """
     if num_sequences is None:
         return tl.cdiv(N, BLOCK)
     else:
@@ -80,28 +36,28 @@ def packed_rows(cu_ptr, sequence, num_sequences, N):
 
     Whatever cu_seqlens hold, the rows lie in [0, N).
     """
-    first = tl.minimum(N, tl.maximum(0, tl.load(cu_ptr + sequence)))
-    last = tl.load(cu_ptr + sequence + 1, mask=sequence < num_sequences, other=N)
-    return first, tl.minimum(N, tl.maximum(first, last)) - first
+    begin = tl.minimum(N, tl.maximum(0, tl.load(cu_ptr + sequence)))
+    end = tl.load(cu_ptr + sequence + 1, mask=sequence < num_sequences, other=N)
+    return begin, tl.minimum(N, tl.maximum(begin, end)) - begin
 
 
 @triton.jit
 def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr, LAYOUT: tl.constexpr = None):
-    """(sequence, its first row, its rows, tile in it) of a tile among those of all sequences.
+    """(sequence, its first row, its number of rows, tile within it) of tile number ``tile`` of all sequences.
 
     Sequence s owns the tiles from ``cu[s] // BLOCK + s`` on: at least as many as it has, and known without a sum over
-    the sequences before it. So the last sequence that begins at or before a tile is its own; the tile may lie behind
-    that sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
+    the sequences before it. So a tile belongs to the last sequence that begins at or before it; it may lie behind that
+    sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
 
-    LAYOUT: of a row of 1024, which Gluon kernels name.
+    LAYOUT: the layout of 1024 numbers, which Gluon kernels name.
     """
     CHUNK: tl.constexpr = 1024
     count = 0
-    for first in range(0, num_sequences + 1, CHUNK):
+    for start in range(0, num_sequences + 1, CHUNK):
         if LAYOUT is None:
-            index = first + tl.arange(0, CHUNK)
+            index = start + tl.arange(0, CHUNK)
         else:
-            index = first + gl.arange(0, CHUNK, LAYOUT)
+            index = start + gl.arange(0, CHUNK, LAYOUT)
         begin = tl.load(cu_ptr + index, mask=index <= num_sequences, other=0)
         count += tl.sum(((begin // BLOCK + index <= tile) & (index <= num_sequences)).to(tl.int32), 0)
     sequence = tl.maximum(0, count - 1)
@@ -112,9 +68,12 @@ def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr, LAYOUT: tl.
 
 @triton.jit
 def packed_partner(cu_ptr, sequence, num_sequences, N):
-    """(first row, rows) of the other tensor's part of a sequence; what lies behind the last one has no partner."""
-    first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
-    return first, tl.where(sequence < num_sequences, rows, 0)
+    """(first row, number of rows) of the keys of a sequence of queries, or of the queries of a sequence of keys.
+
+    Rows behind the last sequence have none.
+    """
+    first_row, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
+    return first_row, tl.where(sequence < num_sequences, rows, 0)
 
 
 @triton.jit
@@ -128,16 +87,18 @@ def padded_row(first_row, sequence, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def describe_tiles(table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr, ENTRY: tl.constexpr):
-    """Write what attention needs to know of each tile of BLOCK queries, a program's share of all tiles.
+def describe_tiles(table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr,
+                   ENTRY_WORDS: tl.constexpr):  # fmt: skip
+    """Write what attention needs to know of each tile of BLOCK queries; the programs of a launch share the tiles.
 
-    table (``count_tiles``, ENTRY) int32: the tile's first row, the row behind its sequence's last (not greater than the
-    first: no such tile), the sequence's first key row, its numbers of keys and of queries; the rest is not written.
+    table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row behind its sequence's last (not greater
+    than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries. The
+    other words are not written.
     """
     for tile in range(tl.program_id(0), count_tiles(NQ, num_sequences, BLOCK), tl.num_programs(0)):
         sequence, first_q, len_q, block = packed_tile(tile, cu_q_ptr, num_sequences, NQ, BLOCK)
         first_k, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        entry = table_ptr + tile * ENTRY
+        entry = table_ptr + tile * ENTRY_WORDS
         tl.store(entry, first_q + block * BLOCK)
         tl.store(entry + 1, first_q + len_q)
         tl.store(entry + 2, first_k)

@@ -46,7 +46,7 @@ def record(cls: type) -> type:
         for name, value in fields.items():
             setattr(self, name, wrapped(value))
 
-    cls.__init__ = triton.constexpr_function(__init__)
+    cls.__init__ = triton.constexpr_function(__init__)  # type: ignore[misc]
     # Triton checks the type of each field by its annotation, and a field's type is the call's to choose.
     cls.__annotations__ = dict.fromkeys(names, object)
     return aggregate(cls)

@@ -16,6 +16,7 @@ from fused_rope_attn.kernels.tiles import (
     columns_from,
     load_head_tile,
     load_tile,
+    load_where,
     row_mask,
     row_pointers,
     rows_from,
@@ -73,15 +74,13 @@ def load_angles(rotation, positions, BLOCK_D: tl.constexpr, CHECK_POSITIONS: tl.
     rows = positions.to(tl.int64)[:, None]
     cos_pointers = rotation.cos_ptr + rows * rotation.cos_strides[1] + pairs[None, :] * rotation.cos_strides[2]
     sin_pointers = rotation.sin_ptr + rows * rotation.sin_strides[1] + pairs[None, :] * rotation.sin_strides[2]
+    mask = None
     if CHECK_POSITIONS or BLOCK_D != rotation.R:
         mask = pairs[None, :] < rotation.R // 2
         if CHECK_POSITIONS:
             mask = mask & (rows >= 0) & (rows < rotation.num_positions)
-        cos = tl.load(cos_pointers, mask=mask, other=1.0)
-        sin = tl.load(sin_pointers, mask=mask, other=0.0)
-    else:
-        cos = tl.load(cos_pointers)
-        sin = tl.load(sin_pointers)
+    cos = load_where(cos_pointers, mask, 1.0)
+    sin = load_where(sin_pointers, mask, 0.0)
     return cos.to(tl.float32), sin.to(tl.float32)
 
 
@@ -138,15 +137,13 @@ def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.c
         columns1, columns2 = pair_columns(D, rotation.R, BLOCK_D, PAIR_LAYOUT)
         pointers1 = row_pointers(rows, offs, columns1)
         pointers2 = row_pointers(rows, offs, columns2)
+        mask = None
         if CHECK_ROWS or D != BLOCK_D:
             mask = tile_range(BLOCK_D // 2, 1, PAIR_LAYOUT)[None, :] < D // 2
             if CHECK_ROWS:
                 mask = mask & row_mask(rows, offs)
-            first = tl.load(pointers1, mask=mask, other=0.0)
-            second = tl.load(pointers2, mask=mask, other=0.0)
-        else:
-            first = tl.load(pointers1)
-            second = tl.load(pointers2)
+        first = load_where(pointers1, mask, 0.0)
+        second = load_where(pointers2, mask, 0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 

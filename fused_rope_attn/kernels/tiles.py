@@ -1,7 +1,8 @@
 """Rows of a tensor in memory, and tiles of them: how kernels load and store.
 
-A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie (``head_rows``, or
-``head_tiles`` for what is read through the TMA too), and hands the record to whoever loads or stores.
+A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie, and hands the
+record to whoever loads or stores: ``head_rows``, ``head_tiles`` for what may be read through the TMA, or
+``sequence_heads`` for the rows of all heads. Strides count elements.
 """
 
 import triton
@@ -42,6 +43,14 @@ class Rows:
 
 
 @record
+class Heads:
+    """Rows of all heads of one sequence."""
+
+    rows: Rows  # of head 0
+    stride_head: tl.tensor
+
+
+@record
 class HeadTiles:
     """Rows of one head of one sequence that are read tile by tile: by pointers, or by the TMA.
 
@@ -58,7 +67,7 @@ class HeadTiles:
 @triton.jit
 def head_rows(ptr, strides, origin, num_rows, format, first_row=None):
     """``Rows`` of one head of one sequence of a (B, H, N, D) tensor with these element strides."""
-    ptr += origin.batch * strides[0] + origin.head * strides[1] + tl.cast(origin.row, tl.int64) * strides[2]
+    ptr = ptr + origin.batch * strides[0] + origin.head * strides[1] + tl.cast(origin.row, tl.int64) * strides[2]
     return Rows(
         ptr=ptr, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=first_row, format=format
     )
@@ -80,6 +89,29 @@ def head_tiles(tensor, strides, origin, num_rows, format, READS_LENGTHS: tl.cons
 
 
 @triton.jit
+def sequence_heads(ptr, strides, batch, first_row, num_rows, format):
+    """``Heads`` of one sequence of a (B, H, N, D) tensor, which begins at ``first_row`` of entry ``batch`` (int64)."""
+    ptr = ptr + batch * strides[0] + tl.cast(first_row, tl.int64) * strides[2]
+    rows = Rows(
+        ptr=ptr, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format
+    )
+    return Heads(rows=rows, stride_head=strides[1])
+
+
+@triton.jit
+def rows_of_head(heads, head):
+    """``Rows`` of head number ``head`` of ``Heads``."""
+    return Rows(
+        ptr=heads.rows.ptr + tl.cast(head, tl.int64) * heads.stride_head,
+        stride_row=heads.rows.stride_row,
+        stride_column=heads.rows.stride_column,
+        num_rows=heads.rows.num_rows,
+        first_row=heads.rows.first_row,
+        format=heads.rows.format,
+    )
+
+
+@triton.jit
 def rows_from(rows, start):
     """The same ``Rows``, counted from row ``start`` on."""
     first_row = rows.first_row
@@ -91,19 +123,6 @@ def rows_from(rows, start):
         stride_column=rows.stride_column,
         num_rows=rows.num_rows - start,
         first_row=first_row,
-        format=rows.format,
-    )
-
-
-@triton.jit
-def shifted(rows, offset):
-    """The same ``Rows``, ``offset`` elements further in memory: those of another head."""
-    return Rows(
-        ptr=rows.ptr + offset,
-        stride_row=rows.stride_row,
-        stride_column=rows.stride_column,
-        num_rows=rows.num_rows,
-        first_row=rows.first_row,
         format=rows.format,
     )
 
@@ -153,12 +172,21 @@ def row_pointers(rows, offs, columns):
 
 
 @triton.jit
-def row_mask(rows, offs):
-    """Which of the rows ``offs`` exist, (len(offs), 1)."""
-    mask = offs[:, None] < rows.num_rows
+def row_mask(rows, offs, start=0):
+    """Which of the rows ``start + offs`` exist, (len(offs), 1)."""
+    mask = offs[:, None] < rows.num_rows - start
     if rows.first_row is not None:
-        mask = mask & (offs[:, None] >= rows.first_row)
+        mask = mask & (offs[:, None] >= rows.first_row - start)
     return mask
+
+
+@triton.jit
+def load_where(pointers, mask, other):
+    """``tl.load`` with ``other`` where mask is false; mask None: everything is read."""
+    if mask is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=other)
 
 
 @triton.jit
@@ -169,17 +197,15 @@ def load_tile(rows, offs, CHECK_ROWS: tl.constexpr, LAYOUT: tl.constexpr = None)
     """
     columns = tile_range(rows.format.BLOCK_D, 1, LAYOUT)
     pointers = row_pointers(rows, offs, columns)
+    mask = None
     if CHECK_ROWS:
         mask = row_mask(rows, offs)
-        if rows.format.D == rows.format.BLOCK_D:
-            return tl.load(pointers, mask=mask, other=0.0)
-        else:
-            return tl.load(pointers, mask=mask & (columns[None, :] < rows.format.D), other=0.0)
-    else:
-        if rows.format.D == rows.format.BLOCK_D:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=columns[None, :] < rows.format.D, other=0.0)
+    if rows.format.D != rows.format.BLOCK_D:
+        exists = columns[None, :] < rows.format.D
+        if CHECK_ROWS:
+            exists = mask & exists
+        mask = exists
+    return load_where(pointers, mask, 0.0)
 
 
 @triton.jit
@@ -200,7 +226,7 @@ def load_head_tile(tiles, start, offs, CHECK_ROWS: tl.constexpr):
         tile = tl.reshape(tiles.descriptor.load(where), (offs.shape[0], tiles.rows.format.BLOCK_D))
         if CHECK_ROWS:
             if tiles.READS_LENGTHS or tiles.rows.first_row is not None:
-                tile = tl.where(row_mask(tiles.rows, start + offs), tile, 0.0).to(tile.dtype)
+                tile = tl.where(row_mask(tiles.rows, offs, start), tile, 0.0).to(tile.dtype)
         return tile
     else:
         return load_tile(rows_from(tiles.rows, start), offs, CHECK_ROWS)

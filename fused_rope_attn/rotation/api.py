@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.rotation import ops, reference
+from fused_rope_attn.rotation import reference
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
-from fused_rope_attn.runtime import device as machine
+from fused_rope_attn.runtime.device import has_triton, is_interpreted
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.rotation import ops
 
 
 def apply_rope(
@@ -31,11 +35,11 @@ def apply_rope(
         sin: shape and dtype of cos.
         rotary_dim: R, even, at most D; columns R to D pass through. Default: a table of width W is full-width (R = W)
             when ``W > D/2``, else half-width (R = 2W). Needed for a full-width table with ``R <= D/2``.
-        interleaved: False turns pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
+        interleaved: False rotates pairs ``(x[i], x[i + R/2])`` (NeoX, Llama), True ``(x[2i], x[2i+1])`` (GPT-J).
         inverse: rotate by the negative angle, the transpose (the inverse where ``cos**2 + sin**2 = 1``).
         layout: ``"bhsd"``, ``"bshd"``, ``"sbhd"``: the order of batch, tokens, heads; ``"thd"``: packed, (T, H, D).
         position_ids: ``(N,)`` or ``(B, N)`` int32 or int64: the table row of every token; default its index. Or
-            ``(B, 2, N)``: the first R/2 columns turn by the first id and the next R/2 by the second, each like a head
+            ``(B, 2, N)``: the first id rotates the first R/2 columns and the second the next R/2, each like a head
             of its own, with tables for R/2 columns. A position outside the tables gives NaN.
         cu_seqlens: ``(sequences + 1,)`` int32, for ``"thd"``: where each sequence begins; positions restart there. What
             lies behind the last sequence passes through unrotated.
@@ -100,32 +104,35 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
     )  # fmt: skip
     if position_ids is not None and position_ids.ndim < 3:
         position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
+    options = RotationOptions(rotary_dim, interleaved, inverse, layout)
     given = None if outs is None else list(outs.values())
-    return _turn(list(xs.values()), given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
+    return rotate(options, RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens))
 
 
-def _turn(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout):
-    """What ``_apply`` does to arguments that were checked: for callers who know that theirs are right."""
-    if _has_kernel(tensors[0]):
-        return ops.rope(tensors, given, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout)
-    turned = [
-        _reference(x, LAYOUTS[layout], cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse,
-                   position_ids=position_ids, cu_seqlens=cu_seqlens)
-        for x in tensors
-    ]  # fmt: skip
-    return turned if given is None else [out.copy_(x) for out, x in zip(given, turned)]
+def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
+    """What ``apply_rope`` does with arguments that were checked: for callers who know that theirs are right."""
+    if _has_kernel(tensors.xs[0]):
+        return ops.rotate(options, tensors)
+    turned = [_reference(x, options, tensors) for x in tensors.xs]
+    return turned if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, turned)]
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
     """GPUs; CPUs under Triton's interpreter, but for bfloat16, which it gets wrong. float64 takes the reference."""
-    if x.dtype is torch.float64:
+    if x.dtype is torch.float64 or not has_triton():
         return False
-    return x.is_cuda or (machine.is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
+    return x.is_cuda or (is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
 
 
-def _reference(x, axes, cos, sin, **options):
-    if axes[0] is None:  # packed tokens: one batch
-        axes, x = (0, *(axis + 1 for axis in axes[1:])), x.unsqueeze(0)
-        return _reference(x, axes, cos, sin, **options).squeeze(0)
-    turned = reference.rotation(x.permute(axes), cos, sin, **options)
-    return turned.permute([axes.index(axis) for axis in range(4)])
+def _reference(x: torch.Tensor, options: RotationOptions, tensors: RotationTensors) -> torch.Tensor:
+    batch_axis, *others = LAYOUTS[options.layout]
+    packed = batch_axis is None  # tokens without a batch are one batch
+    axes = (0, *(axis + 1 for axis in others)) if batch_axis is None else (batch_axis, *others)
+    if packed:
+        x = x.unsqueeze(0)
+    turned = reference.rotation(
+        x.permute(axes), tensors.cos, tensors.sin, rotary_dim=options.rotary_dim, interleaved=options.interleaved,
+        inverse=options.inverse, position_ids=tensors.position_ids, cu_seqlens=tensors.cu_seqlens,
+    )  # fmt: skip
+    turned = turned.permute([axes.index(axis) for axis in range(4)])
+    return turned.squeeze(0) if packed else turned

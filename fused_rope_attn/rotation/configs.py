@@ -38,7 +38,7 @@ class RotationRow:
         return (self.archs is None or arch in self.archs) and (self.max_bytes is None or size <= self.max_bytes)
 
 
-_H200 = "H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts (docs/log.md)"
+_H200 = "H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts (docs/experiments)"
 _UNTIMED = "twice the programs; eight 16-byte loads of a thread in flight, untimed"
 _CPU = "more than one tile in few rows, so that small tests cross every border"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
@@ -53,9 +55,18 @@ class RotaryEmbedding(torch.nn.Module):
             known = isinstance(x, torch.Tensor) and layout in LAYOUTS and x.ndim > LAYOUTS[layout][2]
             rows = x.shape[LAYOUTS[layout][2]] if known else 0  # what is wrong here, apply_rope refuses
         cos, sin = self.tables(rows, x.device if isinstance(x, torch.Tensor) else None)
-        options = {"rotary_dim": self.dim, "interleaved": self.interleaved, "inverse": inverse, "layout": layout}
-        options |= {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
-        return apply_rope(x, cos, sin, **options) if k is None else apply_rope_qk(x, k, cos, sin, **options)
+        options: dict[str, Any] = {
+            "rotary_dim": self.dim,
+            "interleaved": self.interleaved,
+            "inverse": inverse,
+            "layout": layout,
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+        }
+        if k is None:
+            return apply_rope(x, cos, sin, **options)
+        q_rot, k_rot = apply_rope_qk(x, k, cos, sin, **options)
+        return q_rot, k_rot
 
     def tables(self, seq_len: int, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The module's cos and sin ``(S, R/2)`` float32 on ``device``, grown to ``seq_len`` rows if need be."""
@@ -73,7 +84,7 @@ class RotaryEmbedding(torch.nn.Module):
             self._cos, self._sin = rope_tables(rows, self.dim, base=self.base, device=device)
         return self._cos, self._sin
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cos": None, "_sin": None}
 
     def extra_repr(self) -> str:

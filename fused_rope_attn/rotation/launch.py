@@ -1,10 +1,14 @@
 """Launcher of the rotation alone."""
 
+from __future__ import annotations
+
 import triton
 
 from fused_rope_attn.rotation.configs import RotationConfig
 from fused_rope_attn.rotation.kernel import IDS, INDEX, PACKED, rope_kernel
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
+from fused_rope_attn.rotation.validation import LAYOUTS
+from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import table_strides
 
 
@@ -20,16 +24,13 @@ def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: 
     return total // block_heads, block_heads
 
 
-class Rope:
-    """One launch for tensors of one signature.
+class RotationCall:
+    """The launch of one signature."""
 
-    ``xs`` and ``outs`` hold one to three tensors of equal batch, length, head dim and dtype; ``axes`` says which of
-    their axes is B, H, N and D (None for the batch of packed tokens). ``position_ids`` is (1|B, SECTIONS, N), or None.
-    ``in_place`` says that ``outs`` are ``xs``: columns that pass through are there already.
-    """
-
-    def __init__(self, xs, outs, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, conjugate, axes, in_place,
-                 config: RotationConfig):  # fmt: skip
+    def __init__(self, options: RotationOptions, tensors: RotationTensors, config: RotationConfig):
+        xs, outs, cos, sin, position_ids, cu_seqlens = tensors
+        rotary_dim, interleaved, conjugate, layout, in_place = options
+        axes = LAYOUTS[layout]
         shapes = [_canonical(x.shape, axes, 1) for x in xs]
         batch, _, length, head_dim = shapes[0]
         heads = [shape[1] for shape in shapes]
@@ -50,41 +51,51 @@ class Rope:
         rows, block_heads = tile_shape(config, 2 * block_p * xs[0].element_size(), min(heads), heads_inner)
         chunks = sum(triton.cdiv(h, block_heads) for h in heads)
         missing = 3 - len(xs)
+        strides = {
+            f"{name}{i}_strides": given[i] if i < len(xs) else given[0]
+            for name, given in (("x", x_strides), ("out", out_strides))
+            for i in range(3)
+        }
         self.launch = Launch(
             rope_kernel,
             triton.cdiv(length, rows) * chunks * batch,
-            (
-                *x_strides, *x_strides[:1] * missing, *out_strides, *out_strides[:1] * missing, cos_strides,
-                sin_strides, position_strides, *heads, *[0] * missing, length, cos.shape[-2], num_sequences,
-                num_sequences.bit_length(),
-            ),
-            {
-                "COUNT": len(xs),
-                "D": head_dim,
-                "R": width,
-                "SECTIONS": sections,
-                "ROWS": rows,
-                "HEADS": block_heads,
-                "BLOCK_P": block_p,
-                "BLOCK_TAIL": _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1,
-                "INTERLEAVED": interleaved,
-                "CONJUGATE": conjugate,
-                "WIDE": cos.shape[-1] == width,
-                "POSITIONS": IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
-                "HEADS_INNER": heads_inner,
-                "COPY_TAIL": head_dim > rotary_dim and not in_place,
-                "LONG": _is_long(x_strides + out_strides, rows, block_heads, head_dim),
-            },
             {"num_warps": config.num_warps},
-        )  # fmt: skip
+            strides,
+            cos_strides=cos_strides,
+            sin_strides=sin_strides,
+            position_strides=position_strides,
+            **{f"H{i}": h for i, h in enumerate([*heads, *[0] * missing])},
+            N=length,
+            S=cos.shape[-2],
+            num_sequences=num_sequences,
+            search_steps=num_sequences.bit_length(),
+            COUNT=len(xs),
+            D=head_dim,
+            R=width,
+            SECTIONS=sections,
+            ROWS=rows,
+            HEADS=block_heads,
+            BLOCK_P=block_p,
+            BLOCK_TAIL=_power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1,
+            INTERLEAVED=interleaved,
+            CONJUGATE=conjugate,
+            WIDE=cos.shape[-1] == width,
+            POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
+            HEADS_INNER=heads_inner,
+            COPY_TAIL=head_dim > rotary_dim and not in_place,
+            LONG=_is_long(x_strides + out_strides, rows, block_heads, head_dim),
+        )
 
-    def __call__(self, stream, xs, outs, cos, sin, position_ids, cu_seqlens) -> None:
-        x, out = xs[0], outs[0]
-        missing = 3 - len(xs)
+    def __call__(self, stream: int, call: RotationTensors) -> None:
+        xs, outs, cos, sin, position_ids, cu_seqlens = call
         # A pointer that the kernel does not read must still be one.
-        ids = cos if position_ids is None else position_ids
-        ends = cos if cu_seqlens is None else cu_seqlens
-        self.launch(stream, *xs, *[x] * missing, *outs, *[out] * missing, cos, sin, ids, ends)
+        x1, x2 = (*xs[1:], xs[0], xs[0])[:2]
+        out1, out2 = (*outs[1:], outs[0], outs[0])[:2]
+        self.launch(
+            stream, x0_ptr=xs[0], x1_ptr=x1, x2_ptr=x2, out0_ptr=outs[0], out1_ptr=out1, out2_ptr=out2, cos_ptr=cos,
+            sin_ptr=sin, positions_ptr=cos if position_ids is None else position_ids,
+            cu_seqlens_ptr=cos if cu_seqlens is None else cu_seqlens,
+        )  # fmt: skip
 
 
 def _canonical(sizes, axes, absent) -> tuple[int, ...]:
@@ -94,3 +105,19 @@ def _canonical(sizes, axes, absent) -> tuple[int, ...]:
 def _is_long(strides, rows: int, heads: int, head_dim: int) -> bool:
     """True when an offset between two elements of one tile can pass 2**31."""
     return any(rows * row + heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
+
+
+def _prepare(key, flat: tuple, config: RotationConfig) -> RotationCall:
+    _, options, count = key
+    tensors = RotationTensors(list(flat[:count]), list(flat[count : 2 * count]), *flat[2 * count :])
+    return RotationCall(options, tensors, config)
+
+
+_prepared = PreparedCalls(_prepare)
+
+
+def rotate(options: RotationOptions, tensors: RotationTensors, config: RotationConfig, stream: int) -> None:
+    """Fill ``outs`` with the rotated ``xs``, in one launch on the current device; none of them is empty."""
+    key = (tensors.cos.device, options, len(tensors.xs))
+    flat = (*tensors.xs, *tensors.outs, *tensors[2:])
+    _prepared(key, flat, config)(stream, tensors)

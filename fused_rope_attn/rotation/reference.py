@@ -66,9 +66,6 @@ def rotation(
     A position without a row in the tables gives NaN, a token behind the last sequence passes through.
     """
     cos, sin = (table.unsqueeze(0) if table.ndim == 2 else table for table in (cos, sin))
-    if position_ids is None and cu_seqlens is None:
-        length = x.shape[2]
-        return _rotate_wide(x, cos[:, None, :length], sin[:, None, :length], rotary_dim, interleaved, inverse)
     if cu_seqlens is not None:
         token = torch.arange(x.shape[2], device=x.device)
         sequence = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True) - 1
@@ -77,6 +74,9 @@ def rotation(
         cos_rows, sin_rows = _rows(cos, sin, torch.where(outside, 0, position)[None])
         cos_rows, sin_rows = (t.masked_fill(outside[:, None], fill) for t, fill in ((cos_rows, 1.0), (sin_rows, 0.0)))
         return _rotate_wide(x, cos_rows, sin_rows, rotary_dim, interleaved, inverse)
+    if position_ids is None:
+        length = x.shape[2]
+        return _rotate_wide(x, cos[:, None, :length], sin[:, None, :length], rotary_dim, interleaved, inverse)
     width = rotary_dim // position_ids.shape[1]
     parts = [x[..., i * width : (i + 1) * width] for i in range(position_ids.shape[1])]
     turned = [
@@ -93,7 +93,8 @@ def _rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = F.pad(cos, (0, 0, 0, 1)), F.pad(sin, (0, 0, 0, 1))
     rows = position.long().clamp(0, cos.shape[1] - 1)
     batch = torch.arange(max(rows.shape[0], cos.shape[0]), device=cos.device).unsqueeze(1) if cos.shape[0] > 1 else 0
-    return tuple(table[batch, rows].masked_fill(missing, float("nan")).unsqueeze(1) for table in (cos, sin))
+    cos_rows, sin_rows = (table[batch, rows].masked_fill(missing, float("nan")).unsqueeze(1) for table in (cos, sin))
+    return cos_rows, sin_rows
 
 
 def _rotate_wide(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, inverse: bool) -> Tensor:

@@ -46,7 +46,7 @@ def rope_tables_2d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin for tokens on a plane, row by row: ``(height * width, R/2)`` float32 each.
 
-    The first R/4 pairs turn by the token's row, the others by its column, each with the frequencies of a head of R/2:
+    The token's row rotates the first R/4 pairs and its column the others, each with the frequencies of a head of R/2:
     ``base ** (-4i / R)`` (axial RoPE of vision transformers). R must be a multiple of 4; the rest as ``rope_tables``.
     """
     check_sizes(height=height, width=width)

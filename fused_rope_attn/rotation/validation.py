@@ -19,7 +19,12 @@ from fused_rope_attn.runtime.checks import (
 )
 
 # Of the rotation alone: which axis of a tensor is B, H, N and D; packed tokens have no batch.
-LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "thd": (None, 1, 0, 2)}
+LAYOUTS: dict[str, tuple[int | None, int, int, int]] = {
+    "bhsd": (0, 1, 2, 3),
+    "bshd": (0, 2, 1, 3),
+    "sbhd": (1, 2, 0, 3),
+    "thd": (None, 1, 0, 2),
+}
 
 
 def check_rotation(

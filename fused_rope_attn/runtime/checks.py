@@ -148,7 +148,7 @@ def refuse_rank(keys: str, **arguments: Tensor) -> NoReturn:
     raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {shown(value.shape)}")
 
 
-def refuse_heads(q_shape) -> NoReturn:
+def refuse_heads(q_shape: torch.Size) -> NoReturn:
     raise ValueError(
         f"q must have at least one head and an even head dim of at least 2, but has shape {shown(q_shape)}"
     )
@@ -185,5 +185,5 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shown(shape: torch.Size) -> str:
+def shown(shape: tuple[int, ...]) -> str:
     return str(tuple(shape))

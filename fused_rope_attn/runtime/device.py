@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,6 +14,15 @@ import torch
 def is_interpreted() -> bool:
     """True when Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before triton is first imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
+
+
+# Found once, at import, so that torch.compile takes it for the constant that it is.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Whether the package triton is installed; macOS and Windows have none, and run the reference."""
+    return _HAS_TRITON
 
 
 @functools.cache
@@ -41,23 +52,40 @@ def num_sms(device: torch.device) -> int:
     return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def cards() -> list[dict[str, object]]:
+    """Every GPU that torch sees: its index, name, architecture, multiprocessors and memory in GiB. Starts CUDA."""
+    found: list[dict[str, object]] = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "arch": _gpu_arch(index),
+                "multiprocessors": properties.multi_processor_count,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return found
+
+
 def current_stream(device: torch.device) -> int:
     """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 class _NoGuard:
-    def __enter__(self):
+    def __enter__(self) -> None:
         return None
 
-    def __exit__(self, *exc):
-        return False
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
 _NO_GUARD = _NoGuard()
 
 
-def guard(device: torch.device):
+def guard(device: torch.device) -> AbstractContextManager[None]:
     """Context in which kernels launch on ``device``; free when it is already the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NO_GUARD

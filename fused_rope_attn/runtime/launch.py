@@ -14,37 +14,62 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_rope_attn.runtime.layouts import signature
-
 _MAX_PREPARED = 4096
 
 
 class Launch:
-    """One kernel launch with everything but its tensors fixed. The tensors are the kernel's first parameters."""
+    """One kernel launch with everything but its tensors fixed, all arguments by the names of the kernel's parameters.
 
-    __slots__ = ("kernel", "grid", "scalars", "constants", "options", "compiled", "tail")
+    Args:
+        kernel: a function of ``triton.jit`` or ``gluon.jit`` whose tensors are its first parameters.
+        programs: size of the grid.
+        options: of Triton's launch: ``num_warps``, ``num_stages``, ``maxnreg``, ``launch_pdl``.
+        shared: arguments by name, of which the kernel's own are taken: what several kernels of a call have in common.
+        own: arguments of this kernel.
 
-    def __init__(self, kernel, programs: int, scalars: tuple, constants: dict, options: dict):
+    Raises:
+        TypeError: where ``own`` names something that the kernel has not, or a parameter behind the tensors gets no
+            value.
+    """
+
+    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tail", "tensor_names")
+
+    def __init__(self, kernel, programs: int, options: dict, shared: dict | None = None, **own):
+        names = kernel.arg_names
+        unknown = own.keys() - set(names)
+        if unknown:
+            raise TypeError(f"{kernel.fn.__name__} has no parameter {', '.join(sorted(unknown))}")
+        given = {**(shared or {}), **own}
+        self.arguments = {name: given[name] for name in names if name in given}
+        self.tensor_names = tuple(names[: len(names) - len(self.arguments)])
+        if self.arguments.keys() & set(self.tensor_names):
+            lacking = [name for name in names if name not in given]
+            raise TypeError(f"{kernel.fn.__name__}: the tensors must come first, but values lack for {lacking}")
         self.kernel = kernel
         self.grid = (programs, 1, 1)
-        self.scalars = scalars
-        self.constants = constants
-        self.options = options
+        # Triton 3.10 will turn the fusion of multiplications and additions off by default.
+        self.options = {"enable_fp_fusion": True, **options}
         self.compiled = None
-        names = kernel.arg_names
-        self.tail = (*scalars, *(constants[name] for name in names[len(names) - len(constants) :]))
+        self.tail = tuple(self.arguments.values())
 
-    def __call__(self, stream: int, *tensors) -> None:
-        """Launch on the current device; ``stream`` is its current stream, as ``device.current_stream`` gives it."""
+    def __call__(self, stream: int, **tensors) -> None:
+        """Launch on the current device with the kernel's tensors, all of them by name and in its order.
+
+        ``stream`` is the device's current one, as ``device.current_stream`` gives it. A tensor may be None, or a tensor
+        descriptor.
+        """
+        if tuple(tensors) != self.tensor_names:
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}, not {tuple(tensors)}")
         compiled = self.compiled
         if compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
-            self.compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+            self.compiled = self.kernel[self.grid](**tensors, **self.arguments, **self.options)
         elif _hooked():
-            compiled[self.grid](*tensors, *self.tail)
+            compiled[self.grid](*tensors.values(), *self.tail)
         else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
             compiled.run(
-                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *self.tail
-            )
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors.values(),
+                *self.tail,
+            )  # fmt: skip
 
 
 def _hooked() -> bool:
@@ -54,21 +79,35 @@ def _hooked() -> bool:
 
 
 class PreparedCalls:
-    """Calls by signature, built on first use; forgets everything when it grows past any reasonable working set."""
+    """Calls by signature, built on first use; forgets everything when it grows past any reasonable working set.
+
+    ``prepare(problem, tensors)``, or ``prepare(problem, tensors, config)``, builds one; ``problem`` is a hashable
+    record of all that is not a tensor, a tensor that a call has not is None.
+    """
 
     def __init__(self, prepare: Callable):
         self._prepare = prepare
         self._calls: dict = {}
 
-    def __call__(self, tensors: tuple[torch.Tensor, ...], options: tuple, config):
-        key = (tensors[0].device, id(config), options, *map(signature, tensors))
+    def __call__(self, problem, tensors: tuple[torch.Tensor | None, ...], *config):
+        # What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it. Written out,
+        # because a call of a function for each tensor would cost the host another microsecond.
+        key = (
+            problem,
+            *map(id, config),
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors],
+        )
         entry = self._calls.get(key)
         if entry is None:
             if len(self._calls) >= _MAX_PREPARED:
-                self._calls.clear()
+                self.forget()
             # The entry keeps the configuration alive, so that its id stays its own.
-            entry = self._calls[key] = (self._prepare(*tensors, *options, config), config)
+            entry = self._calls[key] = (self._prepare(problem, tensors, *config), config)
         return entry[0]
+
+    def forget(self) -> None:
+        """Build every call again when it comes."""
+        self._calls.clear()
 
 
 class Source:
@@ -98,9 +137,3 @@ class Source:
         descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor
-
-
-def ordered(kernel, shared: dict, **own) -> dict:
-    """Compile-time arguments in the kernel's order."""
-    constants = {**shared, **own}
-    return {name: constants[name] for name in kernel.arg_names if name in constants}

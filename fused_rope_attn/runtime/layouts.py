@@ -8,11 +8,6 @@ import torch
 _LARGEST_TILE = 256
 
 
-def signature(x: torch.Tensor) -> tuple:
-    """What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
-
-
 def block_d(head_dim: int) -> int:
     """Smallest power of two that holds the head dimension, at least 16 (the tensor cores' smallest K)."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -50,9 +50,9 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
     Its dispatch, about 15 us, can then be skipped by calling the implementation. None stands for a tensor not given.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(x) is torch.Tensor or x is None or type(x) is torch.nn.Parameter for x in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:
+        if x is not None and type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+            return False
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None

@@ -1,24 +1,24 @@
-"""Launcher of the sm_90 backward pass."""
+"""The sm_90 backward pass: its door, and the launches behind it."""
+
+from __future__ import annotations
 
 import torch
 import triton
 
-from fused_rope_attn.attention.hopper import backward_wide_kernel as wide_kernel
-from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
+from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.configs import HopperBackwardConfig
+from fused_rope_attn.attention.hopper import backward_kernel as narrow
+from fused_rope_attn.attention.hopper import backward_wide_kernel as wide
 from fused_rope_attn.attention.hopper.dq import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
-from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.kernels.arguments import heads_per_section, scale_and_sign, tile_count
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source, ordered
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides, table_strides
-from fused_rope_attn.runtime.triton_compat import (
-    TensorDescriptor,
-    gl,
-)
+from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
+from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
 
 
 class BlockSource(Source):
@@ -34,116 +34,103 @@ class BlockSource(Source):
 class BackwardCall:
     """The launches of one backward signature: pre-process, main kernel, post-process."""
 
-    def __init__(self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, masks, config):
-        batch, heads_q, len_q, head_dim = q.shape
-        heads_kv, len_k = k.shape[1], k.shape[2]
-        group_size = heads_q // heads_kv
-        pad_d = max(64, block_d(head_dim))
-        kernel, block_n, self.wide = backward_kernel, BLOCK_N.value, pad_d > 128
-        if self.wide:
-            kernel, block_n = wide_kernel.backward_wide_kernel, wide_kernel.BLOCK_N.value
-            if masks.packed:
-                raise NotImplementedError("packed sequences of more than 128 columns are the portable kernels'")
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig):
+        do, o, *of_forward = tensors
+        given = Tensors(*of_forward)
+        q, k, v = given.q, given.k, given.v
+        batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
+        sequences = problem.sequences
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
-        sequences = masks.num_sequences
-        pitch = tile_count(len_q, sequences, BLOCK_M.value) * BLOCK_M.value
         self.dsinks_shape = None
-        self.empty = batch * heads_q * len_q * len_k == 0
+        self.empty = batch * len_q * len_k == 0
         if self.empty:
             return
-        element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
-        tables = table_strides(cos, sin, rotary_dim, interleaved)
+        pad_d = max(64, block_d(problem.head_dim))
+        self.wide = pad_d > 128
+        kernel = wide.backward_wide_kernel if self.wide else narrow.backward_kernel
+        block_n = (wide if self.wide else narrow).BLOCK_N.value
         # A copy of dO for the rare gradient that the TMA cannot address.
         self.copy_do = not has_descriptor(do)
         do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
-        self.q_rot_shape = (batch, heads_q, pitch if masks.packed else len_q, head_dim)
+        pitch = tile_count(len_q, sequences, BLOCK_M.value) * BLOCK_M.value
+        self.q_rot_shape = (batch, heads_q, pitch if problem.is_packed else len_q, problem.head_dim)
         q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)
         # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
         # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
-        two_sided = masks.left is not None and (causal or masks.right is not None)
-        if two_sided and not masks.bounded and not self.wide and 4 * (masks.left + (masks.right or 0)) <= len_k:
-            self.progress_size = batch * heads_kv + batch * heads_q * pitch // BLOCK_M.value
-        shared = {
-            "D": head_dim,
-            "R": rotary_dim,
+        left, right = problem.window_left, problem.window_right
+        bounded_ahead = problem.causal or right is not None
+        narrow_window = left is not None and bounded_ahead and 4 * (left + (right or 0)) <= len_k
+        if narrow_window and not problem.reads_lengths and not self.wide:
+            self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
+        shared = shared_arguments(problem, given.cos, given.sin) | {
+            "pitch": pitch,
+            "stats_size": self.stats_size // 2,
             "BLOCK_D": pad_d,
-            "INTERLEAVED": interleaved,
             "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
         pdl = {"launch_pdl": True} if config.pdl else {}
         chunk, block = config.rotate_heads, config.rotate_rows
+        query_blocks = triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
+        key_blocks = tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
         self.preprocess = Launch(
             preprocess_kernel,
-            batch
-            * (
-                triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
-                + tile_count(len_k, sequences, block) * triton.cdiv(heads_kv, chunk)
-            ),
-            (
-                o.stride(), do_like.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
-                batch, heads_q, heads_kv, len_q, pitch, len_k, sequences, cos.shape[-2],
-            ),
-            ordered(
-                preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, READS_LENGTHS=masks.bounded, ROTATE=True,
-                PROGRESS_ROWS=BLOCK_M.value, PAD_TO=BLOCK_M.value if masks.packed else 0,
-                USE_INT64_OFFSETS=shared["LONG"],
-            ),
+            batch * (query_blocks + key_blocks),
             {"num_warps": 4},
-        )  # fmt: skip
+            shared,
+            o_strides=o.stride(),
+            do_strides=do_like.stride(),
+            q_strides=q.stride(),
+            q_rot_strides=q_rot.stride(),
+            k_strides=k.stride(),
+            k_rot_strides=k_rot.stride(),
+            B=batch,
+            HEADS=chunk,
+            BLOCK_N=block,
+            ROTATE=True,
+            PROGRESS_ROWS=BLOCK_M.value,
+            PAD_TO=BLOCK_M.value if problem.is_packed else 0,
+        )
+        element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do_like, element, block_n)
-        heads = batch * heads_kv
-        query_bytes = (2 * head_dim * q.element_size() + 4 * pad_d) * group_size * masks.longest(len_q)
+        heads = batch * problem.heads_kv
+        row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         self.main = Launch(
             kernel,
             tile_count(len_k, sequences, block_n) * heads,
-            (
-                dk_strides, dv_strides, *tables, qk_scale, cap_scale, masks.left, masks.right, heads, heads_q,
-                heads_kv, group_size, len_q, pitch, len_k, sequences, self.stats_size // 2,
-                heads_per_section(heads, 1, query_bytes, config.section_bytes),
-            ),
-            ordered(
-                kernel,
-                shared,
-                Q_STAGES=config.q_stages,
-                DO_STAGES=config.do_stages,
-                IS_CAUSAL=causal,
-                BOUNDED=masks.bounded,
-                TRIMMED=masks.left is not None and len_k - len_q > masks.left,
-                CONSUMER_REGISTERS=config.consumer_registers,
-                DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
-            ),
             {"num_warps": 4, **pdl},
-        )  # fmt: skip
+            shared,
+            dk_strides=dk_strides,
+            dv_strides=dv_strides,
+            num_heads=heads,
+            section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
+            Q_STAGES=config.q_stages,
+            DO_STAGES=config.do_stages,
+            TRIMMED=left is not None and len_k - len_q > left,
+            CONSUMER_REGISTERS=config.consumer_registers,
+            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
+        )
         chunk, block = config.post_heads, config.post_rows
-        if masks.tensors[0] is not None:
-            self.dsinks_shape = (batch * tile_count(len_q, sequences, block), heads_q)
+        row_blocks = batch * tile_count(len_q, sequences, block)
+        if problem.has_sinks:
+            self.dsinks_shape = (row_blocks, heads_q)
         self.postprocess = Launch(
             postprocess_kernel,
-            batch * tile_count(len_q, sequences, block) * triton.cdiv(heads_q, chunk),
-            (
-                dq_strides,
-                *tables,
-                softmax_scale,
-                heads_q,
-                heads_kv,
-                group_size,
-                len_q,
-                pitch,
-                len_k,
-                sequences,
-                self.stats_size // 2,
-                triton.cdiv(len_k, block_n),
-            ),
-            ordered(postprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, TILED=self.wide),
+            row_blocks * triton.cdiv(heads_q, chunk),
             {"num_warps": 4, **pdl},
+            shared,
+            dq_strides=dq_strides,
+            key_blocks=triton.cdiv(len_k, block_n),
+            HEADS=chunk,
+            BLOCK_N=block,
+            TILED=self.wide,
         )
 
-    def _describe(self, q_rot, k_rot, v, do, element, block_n):
+    def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
         """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
         layout = gl.NVMMASharedLayout.get_default_for
         pad_d = self.accumulator_shape[3]
@@ -154,53 +141,61 @@ class BackwardCall:
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
         self.stats_source = BlockSource(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
-        if self.wide:
-            self.dq_source = Source(accumulator, rows, pad_d, False)
-        else:
+        if not self.wide:
             self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
-    def __call__(self, do, q, k, v, o, lse, cos, sin, mask_tensors=NO_TENSORS):
+    def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             for x, strides in zip((q, k, v), self.strides)
         )
-        sinks, starts, lens, cu_q, cu_k = mask_tensors
         if self.empty:
-            gradients = dq.zero_(), dk.zero_(), dv.zero_()
-            return gradients if sinks is None else (*gradients, torch.zeros_like(sinks))
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None if sinks is None else torch.zeros_like(sinks))
         if self.copy_do:
             do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=q.device)
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
-        cleared, progress = accumulator, None
+        cleared: torch.Tensor | None = accumulator
+        progress: torch.Tensor | None = None
         if self.progress_size is not None:
             cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=q.device)
         q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
         stream = device.current_stream(q.device)
         self.preprocess(
-            stream, o, do, lse, stats, cleared, progress, q, q_rot, k, k_rot, cos, sin, lens, cu_q, cu_k
+            stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=cleared, progress_ptr=progress,
+            q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, lens_ptr=lens,
+            cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
+        target = {"dq_ptr": accumulator} if self.wide else {"dq_desc": self.dq_source(accumulator)}
         self.main(
-            stream, self.q_source(q_rot), self.k_source(k_rot), self.v_source(v), self.do_source(do),
-            self.stats_source(stats), self.dq_source(accumulator), progress, cos, sin, dk, dv, starts, lens, cu_q,
-            cu_k,
+            stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
+            do_desc=self.do_source(do), stats_desc=self.stats_source(stats), **target, progress_ptr=progress,
+            cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens,
+            cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
-        if sinks is None:
-            self.postprocess(stream, accumulator, progress, cos, sin, dq, None, None, None, lens, cu_q, cu_k)
-            return dq, dk, dv
-        parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
-        self.postprocess(stream, accumulator, progress, cos, sin, dq, stats, sinks, parts, lens, cu_q, cu_k)
-        return dq, dk, dv, parts.sum(0).to(sinks.dtype)
+        parts = None
+        if sinks is not None:
+            parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
+        self.postprocess(
+            stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
+            stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
+            cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+        )  # fmt: skip
+        return Gradients(dq, dk, dv, None if parts is None else parts.sum(0).to(sinks.dtype))
 
 
-_prepared = PreparedCalls(BackwardCall)
+prepared = PreparedCalls(BackwardCall)
 
 
-def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config,
-                       masks=NO_MASKS, mask_tensors=NO_TENSORS):  # fmt: skip
-    """As the portable ``attention_backward``; ``config`` a ``configs.HopperBackwardConfig``.
-
-    Not deterministic.
-    """
-    options = (causal, softmax_scale, rotary_dim, interleaved, masks)
-    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin, mask_tensors)
+def attention_backward(
+    problem: Problem,
+    tensors: Tensors,
+    config: HopperBackwardConfig,
+    *,
+    do: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+) -> Gradients:
+    """As the portable ``attention_backward``, with the kernels for sm_90. dq is summed in any order."""
+    return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

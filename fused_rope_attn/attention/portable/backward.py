@@ -1,106 +1,114 @@
-"""Launcher of the portable backward pass."""
+"""The portable backward pass: its door, and the launches behind it."""
+
+from __future__ import annotations
 
 import torch
 import triton
 
-from fused_rope_attn.attention.masks import NO_MASKS, NO_TENSORS
+from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.kernels.arguments import dot_precision, heads_per_section, scale_and_sign, tile_count
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source, ordered
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides, table_strides
+from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
+from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides
 
 
 class BackwardCall:
     """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do."""
 
-    def __init__(
-        self, do, q, k, v, o, cos, sin, causal, softmax_scale, rotary_dim, interleaved, precision, masks, config
-    ):
-        batch, heads_q, len_q, head_dim = q.shape
-        heads_kv, len_k = k.shape[1], k.shape[2]
+    def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig):
+        do, o, *of_forward = tensors
+        given = Tensors(*of_forward)
+        q, k, v = given.q, given.k, given.v
+        batch, sequences = problem.batch, problem.sequences
         self.inline = inline = config.strategy == "inline"
-        pad_d = block_d(head_dim)
         self.preprocess = self.dkdv = self.dq = self.dsinks_shape = None
-        group_size = heads_q // heads_kv
         self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
         q_rot, k_rot = self._rotated(q, k)
-        qk_scale, q_sign, cap_scale = scale_and_sign(softmax_scale, masks.softcap)
-        sequences = masks.num_sequences
-        tables = table_strides(cos, sin, rotary_dim, interleaved)
         tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
-        shared = {
-            "D": head_dim,
-            "R": rotary_dim,
-            "BLOCK_D": pad_d,
-            "INTERLEAVED": interleaved,
-            "READS_LENGTHS": masks.bounded,
-            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
-        }
         chunk, block = config.rotate_heads, config.rotate_rows
-        programs = tile_count(len_q, sequences, block) * triton.cdiv(heads_q, chunk) * batch
+        programs = tile_count(problem.len_q, sequences, block) * triton.cdiv(problem.heads_q, chunk) * batch
         if not inline:
-            programs += tile_count(len_k, sequences, block) * triton.cdiv(heads_kv, chunk) * batch
+            programs += tile_count(problem.len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk) * batch
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
-        shared["PDL"] = pdl = config.pdl and programs > 0 and batch * len_k > 0
+        pdl = config.pdl and programs > 0 and batch * problem.len_k > 0
         launch_options = {"launch_pdl": True} if pdl else {}
+        pad_d = block_d(problem.head_dim)
+        shared = shared_arguments(problem, given.cos, given.sin) | {
+            "do_strides": do.stride(),
+            "BLOCK_D": pad_d,
+            "ROTATE_INLINE": inline,
+            "USE_TMA": tma,
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "PDL": pdl,
+        }
         if programs:
             self.preprocess = Launch(
                 preprocess_kernel,
                 programs,
-                (
-                    o.stride(), do.stride(), q.stride(), q_rot.stride(), k.stride(), k_rot.stride(), *tables, q_sign,
-                    batch, heads_q, heads_kv, len_q, len_q, len_k, sequences, cos.shape[-2],
-                ),
-                ordered(
-                    preprocess_kernel, shared, HEADS=chunk, BLOCK_N=block, ROTATE=not inline, PROGRESS_ROWS=0, PAD_TO=0,
-                ),
                 {"num_warps": 4},
-            )  # fmt: skip
-        shared.update(IS_CAUSAL=causal, ROTATE_INLINE=inline, PRECISION=precision, USE_TMA=tma)
-        head_bytes = 2 * head_dim * q.element_size()
-        if batch * len_k:
-            tile, heads = config.dkdv, batch * heads_kv
+                shared,
+                o_strides=o.stride(),
+                q_strides=q.stride(),
+                q_rot_strides=q_rot.stride(),
+                k_strides=k.stride(),
+                k_rot_strides=k_rot.stride(),
+                B=batch,
+                pitch=problem.len_q,
+                HEADS=chunk,
+                BLOCK_N=block,
+                ROTATE=not inline,
+                PROGRESS_ROWS=0,
+                PAD_TO=0,
+            )
+        shared |= {"q_strides": q_rot.stride(), "k_strides": k_rot.stride(), "v_strides": v.stride()}
+        head_bytes = 2 * problem.head_dim * q.element_size()
+        if batch * problem.len_k:
+            tile, heads = config.dkdv, batch * problem.heads_kv
             self.q_source, self.do_source = (Source(x, tile.block_m, pad_d, tma) for x in (q_rot, do))
-            section = heads_per_section(heads, 1, head_bytes * group_size * masks.longest(len_q), config.section_bytes)
+            query_bytes = head_bytes * problem.group_size * problem.longest(problem.len_q)
             self.dkdv = Launch(
                 dkdv_kernel,
-                tile_count(len_k, sequences, tile.block_n) * heads,
-                (
-                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dk_strides, dv_strides, *tables,
-                    qk_scale, q_sign, cap_scale, masks.left, masks.right, heads, heads_kv, group_size, len_q, len_k,
-                    sequences, section,
-                ),
-                ordered(dkdv_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
+                tile_count(problem.len_k, sequences, tile.block_n) * heads,
                 {**tile.launch_options, **launch_options},
-            )  # fmt: skip
-        if batch * len_q:
-            tile, heads = config.dq, batch * heads_q
+                shared,
+                dk_strides=dk_strides,
+                dv_strides=dv_strides,
+                num_heads=heads,
+                section=heads_per_section(heads, 1, query_bytes, config.section_bytes),
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+            )
+        if batch * problem.len_q:
+            tile, heads = config.dq, batch * problem.heads_q
             self.k_source, self.v_source = (Source(x, tile.block_n, pad_d, tma) for x in (k_rot, v))
-            section = heads_per_section(heads, group_size, head_bytes * masks.longest(len_k), config.section_bytes)
-            tiles = tile_count(len_q, sequences, tile.block_m)
-            if masks.tensors[0] is not None:
-                self.dsinks_shape = (tiles * batch, heads_q)
+            key_bytes = head_bytes * problem.longest(problem.len_k)
+            tiles = tile_count(problem.len_q, sequences, tile.block_m)
+            if problem.has_sinks:
+                self.dsinks_shape = (tiles * batch, problem.heads_q)
             self.dq = Launch(
                 dq_kernel,
                 tiles * heads,
-                (
-                    q_rot.stride(), k_rot.stride(), v.stride(), do.stride(), dq_strides, *tables, qk_scale, q_sign,
-                    softmax_scale, cap_scale, masks.left, masks.right, heads, heads_q, group_size, len_q, len_k,
-                    sequences, section,
-                ),
-                ordered(dq_kernel, shared, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n),
                 {**tile.launch_options, **launch_options},
-            )  # fmt: skip
+                shared,
+                dq_strides=dq_strides,
+                num_heads=heads,
+                section=heads_per_section(heads, problem.group_size, key_bytes, config.section_bytes),
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+            )
 
-    def _rotated(self, q, k):
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the rotated q and k; q and k themselves where they are rotated inline."""
         if self.inline:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
-    def __call__(self, do, q, k, v, o, lse, cos, sin, mask_tensors=NO_TENSORS):
+    def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             for x, strides in zip((q, k, v), self.strides)
@@ -108,35 +116,40 @@ class BackwardCall:
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
-        sinks, starts, *lens_and_cu = mask_tensors
         if self.preprocess is not None:
-            self.preprocess(stream, o, do, lse, stats, None, None, q, q_rot, k, k_rot, cos, sin, *lens_and_cu)
+            self.preprocess(
+                stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=None, progress_ptr=None,
+                q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, lens_ptr=lens,
+                cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+            )  # fmt: skip
         if self.dkdv is not None:
             self.dkdv(
-                stream, self.q_source(q_rot), k_rot, v, self.do_source(do), stats, cos, sin, dk, dv, starts,
-                *lens_and_cu,
+                stream, q_ptr=self.q_source(q_rot), k_ptr=k_rot, v_ptr=v, do_ptr=self.do_source(do), stats_ptr=stats,
+                cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q,
+                cu_k_ptr=cu_k,
             )  # fmt: skip
         # Tiles behind the end of a packed sequence write nothing.
         parts = None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
         if self.dq is not None:
             self.dq(
-                stream, q_rot, self.k_source(k_rot), self.v_source(v), do, stats, cos, sin, dq, parts, sinks, starts,
-                *lens_and_cu,
+                stream, q_ptr=q_rot, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), do_ptr=do, stats_ptr=stats,
+                cos_ptr=cos, sin_ptr=sin, dq_ptr=dq, dsinks_ptr=parts, sinks_ptr=sinks, starts_ptr=starts,
+                lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
         if sinks is None:
-            return dq, dk, dv
-        return dq, dk, dv, torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype)
+            return Gradients(dq, dk, dv)
+        return Gradients(dq, dk, dv, torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype))
 
 
-_prepared = PreparedCalls(BackwardCall)
+prepared = PreparedCalls(BackwardCall)
 
 
-def attention_backward(do, q, k, v, o, lse, cos, sin, *, causal, softmax_scale, rotary_dim, interleaved, config,
-                       masks=NO_MASKS, mask_tensors=NO_TENSORS):  # fmt: skip
-    """Run the backward pass; arguments as in ``attention_forward``, ``config`` a ``configs.BackwardConfig``.
+def attention_backward(
+    problem: Problem, tensors: Tensors, config: BackwardConfig, *, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+) -> Gradients:
+    """Run the backward pass of a ``problem`` that is ``for_launch``.
 
-    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Returns dq, dk, dv like q, k, v, and with sinks theirs.
-    Bitwise deterministic: every output element is summed by one program in a fixed order.
+    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Bitwise deterministic: every output element is summed by
+    one program in a fixed order.
     """
-    options = (causal, softmax_scale, rotary_dim, interleaved, dot_precision(q.dtype), masks)
-    return _prepared((do, q, k, v, o, cos, sin), options, config)(do, q, k, v, o, lse, cos, sin, mask_tensors)
+    return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

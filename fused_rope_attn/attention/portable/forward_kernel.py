@@ -3,35 +3,15 @@
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.lengths import existing_keys, partner_rows, scheduled_rows
-from fused_rope_attn.kernels.masks import Mask, key_range, sequence_mask, visible
+from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.kernels.masks import key_range, visible
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import Rotation, head_rotation, load_rotated, load_rotated_tile
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, load_rotated_tile
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
+from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
-from fused_rope_attn.kernels.tiles import (
-    HeadTiles,
-    Origin,
-    RowFormat,
-    head_rows,
-    head_tiles,
-    load_head_tile,
-    prefetch_rows,
-    rows_from,
-    store_tile,
-)
-
-
-@record
-class Keys:
-    """The keys and values that a block of queries goes through, BLOCK_N at a time."""
-
-    k: HeadTiles
-    v: HeadTiles
-    rotation: Rotation | None  # of the keys; None where they lie rotated in memory
-    mask: Mask
-    BLOCK_N: tl.constexpr
+from fused_rope_attn.kernels.tiles import RowFormat, head_rows, load_head_tile, prefetch_rows, rows_from, store_tile
 
 
 @record
@@ -64,8 +44,8 @@ def block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK: tl.constexpr)
 def add_values(softmax, keys, start_n, scale, CHECK_ROWS: tl.constexpr):
     """The new ``acc``: with the values of keys [start_n, start_n + BLOCK_N), to which the last weights belong."""
     v = load_head_tile(keys.v, start_n, tl.arange(0, keys.BLOCK_N), CHECK_ROWS)
-    acc = softmax.acc * softmax.correction[:, None]
-    return tl.dot(softmax.p.to(v.dtype), v, acc, input_precision=scale.PRECISION)
+    p = softmax.p.to(v.dtype)
+    return tl.dot(p, v, softmax.acc * softmax.correction[:, None], input_precision=scale.PRECISION)
 
 
 @triton.jit
@@ -103,37 +83,35 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
     not use is None, and costs nothing: sinks to cu_k, cap_scale to right, num_sequences. Without ROTATE_INLINE k lies
     rotated in memory, in pair order.
     """
-    tile = scheduled_rows(
-        NQ, HQ, num_heads, section, cu_q_ptr, num_sequences, BLOCK_M, LAST_TILE_FIRST=IS_CAUSAL
+    masks = MaskArguments(
+        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
+        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
+    tile = scheduled_queries(NQ, HQ, num_heads, section, masks, BLOCK_M)
+    start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
-        if tile.start >= tile.num_rows:
+        if start_m >= tile.num_rows:
             return
-    first_k, len_k = partner_rows(tile, cu_k_ptr, num_sequences, NK)
-    len_k = existing_keys(lens_ptr, tile.origin.batch, len_k)
-    origin_k = Origin(batch=tile.origin.batch, head=tile.origin.head // GROUP_SIZE, row=first_k)
-    q_offset = len_k - tile.num_rows
+    sequence = sequence_of_queries(tile, NK, masks)
+    mask = sequence.mask
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
-    rotation = head_rotation(
-        cos_ptr, sin_ptr, cos_strides, sin_strides, tile.origin.batch, len_k, R, INTERLEAVED
-    )  # fmt: skip
-    mask = sequence_mask(starts_ptr, tile.origin.batch, q_offset, len_k, left, right, IS_CAUSAL, READS_LENGTHS)
     scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
-    keys = Keys(
-        k=head_tiles(k_ptr, k_strides, origin_k, len_k, row_format, READS_LENGTHS, USE_TMA, mask.first_key),
-        v=head_tiles(v_ptr, v_strides, origin_k, len_k, row_format, READS_LENGTHS, USE_TMA, mask.first_key),
-        rotation=rotation if ROTATE_INLINE else None,
-        mask=mask,
-        BLOCK_N=BLOCK_N,
+    rotation = head_rotation(
+        cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED
     )
-    start_m = tile.start
-    offs = tl.arange(0, BLOCK_M)
-    positions_q = start_m + q_offset + offs
     q_rows = head_rows(q_ptr, q_strides, tile.origin, tile.num_rows, row_format)
-    q = load_rotated(rows_from(q_rows, start_m), offs, rotation, start_m + q_offset, q_sign)
+    keys = keys_of_head(
+        sequence, tile.origin.head // GROUP_SIZE, k_ptr, v_ptr, k_strides, v_strides,
+        rotation if ROTATE_INLINE else None, row_format, BLOCK_N, USE_TMA,
+    )  # fmt: skip
+
+    offs = tl.arange(0, BLOCK_M)
+    position_m = start_m + sequence.q_offset
+    positions_q = position_m + offs
+    q = load_rotated(rows_from(q_rows, start_m), offs, rotation, position_m, q_sign)
 
     # The first block is taken apart; blocks in [full_first, full_last) run without masks.
-    first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
+    first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
     if mask.first_key is None:
         first = 0
         full_first = BLOCK_N

@@ -98,7 +98,7 @@ def _check(q, k, v, base, softmax_scale) -> None:
         raise ValueError(f"k has {heads_kv} heads, but q's {heads_q} heads must be a multiple of it")
     if not isinstance(base, Real) or isinstance(base, bool):
         raise TypeError(f"base must be a float, but is {type(base).__name__}")
-    if not (math.isfinite(base) and base > 0.0):
+    if not (math.isfinite(base) and float(base) > 0.0):
         raise ValueError(f"base must be finite and positive, but is {base}")
     if softmax_scale is not None:
         if not isinstance(softmax_scale, Real) or isinstance(softmax_scale, bool):

@@ -301,7 +301,11 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, turns_ptr, o_ptr, lse_ptr
     lse_base = lse_ptr + group * GROUP_SIZE * N
     lse_rows = tl.reshape(tile_pointers(lse_base, offs_m, heads, 1, N, True), (BLOCK_M * HEADS,))
     tl.store(lse_rows, row_max + tl.math.log2(row_sum), mask=mask)
-    tl.store(mileage_ptr + group * N + offs_m, mileage, mask=(offs_m < N) & (chunk == 0))
+    # Every chunk of a group's heads finds the same mileage, the leader's, and the first chunk's program stores it. The
+    # chunk is broadcast before the comparison: in Triton's interpreter `&` of a block and a scalar condition gives
+    # integers, which 3.9 refuses as a mask.
+    chunk_of_row = tl.zeros((BLOCK_M,), tl.int32) + chunk
+    tl.store(mileage_ptr + group * N + offs_m, mileage, mask=(offs_m < N) & (chunk_of_row == 0))
 
 
 @triton.jit(do_not_specialize=["groups", "chunks", "HKV", "GROUP_SIZE", "N"])

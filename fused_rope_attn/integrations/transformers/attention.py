@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen
+from fused_rope_attn import (
+    apply_rope,
+    apply_rope_qk,
+    rope_attention,
+    rope_attention_varlen,
+    rope_attention_with_kvcache,
+)
 from fused_rope_attn.generation import planning
-from fused_rope_attn.generation.api import _with_kvcache
 from fused_rope_attn.integrations.transformers import rooms
 from fused_rope_attn.integrations.transformers.batch import (
     PAST_NAMES,
@@ -20,8 +27,9 @@ from fused_rope_attn.integrations.transformers.batch import (
     say_once,
     tokens_seen,
 )
-from fused_rope_attn.integrations.transformers.conventions import Convention, convention_of
-from fused_rope_attn.rotation.api import _turn
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, convention_of
+from fused_rope_attn.rotation.api import rotate
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"
@@ -32,7 +40,7 @@ _said_of_layers: set[str] = set()
 _MOST_TABLES = 8
 
 
-def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
+def forward(self: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Attention of hidden states (B, N, width): (output (B, N, width), None), as the module's own forward gives it.
 
     Called with the keywords that transformers' decoder layers use. Without a Batch (the layer was called, not the
@@ -53,7 +61,7 @@ def forward(self: nn.Module, hidden_states: Tensor, *args, **kwargs) -> tuple[Te
     if batch.original:
         return _own_forward(self)(hidden_states, *args, **kwargs)
 
-    convention = convention_of(self)
+    convention = cast(Convention, convention_of(self))  # patch_model gives this forward to no other module
     q, k, v = convention.project(self, hidden_states)
     # A graph that looked at what eager passes keep would be made anew for each of them.
     kept = None if torch.compiler.is_compiling() else batch.kept
@@ -75,7 +83,7 @@ class _Tables:
 
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
         self.arrays = cos, sin
-        self.options = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
+        self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
         self._long: tuple[Tensor, Tensor] | None = None
 
     def long(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -86,9 +94,11 @@ class _Tables:
         return self._long
 
 
-def _tables(
-    module: nn.Module, convention: Convention, embeddings: tuple[Tensor, Tensor] | None, q: Tensor, kept: Kept | None
-) -> _Tables:
+def _tables(module: AttentionModule, convention: Convention, embeddings: Any, q: Tensor, kept: Kept | None) -> _Tables:
+    """Tables for q (B, HQ, N, D) of (cos, sin) as the model's rotary embedding gives them.
+
+    A layer that does not rotate leaves them unread; they may then be None.
+    """
     if convention.rotates_perhaps and not module.use_rope:
         return _identity(q.shape[2], q.device)
     if kept is None:
@@ -117,7 +127,7 @@ def _identity(rows: int, device: torch.device) -> _Tables:
     return _Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
 
 
-def _features(module: nn.Module, convention: Convention, q: Tensor) -> dict:
+def _features(module: AttentionModule, convention: Convention, q: Tensor) -> dict[str, Any]:
     """What all attention calls of a module have in common."""
     window = convention.window(module)
     sinks = module.sinks if convention.sinks else None
@@ -132,19 +142,26 @@ def _features(module: nn.Module, convention: Convention, q: Tensor) -> dict:
     }
 
 
-def _attend(module, convention, q, k, v, tables: _Tables, batch: Batch, packed: bool) -> Tensor:
+def _attend(
+    module: AttentionModule,
+    convention: Convention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: _Tables,
+    batch: Batch,
+    packed: bool,
+) -> Tensor:
     """Attention of a batch whose keys are its own tokens: o (B, HQ, N, D)."""
-    features = _features(module, convention, q)
+    options = tables.options | _features(module, convention, q)
     if not packed:
-        return rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **tables.options, **features)
+        return cast(Tensor, rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **options))
     size, _, length, _ = q.shape
     # Tables by position, which all sequences share: scores depend on distances alone.
-    arrays = [table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays]
+    cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
-    o = rope_attention_varlen(
-        q, k, v, *arrays, cu_seqlens, cu_seqlens, longest, longest, **tables.options, **features
-    )  # fmt: skip
+    cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
+    o = cast(Tensor, rope_attention_varlen(q, k, v, cos, sin, cu_seqlens, cu_seqlens, longest, longest, **options))
     return o.unflatten(0, (size, length)).transpose(1, 2)
 
 
@@ -171,13 +188,16 @@ def _begin_cache(
     room, room_of_values = rooms.new_room(k, length), rooms.new_room(v, length)
     keys, values = rooms.first_rows(room, length), rooms.first_rows(room_of_values, length)
     options = tables.options
-    _turn([k], [keys], *tables.arrays, None, None, options["rotary_dim"], options["interleaved"], False, "bhsd")
+    rotate(
+        RotationOptions(options["rotary_dim"], options["interleaved"], inverse=False, layout="bhsd"),
+        RotationTensors([k], [keys], *tables.arrays, position_ids=None, cu_seqlens=None),
+    )
     values.copy_(v)
     rooms.begin(layer, keys, values, room)
 
 
 def attend_cache(
-    module: nn.Module,
+    module: AttentionModule,
     convention: Convention,
     q: Tensor,
     k: Tensor,
@@ -213,25 +233,28 @@ def attend_cache(
             caches = rooms.room_for(layer, tokens)
         if caches is not None:
             arrays = inside.long(caches[0].shape[2])
-            o = _with_kvcache(
+            o = rope_attention_with_kvcache(
                 q, *caches, *arrays, k, v, cache_seqlens=batch.cached, kv_starts=batch.kv_starts, **options
             )  # fmt: skip
             if static:
                 count_written(layer, tokens)
             else:
-                rows = batch.rows + tokens
-                rooms.settle(layer, *(rooms.first_rows(cache, rows) for cache in caches), caches[0])
-            return o
+                rows = cast(int, batch.rows) + tokens
+                keys, values = (rooms.first_rows(cache, rows) for cache in caches)
+                rooms.settle(layer, keys, values, caches[0])
+            return cast(Tensor, o)
     if single:
         k = apply_rope(k, *tables.arrays, **tables.options)
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
     kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), inside.long(keys.shape[2])
     if step:
-        return _with_kvcache(
-            q, keys, values, *arrays, cache_seqlens=batch.kv_lens, kv_starts=kv_starts, **options
+        lengths = cast(Tensor, batch.kv_lens)  # there is a cache
+        o = rope_attention_with_kvcache(
+            q, keys, values, *arrays, cache_seqlens=lengths, kv_starts=kv_starts, **options
         )  # fmt: skip
+        return cast(Tensor, o)
     kv_lens = batch.kv_lens if isinstance(layer, StaticLayer) else None
-    return rope_attention(q, keys, values, *arrays, kv_starts=kv_starts, kv_lens=kv_lens, **options)
+    return cast(Tensor, rope_attention(q, keys, values, *arrays, kv_starts=kv_starts, kv_lens=kv_lens, **options))
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, layer: CacheLayerMixin, sinks: Tensor | None) -> bool:
@@ -253,10 +276,10 @@ def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Te
     """``batch.kv_starts`` as rows of keys (B, HKV, rows, D): a sliding layer has dropped what came first."""
     if batch.kv_starts is None or not past.layers[layer_idx].is_sliding:
         return batch.kv_starts
-    dropped = tokens_seen(past, layer_idx) - keys.shape[2]
+    dropped = cast(int, tokens_seen(past, layer_idx)) - keys.shape[2]  # sliding layers count on the host
     return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts
 
 
-def _own_forward(module: nn.Module):
+def _own_forward(module: AttentionModule) -> Any:
     previous = module.__dict__.get(PREVIOUS)
     return type(module).forward.__get__(module) if previous is None else previous

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Kept:
     # No dict: a plain object passes through what takes containers apart to move the tensors in them.
     __slots__ = ("tables",)
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.tables: dict[tuple, Any] = {}
 
 
@@ -242,7 +242,7 @@ def _lengths(past: Cache, given: dict[str, Any], size: int, length: int, device:
     if given.get("cache_position") is not None:
         total = given["cache_position"][-1] + 1
     elif not layers:
-        total = seen + length
+        total = cast(int, seen) + length  # dynamic layers count on the host
     elif whole is None and seen >= layers[0].max_cache_len:
         total = layers[0].max_cache_len + length
     else:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 Heads = tuple[Tensor, Tensor, Tensor]
+# nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
+AttentionModule = Any
 
 
-def _separate(module: nn.Module, x: Tensor) -> Heads:
+def _separate(module: AttentionModule, x: Tensor) -> Heads:
     """q, k, v (B, H, N, D) of hidden states (B, N, width) by q_proj, k_proj and v_proj."""
     return _split(module, module.q_proj(x), module.k_proj(x), module.v_proj(x))
 
 
-def _heads_normed(module: nn.Module, x: Tensor) -> Heads:
+def _heads_normed(module: AttentionModule, x: Tensor) -> Heads:
     """As ``_separate``, q and k normed head by head before the rotation (Qwen 3, Gemma 3)."""
     # The norm is given (B, N, H, D): Cohere's has a weight for every head.
     q = module.q_norm(_heads(module, module.q_proj(x)))
@@ -27,29 +30,29 @@ def _heads_normed(module: nn.Module, x: Tensor) -> Heads:
     return q.transpose(1, 2), k.transpose(1, 2), _heads(module, module.v_proj(x)).transpose(1, 2)
 
 
-def _heads_normed_perhaps(module: nn.Module, x: Tensor) -> Heads:
+def _heads_normed_perhaps(module: AttentionModule, x: Tensor) -> Heads:
     return _heads_normed(module, x) if module.use_qk_norm else _separate(module, x)
 
 
-def _rows_normed(module: nn.Module, x: Tensor) -> Heads:
+def _rows_normed(module: AttentionModule, x: Tensor) -> Heads:
     """As ``_separate``, the whole width of q and of k normed at once (OLMo 2)."""
     return _split(module, module.q_norm(module.q_proj(x)), module.k_norm(module.k_proj(x)), module.v_proj(x))
 
 
-def _fused(module: nn.Module, x: Tensor) -> Heads:
+def _fused(module: AttentionModule, x: Tensor) -> Heads:
     """q, k, v one after another in the columns of one projection (Phi-3)."""
     config = module.config
     widths = [heads * module.head_dim for heads in (config.num_attention_heads, *2 * (config.num_key_value_heads,))]
     return _split(module, *module.qkv_proj(x).split(widths, dim=-1))
 
 
-def _fused_by_head(module: nn.Module, x: Tensor) -> Heads:
+def _fused_by_head(module: AttentionModule, x: Tensor) -> Heads:
     """q, k, v of the first head, then of the second, and so on (GPT-NeoX)."""
     heads = module.query_key_value(x).unflatten(-1, (-1, 3 * module.head_size)).transpose(1, 2)
     return heads.chunk(3, dim=-1)
 
 
-def _split(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Heads:
+def _split(module: AttentionModule, q: Tensor, k: Tensor, v: Tensor) -> Heads:
     return (
         _heads(module, q).transpose(1, 2),
         _heads(module, k).transpose(1, 2),
@@ -57,7 +60,7 @@ def _split(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Heads:
     )
 
 
-def _heads(module: nn.Module, rows: Tensor) -> Tensor:
+def _heads(module: AttentionModule, rows: Tensor) -> Tensor:
     """(B, N, H, D) of rows (B, N, H * D), a view whatever their strides."""
     batch, length, width = rows.shape
     return rows.view(batch, length, width // module.head_dim, module.head_dim)
@@ -77,15 +80,15 @@ def _as_is(table: Tensor) -> Tensor:
     return table
 
 
-def _no_window(module: nn.Module) -> None:
+def _no_window(module: AttentionModule) -> None:
     return None
 
 
-def _window_of_layer(module: nn.Module) -> int | None:
+def _window_of_layer(module: AttentionModule) -> int | None:
     return module.sliding_window
 
 
-def _window_of_model(module: nn.Module) -> int | None:
+def _window_of_model(module: AttentionModule) -> int | None:
     return getattr(module.config, "sliding_window", None)
 
 
@@ -102,10 +105,10 @@ class Convention:
     output: name of the output projection.
     """
 
-    project: Callable[[nn.Module, Tensor], Heads] = _separate
+    project: Callable[[AttentionModule, Tensor], Heads] = _separate
     half_width: Callable[[Tensor], Tensor] = _halves
     interleaved: bool = False
-    window: Callable[[nn.Module], int | None] = _no_window
+    window: Callable[[AttentionModule], int | None] = _no_window
     softcap: bool = False
     sinks: bool = False
     rotates_perhaps: bool = False

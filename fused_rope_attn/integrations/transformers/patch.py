@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -169,11 +170,11 @@ def _describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
 
 # Functions that `_prepare_method` made, by the class whose method they wrap: `unpatch_model` knows them by identity.
 @functools.cache
-def _prepare_function(cls: type):
+def _prepare_function(cls: type) -> Callable[..., dict[str, Any]]:
     own = getattr(cls, _PREPARE)
 
     @functools.wraps(own)
-    def prepare_inputs_for_generation(self, *args, **kwargs):
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         previous = self.__dict__.get(_PREPARE_PREVIOUS)
         inputs = own(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
         given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
@@ -194,4 +195,5 @@ _PREPARERS: set = set()
 
 
 def _prepare_method(module: nn.Module) -> types.MethodType:
-    return types.MethodType(_prepare_function(type(module)), module)
+    cls: type = type(module)
+    return types.MethodType(_prepare_function(cls), module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def rope_tables_from_config(
     return (angles.cos() * scaling).float(), (angles.sin() * scaling).float()
 
 
-def _initialiser(kind: str, config: Any):
+def _initialiser(kind: str, config: Any) -> Callable[..., tuple[torch.Tensor, float]]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind in ROPE_INIT_FUNCTIONS:

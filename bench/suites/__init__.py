@@ -1,0 +1,44 @@
+"""The commands of ``python -m bench``, in one table; nothing is imported before its command is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """``function`` of ``module``, a module below ``bench``, takes the arguments behind the name and returns the exit
+    status."""
+
+    name: str
+    help: str
+    module: str
+    function: str = "main"
+
+    def run(self, argv: list[str]) -> int:
+        return getattr(importlib.import_module(f"bench.{self.module}"), self.function)(argv)
+
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command("run", "rope_attention beside every rival; what runs without a command", "suites.attention.suite"),
+        Command("masks", "windows, packed sequences, and what other masks cost", "suites.masks.suite"),
+        Command("rope", "the rotation alone", "suites.rotation.suite"),
+        Command("decode", "a step of generation with a cache; --tune sweeps its configurations",
+                "suites.generation.suite"),
+        Command("models", "whole models of transformers, patched and not", "suites.models"),
+        Command("corope", "Co-RoPE beside its definition in eager PyTorch", "suites.corope"),
+        Command("tune", "sweep tile configurations of the portable kernels, propose rows of their table",
+                "suites.tune.command"),
+        Command("plot", "figures from files of rows of attention", "suites.attention.suite", "plot"),
+        Command("docs", "write the generated tables of README.md and docs/benchmarks.md; --check compares", "docs"),
+    )
+}  # fmt: skip
+
+
+def command_list() -> str:
+    """For ``--help``: a line for each command."""
+    lines = [f"  python -m bench {command.name:<8} {command.help}" for command in COMMANDS.values()]
+    return "\n".join(["commands, each with --help:", *lines])

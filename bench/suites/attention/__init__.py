@@ -1,0 +1,1 @@
+"""``python -m bench``: rope_attention beside every rival, forward and backward."""

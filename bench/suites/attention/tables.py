@@ -1,0 +1,171 @@
+"""The generated blocks of the documents about attention: headline, results, standing, host times, a plan.
+
+Ratios are their time over ours, medians over rounds of one process; below 1 ours is slower, and that is printed the
+same way.
+"""
+
+from __future__ import annotations
+
+import re
+
+from bench.report import PASSES, Row, timed
+from bench.suites.attention import cases, providers
+from bench.suites.attention.report import strongest
+from bench.tables import markdown, milliseconds, provenance
+from bench.timing import EVEN, ratio
+
+_MINE, _FLASH = "fused", "liger_flash"
+# Eager times are shown beside those of CUDA graphs where ours differ by more than this share.
+_EAGER_DIFFERS = 0.10
+# In words: what the labels of the rows abbreviate.
+_NAMES = {
+    "hf_sdpa": "Hugging Face's rotation + SDPA",
+    "liger_flash": "Liger's rotation + FlashAttention-2 (in PyTorch's SDPA)",
+    "liger_cudnn": "Liger's rotation + cuDNN",
+    "liger_fa4": "Liger's rotation + FlashAttention-4",
+}
+_HOST = ("hf_sdpa", "liger_flash", "liger_cudnn", "liger_fa4", "bare_flash", "bare_cudnn")
+_PLAN_CASE = "Llama7B-4K"
+
+
+def headline(rows: list[Row]) -> str:
+    """At how many shapes ours is not slower than what people would otherwise install."""
+    standing = _standing(timed(rows, mode="graph"))
+    lines = [
+        [words, *(f"at {_count(standing[name], part)} shapes" for part in PASSES)]
+        for name, words in _NAMES.items()
+        if name in standing
+    ]
+    if not lines:
+        raise ValueError(f"no time of {_MINE} beside a rival that rotates")
+    where = f"{rows[0]['gpu']}, {rows[0]['dtype']}, CUDA graphs"
+    return markdown([f"`rope_attention` is not slower than ... ({where})", *PASSES.values()], lines)
+
+
+def results(rows: list[Row]) -> str:
+    """Forward and backward at the shapes of the target: a common rival, the strongest one, the fastest bare one."""
+    blocks = []
+    common, label = _common(rows)
+    for part, words in PASSES.items():
+        header = [
+            f"**{words}**, ms",
+            "`rope_attention`",
+            label,
+            "strongest with rotation",
+            "fastest *without* rotation",
+        ]
+        lines = []
+        for case in cases.TABLE:
+            graph, eager = ([r for r in timed(rows, part, mode) if r["case"] == case] for mode in ("graph", "eager"))
+            mine, called = _one(graph, _MINE), _one(eager, _MINE)
+            if mine is None:
+                raise ValueError(f"no CUDA-graph time of {_MINE} at {case}, {words}")
+            shape = f"({mine['batch']}, {mine['heads_q']}/{mine['heads_kv']}, {mine['len_q']}, {mine['head_dim']})"
+            lines.append([f"{case} {shape}", *_cells(graph, common)])
+            if called is not None and abs(called["ms"] / mine["ms"] - 1) > _EAGER_DIFFERS:
+                lines.append([f"{case}, called eagerly", *_cells(eager, common)])
+        blocks.append(markdown(header, lines))
+    loose = any(row["status"] == "loose" for row in timed(rows) if row["case"] in cases.TABLE)
+    notes = [
+        "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
+        f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
+        *(["~: outside the tolerance that ours is held to."] if loose else []),
+        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, D).",
+    ]
+    return "\n\n".join([*blocks, "\n".join(notes)])
+
+
+def standing(rows: list[Row]) -> str:
+    """Every rival over every shape measured: at how many ours is not slower, and the range of the ratio."""
+    found = _standing(timed(rows, mode="graph"))
+    labels = {row["provider"]: row["label"] for row in rows}
+    lines = []
+    for name in providers.PROVIDERS:
+        if name in found:
+            line = [labels[name]]
+            for part in PASSES:
+                ratios = [value for _, at, value in found[name] if at == part]
+                line += [_count(found[name], part), f"{min(ratios):.2f} to {max(ratios):.2f}×" if ratios else ""]
+            lines.append(line)
+    header = ["against", "forward: not slower at", "their time / ours", "backward: not slower at", "their time / ours"]
+    slower = [f"{case} {PASSES[part]} ({value:.2f}×)" for case, part, value in found.get(_FLASH, ()) if value < EVEN]
+    label = labels.get(_FLASH, _FLASH)
+    return f"{markdown(header, lines)}\n\nSlower than {label} (FlashAttention-2) at: {', '.join(slower) or 'no shape'}."
+
+
+def host(rows: list[Row]) -> str:
+    """Host time of an eager call on tensors so small that the GPU waits: what short sequences cost."""
+    group = timed(rows, mode="host")
+    mine = {part: _one(timed(group, part), _MINE) for part in ("fwd", "both")}
+    if None in mine.values():
+        raise ValueError(f"no host time of {_MINE}")
+    lines = []
+    for name in (_MINE, *_HOST):
+        found = [_one(timed(group, part), name) for part in mine]
+        if all(found):
+            label = "`rope_attention`" if name == _MINE else found[0]["label"]
+            lines.append([label, *(f"{1e3 * row['ms']:.0f}" for row in found)])
+    return markdown(["host time of an eager call, µs", "forward, no gradient", "forward + backward"], lines)
+
+
+def plan(rows: list[Row]) -> str:
+    """What ``fused_rope_attn.plan`` answered during the measurement."""
+    texts = [row["plan"] for row in timed(rows, "fwd", "graph") if row["case"] == _PLAN_CASE and row.get("plan")]
+    if not texts:
+        raise ValueError(f"no plan in the rows of {_PLAN_CASE}")
+    text = re.sub(r", (reason|forward|backward)=", r",\n     \1=", texts[0])
+    text = re.sub(r", (dkdv|dq|section_bytes)=", r",\n         \1=", text)
+    return f"At {_PLAN_CASE} on an {rows[0]['gpu']}:\n\n```text\n{text}\n```"
+
+
+def _one(rows: list[Row], provider: str) -> Row | None:
+    return next((row for row in rows if row["provider"] == provider), None)
+
+
+def _common(rows: list[Row]) -> tuple[str, str]:
+    """(name, label) of what people commonly have: FlashAttention-2 behind a fast rotation, where at least half of the
+    shapes have a time of it, or Hugging Face's own."""
+    measured = [row for row in timed(rows, mode="graph") if row["case"] in cases.TABLE]
+    at = {name: {row["case"] for row in measured if row["provider"] == name} for name in (_MINE, _FLASH)}
+    name = _FLASH if 2 * len(at[_FLASH]) >= len(at[_MINE]) else "hf_sdpa"
+    label = next((row["label"] for row in rows if row["provider"] == name), name)
+    return name, f"{label} (FlashAttention-2)" if name == _FLASH else label
+
+
+def _cells(group: list[Row], common: str) -> list[str]:
+    """Ours and the three comparisons of one case, pass and mode."""
+    mine = _one(group, _MINE)
+    rivals = [
+        (_one(group, common), False),
+        (strongest(group, rotates=True), True),
+        (strongest(group, rotates=False), True),
+    ]
+    time = f"{milliseconds(mine['ms'])} ({mine['tflops']:.0f})"
+    return [time, *(_against(row, mine, named) for row, named in rivals)]
+
+
+def _against(row: Row | None, mine: Row, named: bool) -> str:
+    if row is None:
+        return "not measured"
+    name = f", {row['label'].removeprefix('bare ')}" if named else ""
+    loose = " ~" * (row["status"] == "loose")
+    return f"{milliseconds(row['ms'])}: **{ratio(row['rounds'], mine['rounds']):.2f}×**{name}{loose}"
+
+
+def _standing(rows: list[Row]) -> dict[str, list[tuple[str, str, float]]]:
+    """Rival -> (case, pass, their time / ours) wherever both were timed."""
+    found: dict[str, list[tuple[str, str, float]]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["case"], row["pass"]), []).append(row)
+    for (case, part), group in groups.items():
+        mine = _one(group, _MINE)
+        for row in group if mine and part in PASSES else ():
+            if not row["ours"]:
+                found.setdefault(row["provider"], []).append((case, part, ratio(row["rounds"], mine["rounds"])))
+    return found
+
+
+def _count(found: list[tuple[str, str, float]], part: str) -> str:
+    ratios = [value for _, at, value in found if at == part]
+    return f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}"

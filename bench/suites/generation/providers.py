@@ -1,0 +1,183 @@
+"""Who is measured at a step of generation: this project, what a user can install, and a copy as the ceiling.
+
+A step appends one token to every sequence and attends to the whole cache. Caches are ``(B, HKV, S, D)``, contiguous, as
+Hugging Face's static cache has them; every sequence holds S - 1 tokens, so that a step can be repeated. Tables come as
+``(S, D/2)`` float32. Whatever else somebody wants (tables in their dtype, pages) is prepared before any clock runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from baselines.attentions import FA4
+from baselines.base import missing_package
+from bench.suite import never_missing
+
+# What the copy moves at most; its time is taken in proportion to a larger cache.
+COPY_BYTES = 2 << 30
+
+
+class Step(NamedTuple):
+    """q (B, HQ, 1, D), k and v (B, HKV, 1, D), caches (B, HKV, S, D), lengths (B,) int32, tables (S, D/2)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """What must be read: keys and values once. All else is a thousandth of it."""
+        return 2 * self.k_cache.numel() * self.k_cache.element_size()
+
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class DecodeProvider:
+    """``make(step)`` prepares and returns a function that runs one step and returns o (B, HQ, 1, D).
+
+    raw: the cache holds keys as they came. bare: attends only; nothing is rotated or written. rounded_tables: rotates
+    by tables in q's dtype. copies: no attention, but what memory gives at most.
+    """
+
+    name: str
+    label: str
+    missing: Callable[[], str | None]
+    make: Callable[[Step], Run]
+    raw: bool = False
+    bare: bool = False
+    rounded_tables: bool = False
+    copies: bool = False
+    pip: tuple[str, ...] = ()
+
+
+def _ours(rotated: bool) -> Callable[[Step], Run]:
+    def make(step: Step) -> Run:
+        from fused_rope_attn import rope_attention_with_kvcache
+
+        q, k, v, k_cache, v_cache, lengths, cos, sin = step
+        return lambda: rope_attention_with_kvcache(
+            q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=lengths, cache_is_rotated=rotated
+        )
+
+    return make
+
+
+def appending(step: Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
+    """Rotate in one launch, write in two, then ``attend(q, k_cache, v_cache)``: the best that separate parts can do."""
+    from fused_rope_attn import apply_rope_qk
+
+    q, k, v, k_cache, v_cache, lengths, cos, sin = step
+    row = lengths[:1].long()  # all sequences are as long
+
+    def run() -> Tensor:
+        q_rot, k_rot = apply_rope_qk(q, k, cos, sin, position_ids=row)
+        k_cache.index_copy_(2, row, k_rot)
+        v_cache.index_copy_(2, row, v)
+        return attend(q_rot, k_cache, v_cache)
+
+    return run
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Step], Run]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return lambda step: appending(step, attend)
+
+
+def _flash(step: Step) -> Run:
+    from flash_attn import flash_attn_with_kvcache
+
+    q, k, v, k_cache, v_cache = (x.transpose(1, 2) for x in step[:5])
+    cos, sin = (table.to(step.q.dtype) for table in step[6:])
+
+    def run() -> Tensor:
+        o = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=step.lengths, causal=True,
+            rotary_interleaved=False,
+        )  # fmt: skip
+        return o.transpose(1, 2)
+
+    return run
+
+
+def _fa4(step: Step) -> Run:
+    return appending(step, lambda q, k, v: FA4.attend(q, k, v, True))
+
+
+def _flashinfer(step: Step) -> Run:
+    """Pages of 16 rows, planned for these lengths; the step itself neither rotates nor writes."""
+    import flashinfer
+
+    q, k_cache, v_cache = step.q[:, :, 0], step.k_cache, step.v_cache
+    batch, heads_kv, capacity, head_dim = k_cache.shape
+    page = 16
+    pages = tuple(
+        x.unflatten(2, (capacity // page, page)).transpose(1, 2).reshape(-1, heads_kv, page, head_dim)
+        for x in (k_cache, v_cache)
+    )
+    each = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * (capacity // page)
+    index = torch.arange(batch * capacity // page, dtype=torch.int32, device=q.device)
+    last = torch.full((batch,), page, dtype=torch.int32, device=q.device)
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    wrapper.plan(each, index, last, q.shape[1], heads_kv, head_dim, page, q_data_type=q.dtype)
+    return lambda: wrapper.run(q, pages).unsqueeze(2)
+
+
+def _copy(step: Step) -> Run:
+    """Reads and writes together as many bytes as the step reads, or COPY_BYTES."""
+    flat = step.k_cache.view(torch.uint8).flatten()
+    source = flat[: min(step.bytes, COPY_BYTES) // 2]
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _read(step: Step) -> Run:
+    """Reads as many bytes as the step reads, or COPY_BYTES, by one of PyTorch's reductions: what a kernel that only
+    reads reaches at this size, where beginning and end weigh and nothing of what a copy writes stays in the L2."""
+    source = torch.zeros(min(step.bytes, COPY_BYTES) // 4, dtype=torch.int32, device=step.q.device)
+    return lambda: source.amax()
+
+
+OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
+PROVIDERS: dict[str, DecodeProvider] = {
+    provider.name: provider
+    for provider in (
+        DecodeProvider(OURS, "rope_attention_with_kvcache", never_missing, _ours(True)),
+        DecodeProvider(RAW, "the same, raw keys", never_missing, _ours(False), raw=True),
+        DecodeProvider("sdpa_flash", "rotate + write + SDPA flash", never_missing, _sdpa(SDPBackend.FLASH_ATTENTION)),
+        DecodeProvider("sdpa_cudnn", "rotate + write + SDPA cuDNN", never_missing, _sdpa(SDPBackend.CUDNN_ATTENTION)),
+        DecodeProvider(
+            "sdpa_efficient", "rotate + write + SDPA efficient", never_missing, _sdpa(SDPBackend.EFFICIENT_ATTENTION)
+        ),
+        DecodeProvider(
+            "flash_attn", "flash_attn_with_kvcache",
+            lambda: missing_package("flash-attn", "flash_attn", "flash_attn_with_kvcache"), _flash,
+            rounded_tables=True, pip=("flash-attn",),
+        ),
+        DecodeProvider("fa4", "rotate + write + FlashAttention-4", FA4.missing, _fa4, pip=FA4.pip),
+        DecodeProvider(
+            "flashinfer", "bare FlashInfer",
+            lambda: missing_package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper"),
+            _flashinfer, bare=True, pip=("flashinfer-python",),
+        ),
+        DecodeProvider(COPY, "copy (ceiling)", never_missing, _copy, copies=True),
+        DecodeProvider(READ, "plain read (amax)", never_missing, _read, copies=True),
+    )
+}  # fmt: skip

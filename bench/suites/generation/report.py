@@ -1,0 +1,64 @@
+"""Rows of a step of generation to text: a line for each case and mode, losses printed like wins."""
+
+from __future__ import annotations
+
+from bench.report import Row, comparison, milliseconds, not_timed, table, timed
+from bench.suites.generation.providers import COPY, OURS, RAW, READ
+from bench.tables import markdown, provenance
+from bench.timing import EVEN, ratio
+
+
+def summary(rows: list[Row]) -> str:
+    """A line for each case and mode, then whoever was not timed, with the reason.
+
+    The strongest rival also rotates and writes; what only attends is beside it. "read": the share of a copy's bandwidth
+    that a plain read of as many bytes reaches.
+    """
+    header, lines, losses = _lines(rows)
+    blocks = [table(header, lines, left=3)] if lines else ["nothing was timed"]
+    blocks.append(f"{len(lines)} lines, slower than the strongest rival in {losses}")
+    return "\n\n".join([*blocks, *filter(None, ["\n".join(not_timed(rows))])])
+
+
+def results(rows: list[Row]) -> str:
+    """The generated table of the documents, of CUDA graphs. ValueError without a time of ours."""
+    header, lines, _ = _lines([row for row in rows if row["mode"] == "graph"])
+    if not lines:
+        raise ValueError("no CUDA-graph times of bench decode with our own among them")
+    note = (
+        "Times are of CUDA graphs, L2 flushed. of copy: the share of the bandwidth of a copy of as many bytes; raw: "
+        "that with keys that are rotated in the loop; read: that of a plain read. The strongest rival also rotates and "
+        "writes the new token; speedup: its time over ours, below 1 a loss."
+    )
+    header, *lines = [line[:2] + line[3:] for line in (header, *lines)]  # all are of the same mode
+    return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN', 'flash-attn-4')}"
+
+
+def _lines(rows: list[Row]) -> tuple[list[str], list[list[str]], int]:
+    """(header, a line for each case and mode that has a time of ours, in how many the strongest rival is faster)."""
+    groups: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in timed(rows):
+        groups.setdefault((row["case"], row["shape"], row["mode"]), {})[row["provider"]] = row
+    lines, losses = [], 0
+    for key, group in groups.items():
+        mine, raw = group.get(OURS), group.get(RAW)
+        if mine is None:
+            continue
+        shown = (mine, raw, group.get(READ))
+        share = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in shown]
+        line = [*key, milliseconds(mine["ms"]), f"{mine['gb_s']:.0f}", *share]
+        for bare in (False, True):
+            others = [row for name, row in group.items() if name not in (COPY, READ)]
+            rivals = [row for row in others if not row["ours"] and row["bare"] == bare]
+            rival = min(rivals, key=lambda row: row["ms"], default=None)
+            if rival is None:
+                line += [""] * 3
+                continue
+            losses += not bare and ratio(rival["rounds"], mine["rounds"]) < EVEN
+            line += comparison(rival, mine)
+        lines.append(line)
+    header = ["case", "shape", "mode", "ours ms", "GB/s", "of copy", "raw", "read", "strongest rival", "ms", "speedup"]
+    header += ["attention alone", "ms", "speedup"]
+    if not any(line[-1] for line in lines):
+        header, lines = header[:-3], [line[:-3] for line in lines]
+    return header, lines, losses

@@ -1,0 +1,1 @@
+"""``python -m bench masks``: what windows, packed sequences, caps, sinks and lengths cost."""

@@ -1,0 +1,180 @@
+"""Who is measured at the rotation: this project, what a user can install, and a copy as the ceiling.
+
+A provider gets tensors ``(B, N, H, D)``, one of them or q and k, and half-width float32 tables; what it wants instead
+(views, full-width tables, tables in its dtype, two tensors where there is one) it prepares before any clock runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baselines.base import missing_package
+from baselines.rotations import LIGER
+from bench.suite import never_missing
+
+Rotate = Callable[[list[Tensor], Any, bool], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class RopeProvider:
+    """``rotate(xs, tables, interleaved)`` gives the rotated tensors, differentiable.
+
+    pairs: takes two tensors, so that a single one is given as two of half the heads: the same bytes. heads_first: takes
+    (B, H, N, D) views. in_place: overwrites its inputs, and its gradients. tables: "half", "full" or "none".
+    """
+
+    name: str
+    label: str
+    missing: Callable[[], str | None]
+    rotate: Rotate
+    styles: tuple[bool, ...] = (False, True)
+    pairs: bool = False
+    heads_first: bool = False
+    in_place: bool = False
+    tables: str = "half"
+    rounded_tables: bool = False
+    copies: bool = False
+    pip: tuple[str, ...] = ()
+
+    def unsupported(self, interleaved: bool) -> str | None:
+        if interleaved in self.styles:
+            return None
+        return f"rotates {'halves' if interleaved else 'interleaved pairs'} only"
+
+    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor] | None:
+        """(N, D/2) float32 -> what ``rotate`` takes."""
+        if self.tables == "none":
+            return None
+        if self.rounded_tables:
+            cos, sin = cos.to(dtype), sin.to(dtype)
+        if self.tables == "full":
+            widen = (lambda t: t.repeat_interleave(2, -1)) if interleaved else (lambda t: torch.cat((t, t), -1))
+            cos, sin = widen(cos)[None].contiguous(), widen(sin)[None].contiguous()
+        return cos, sin
+
+    def views(self, xs: list[Tensor]) -> list[Tensor]:
+        """``xs`` as ``rotate`` takes them: views of the same memory, but for the halves of a single tensor."""
+        if self.pairs and len(xs) == 1:
+            xs = [half.contiguous() for half in xs[0].chunk(2, dim=2)]
+        return [x.transpose(1, 2) for x in xs] if self.heads_first else list(xs)
+
+    def back(self, xs: list[Tensor], count: int) -> list[Tensor]:
+        """Inverse of ``views`` for ``count`` tensors."""
+        xs = [x.transpose(1, 2) for x in xs] if self.heads_first else list(xs)
+        return [torch.cat(xs, dim=2)] if count < len(xs) else xs
+
+
+def _fused(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    import fused_rope_attn
+
+    if len(xs) == 1:
+        return [fused_rope_attn.apply_rope(xs[0], *tables, interleaved=interleaved, layout="bshd")]
+    return list(fused_rope_attn.apply_rope_qk(*xs, *tables, interleaved=interleaved, layout="bshd"))
+
+
+def _liger(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return list(LIGER.rotate(*xs, tables))
+
+
+@functools.cache
+def _flash_function() -> Callable[..., Tensor]:
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    return apply_rotary_emb
+
+
+def _flash(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return [_flash_function()(x, *tables, interleaved=interleaved) for x in xs]
+
+
+@functools.cache
+def _hf_function(interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    if interleaved:
+        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
+    else:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    return apply_rotary_pos_emb
+
+
+def _hf(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return list(_hf_function(interleaved)(*xs, *tables))
+
+
+@functools.cache
+def _compiled_function() -> Callable[..., list[Tensor]]:
+    def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
+        cos, sin = cos[:, None], sin[:, None]
+        outs = []
+        for x in xs:
+            y = x.float()
+            if interleaved:
+                a, b = y.unflatten(-1, (-1, 2)).unbind(-1)
+                outs.append(torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype))
+            else:
+                a, b = y.chunk(2, -1)
+                outs.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
+        return outs
+
+    # As in baselines/rotations.py: the backward runs again and again on a kept graph, and every shape is specialised.
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    return torch.compile(rotate, dynamic=False, fullgraph=True)
+
+
+def _compiled(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return _compiled_function()(xs, *tables, interleaved)
+
+
+class _Copy(torch.autograd.Function):
+    """Reads and writes every byte once, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, *xs):
+        return tuple(x.clone() for x in xs)
+
+    @staticmethod
+    def backward(ctx, *dos):
+        return tuple(do.clone() for do in dos)
+
+
+def _copy(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return list(_Copy.apply(*xs))
+
+
+def _needs_transformers() -> str | None:
+    return missing_package("transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
+
+
+def _needs_flash() -> str | None:
+    return missing_package("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
+
+
+OURS = "apply_rope"
+COPY = "copy"
+PROVIDERS: dict[str, RopeProvider] = {
+    provider.name: provider
+    for provider in (
+        RopeProvider(OURS, "apply_rope (ours)", never_missing, _fused),
+        # One launch for both; overwrites q and k, which spares it the fresh output but no byte of traffic.
+        RopeProvider(
+            "liger", "Liger", LIGER.missing, _liger, (False,), pairs=True, heads_first=True, in_place=True,
+            tables="full", pip=LIGER.pip,
+        ),
+        RopeProvider("flash_attn", "flash-attn Triton", _needs_flash, _flash, rounded_tables=True, pip=("flash-attn",)),
+        RopeProvider("compiled", "torch.compile", never_missing, _compiled),
+        RopeProvider(
+            "hf", "HF eager", _needs_transformers, _hf, pairs=True, heads_first=True, tables="full",
+            rounded_tables=True, pip=("transformers",),
+        ),
+        RopeProvider(COPY, "copy (ceiling)", never_missing, _copy, tables="none", copies=True),
+    )
+}  # fmt: skip

@@ -1,0 +1,57 @@
+"""The generated block of the documents about the rotation."""
+
+from __future__ import annotations
+
+from bench.report import PASSES, Row
+from bench.suites.rotation.providers import COPY, OURS, PROVIDERS
+from bench.suites.rotation.report import groups, speedup
+from bench.tables import markdown, provenance
+from bench.timing import EVEN
+
+# A tensor of half of these bytes is larger than the L2 of any card in the configuration table.
+_PAST_L2 = 256 << 20
+
+
+def results(rows: list[Row]) -> str:
+    """Summary, table and notes. ValueError where there is no CUDA graph of ours beside one of the copy, on one card."""
+    found = {key: group for key, group in groups(rows, "graph").items() if OURS in group}
+    gpus = {row["gpu"] for group in found.values() for row in group.values()}
+    if len(gpus) != 1 or any(COPY not in group for group in found.values()):
+        raise ValueError("rows must hold CUDA-graph times of apply_rope and of the copy, on one card")
+    large = [group[OURS]["of_copy"] for group in found.values() if group[OURS]["bytes"] >= _PAST_L2]
+    rivals = [name for name in PROVIDERS if name not in (OURS, COPY) and any(name in group for group in found.values())]
+    words = []
+    if large:
+        words.append(
+            f"Of the bandwidth of a copy, tensors past the L2 get {100 * min(large):.0f} to {100 * max(large):.0f} %."
+        )
+    for name in rivals:
+        ratios = [value for group in found.values() if (value := speedup(group, name)) is not None]
+        even = sum(value >= EVEN for value in ratios)
+        words.append(
+            f"{PROVIDERS[name].label}: not slower at {even} of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f}×."
+        )
+    header = ["", "`apply_rope`, ms", "of a copy, %", *(PROVIDERS[name].label for name in rivals)]
+    lines = []
+    for case, shape in dict.fromkeys(key[:2] for key in found):
+        passes = [found[key] for part in PASSES if (key := (case, shape, part, "graph")) in found]
+        mine = passes[0][OURS]
+        # Of the wide shape the first and the last length, of the models the style that they use.
+        if mine["length"] not in (256, 1024) if "wide" in mine["groups"] else mine["style"] != "half":
+            continue
+        times = " / ".join(f"{group[OURS]['ms']:#.3g}" for group in passes)
+        lines.append(
+            [f"{case} ({shape})", times, " / ".join(f"{100 * group[OURS]['of_copy']:.0f}" for group in passes)]
+        )
+        for name in rivals:
+            values = [(value, group[name]) for group in passes if (value := speedup(group, name)) is not None]
+            loose = " ~" * any(row["status"] == "loose" for _, row in values)
+            lines[-1].append(" / ".join(f"{value:.2f}" for value, _ in values) + "×" * bool(values) + loose)
+    table = markdown(header, lines)
+    loose = any(row["status"] == "loose" for group in found.values() for row in group.values())
+    notes = (
+        "Forward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 flushed. "
+        + ("~: outside the tolerance that ours is held to. " if loose else "")
+        + provenance(rows, "transformers", "liger-kernel", "flash-attn")
+    )
+    return f"{' '.join(words)}\n\n{table}\n\n{notes}"

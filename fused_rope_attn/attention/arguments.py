@@ -1,0 +1,42 @@
+"""The arguments that the kernels of attention and of the generation step have in common, by their parameters' names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.kernels.arguments import scale_and_sign
+from fused_rope_attn.runtime.layouts import table_strides
+
+
+def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
+    """Sizes, scales, masks and the rotation of a call, for ``Launch``'s ``shared``.
+
+    What a call does not use is None (``cap_scale``, ``left``, ``right``, ``num_sequences``), and leaves the kernel.
+    """
+    qk_scale, q_sign, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
+    cos_strides, sin_strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)
+    return {
+        "cos_strides": cos_strides,
+        "sin_strides": sin_strides,
+        "position_limit": cos.shape[-2],
+        "softmax_scale": problem.softmax_scale,
+        "qk_scale": qk_scale,
+        "q_sign": q_sign,
+        "cap_scale": cap_scale,
+        "left": problem.window_left,
+        "right": problem.window_right,
+        "HQ": problem.heads_q,
+        "HKV": problem.heads_kv,
+        "GROUP_SIZE": problem.group_size,
+        "NQ": problem.len_q,
+        "NK": problem.len_k,
+        "num_sequences": problem.sequences,
+        "D": problem.head_dim,
+        "R": problem.rotary_dim,
+        "INTERLEAVED": problem.interleaved,
+        "IS_CAUSAL": problem.causal,
+        "BOUNDED": problem.reads_lengths,
+        "READS_LENGTHS": problem.reads_lengths,
+        "PRECISION": problem.precision,
+    }

@@ -1,0 +1,200 @@
+"""One call of attention: ``Problem``, everything but the tensors' data and addresses, and ``Tensors``.
+
+A public function describes its call once, by ``describe``. Planning, operators and launchers take both records whole;
+only ``flatten`` and ``rebuild`` know the order in which they pass through an operator's schema.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fused_rope_attn.kernels.arguments import WIDEST_WINDOW, dot_precision
+
+
+class Tensors(NamedTuple):
+    """The tensors of one call, None where it has none.
+
+    q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; sinks
+    ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k ``(sequences + 1,)`` int32. Packed
+    sequences lie along NQ and NK, with B = 1. What only the device reads (sinks to cu_seqlens_k) is contiguous when it
+    reaches a launcher.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    cos: Any
+    sin: Any
+    sinks: Any = None
+    kv_starts: Any = None
+    kv_lens: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+
+
+class Gradients(NamedTuple):
+    """What a backward pass returns: gradients like q, k, v and, where the call has them, sinks."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dsinks: Any = None
+
+
+class Cache(NamedTuple):
+    """What a generation step has and attention has not: whether the cached keys are rotated, and whether it appends."""
+
+    is_rotated: bool
+    appends: bool
+
+
+class Problem(NamedTuple):
+    """A call's sizes, dtype, options and masks.
+
+    window: (left, right) keys around the diagonal, -1 for unbounded, or None. has_sinks, has_kv_starts, has_kv_lens:
+    whether the call has these tensors, for a generation step's cache_seqlens has_kv_lens. sequences: how many packed
+    sequences there are, empty ones included, or None; max_seqlen: the longest of them, or more. cache: of a generation
+    step, whose len_k is the cache's capacity. precision: of products, as ``with_precision`` finds it.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    causal: bool
+    softmax_scale: float
+    rotary_dim: int
+    interleaved: bool
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+    has_kv_starts: bool = False
+    has_kv_lens: bool = False
+    sequences: int | None = None
+    max_seqlen: int = 0
+    cache: Cache | None = None
+    precision: str = "ieee"
+    deterministic: bool = False
+    backend: str = "auto"
+    strategy: str = "auto"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of one key head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def is_packed(self) -> bool:
+        return self.sequences is not None
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether the number of keys is read on the device, or keys may begin after the first."""
+        return self.has_kv_starts or self.has_kv_lens or self.sequences is not None
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the call has anything that takes registers beside the diagonal: bounds of keys, a cap, sinks."""
+        return self.window is not None or self.softcap != 0.0 or self.has_sinks or self.reads_lengths
+
+    @property
+    def window_left(self) -> int | None:
+        """Keys before the query's own, as kernels take them: None for no bound."""
+        if self.window is None or self.window[0] < 0:
+            return None
+        return min(self.window[0], WIDEST_WINDOW)
+
+    @property
+    def window_right(self) -> int | None:
+        """Keys after the query's own, as kernels take them: None for no bound, or where the diagonal is narrower."""
+        if self.window is None or self.window[1] < 0 or self.causal:
+            return None
+        return min(self.window[1], WIDEST_WINDOW)
+
+    def longest(self, length: int) -> int:
+        """Rows of one sequence at most, in tensors of ``length`` rows."""
+        return min(self.max_seqlen, length) if self.is_packed else length
+
+    def for_launch(self) -> Problem:
+        """The problem as launches are prepared for it.
+
+        The longest packed sequence is rounded up to a power of two, so that batches share their launches.
+        """
+        problem = self.with_precision()
+        if self.sequences is not None:
+            problem = problem._replace(max_seqlen=1 << max(0, self.max_seqlen - 1).bit_length())
+        return problem
+
+    def with_precision(self) -> Problem:
+        """The problem with the precision of float32 products that PyTorch's settings ask for now."""
+        if self.dtype is not torch.float32:
+            return self
+        return self._replace(precision=dot_precision(self.dtype))
+
+
+def describe(
+    tensors: Tensors,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    rotary_dim: int,
+    interleaved: bool,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    max_seqlen: int = 0,
+    cache: Cache | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    strategy: str = "auto",
+) -> Problem:
+    """The ``Problem`` of a call whose arguments were checked."""
+    q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens, _ = tensors
+    batch, heads_q, len_q, head_dim = q.shape
+    _, heads_kv, len_k, _ = k.shape
+    if window is not None and window[0] < 0 and window[1] < 0:
+        window = None
+    # By position, in the order of the fields: this is on the path of every eager call.
+    return Problem(
+        q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal, softmax_scale, rotary_dim,
+        interleaved, None if window is None else (window[0], window[1]), softcap, sinks is not None,
+        kv_starts is not None, kv_lens is not None, None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        max_seqlen, cache, "ieee", deterministic, backend, strategy,
+    )  # fmt: skip
+
+
+# The arguments of the operators in the order of ``flatten``. window_left, window_right: -1 for unbounded.
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? sinks, Tensor? kv_starts, Tensor? kv_lens, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, float softmax_scale, int rotary_dim, bool interleaved, "
+    "SymInt window_left, SymInt window_right, float softcap, SymInt max_seqlen, bool deterministic, str backend, "
+    "str strategy"
+)
+
+
+def flatten(problem: Problem, tensors: Tensors) -> tuple:
+    """The operators' arguments, as ``SCHEMA`` names them."""
+    left, right = (-1, -1) if problem.window is None else problem.window
+    return (
+        *tensors, problem.causal, problem.softmax_scale, problem.rotary_dim, problem.interleaved, left, right,
+        problem.softcap, problem.max_seqlen, problem.deterministic, problem.backend, problem.strategy,
+    )  # fmt: skip
+
+
+def rebuild(
+    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, rotary_dim,
+    interleaved, window_left, window_right, softcap, max_seqlen, deterministic, backend, strategy,
+) -> tuple[Problem, Tensors]:  # fmt: skip
+    """Inverse of ``flatten``."""
+    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k)
+    problem = describe(
+        tensors, window=(window_left, window_right), max_seqlen=max_seqlen, causal=causal, softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim, interleaved=interleaved, softcap=softcap, deterministic=deterministic, backend=backend,
+        strategy=strategy,
+    )  # fmt: skip
+    return problem, tensors

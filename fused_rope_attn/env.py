@@ -1,0 +1,150 @@
+"""``python -m fused_rope_attn.env``: what a bug report needs to say about the machine, as text or with ``--json``.
+
+Nothing is asked when this module is imported. Asking starts CUDA where there is a GPU, compiles nothing, and works
+where the GPU, Triton or an extra is absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import fused_rope_attn
+from fused_rope_attn.runtime import device
+
+# What the integration patches, and whose kernels a user may be comparing with.
+PACKAGES = ("transformers", "liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "numpy")
+# Switches that change which kernels run or what they compute. None of them holds a path or a name.
+SWITCHES = (
+    "TRITON_INTERPRET",
+    "TRITON_DEFAULT_FP_FUSION",
+    "TRITON_F32_DEFAULT",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "HIP_VISIBLE_DEVICES",
+    "TORCHDYNAMO_DISABLE",
+)
+# The call whose plan is shown: a training step of a model of 8B parameters.
+BATCH, HEADS_Q, HEADS_KV, LENGTH, HEAD_DIM = 1, 32, 8, 4096, 128
+
+
+def environment() -> dict[str, Any]:
+    """Facts about this machine, ready for JSON."""
+    return {
+        "fused_rope_attn": fused_rope_attn.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "driver": driver_version(),
+        "triton": package_version("triton"),
+        "interpreter": device.is_interpreted(),
+        "packages": {name: found for name in PACKAGES if (found := package_version(name))},
+        "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
+        "gpus": _attempt(device.cards),
+        "plan": _attempt(typical_plan),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, which is not imported; None where it is absent."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver as ``nvidia-smi`` gives it, or of the amdgpu module; None without either."""
+    answer = run_quietly("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if not answer:
+        for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+            if os.path.exists(path):
+                with open(path) as file:
+                    answer = file.read()
+                break
+    lines = answer.splitlines()
+    return lines[0].strip() if lines else None
+
+
+def run_quietly(*command: str) -> str:
+    """What a command prints; "" where it is absent, fails or takes more than 20 seconds."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def typical_plan() -> dict[str, Any]:
+    """What ``plan`` chooses here for a causal bfloat16 call with grouped heads, on the GPU where there is one."""
+    where = torch.device("cuda" if device.cards() else "cpu")
+
+    def tensor(heads: int) -> torch.Tensor:
+        return torch.empty(BATCH, heads, LENGTH, HEAD_DIM, dtype=torch.bfloat16, device=where)
+
+    cos = torch.empty(LENGTH, HEAD_DIM // 2, device=where)
+    chosen = fused_rope_attn.plan(tensor(HEADS_Q), tensor(HEADS_KV), tensor(HEADS_KV), cos, cos, causal=True)
+    return {
+        "call": f"rope_attention, bfloat16, causal, B {BATCH}, HQ {HEADS_Q}, HKV {HEADS_KV}, N {LENGTH}, "
+        f"D {HEAD_DIM}, on {where}",
+        "backend": chosen.backend,
+        "strategy": chosen.strategy,
+        "reason": chosen.reason,
+        "forward": chosen.forward and str(chosen.forward),
+        "backward": chosen.backward and str(chosen.backward),
+    }
+
+
+def _attempt(question: Callable[[], Any]) -> Any:
+    """The answer, or the error that came instead of it: a report about a broken machine shall still be printed."""
+    try:
+        return question()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """One fact a line; of a list every entry has its own line, and of a mapping every item."""
+    lines: list[tuple[str, Any]] = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines += [(f"{name}.{key}", item) for key, item in value.items()] or [(name, None)]
+        elif isinstance(value, list):
+            lines += [(f"{name}[{index}]", item) for index, item in enumerate(value)] or [(name, None)]
+        else:
+            lines.append((name, value))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {_one_line(value)}" for name, value in lines)
+
+
+def _one_line(item: Any) -> str:
+    if item is None:
+        return "none"
+    if item == "":  # a switch that is set, and empty
+        return "''"
+    return ", ".join(f"{key} {value}" for key, value in item.items()) if isinstance(item, dict) else str(item)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report; returns the exit status, which is 0."""
+    parser = argparse.ArgumentParser(prog="python -m fused_rope_attn.env", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    options = parser.parse_args(argv)
+    facts = environment()
+    print(json.dumps(facts, indent=2) if options.json else as_text(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

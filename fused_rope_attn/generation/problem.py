@@ -1,0 +1,69 @@
+"""The tensors of one generation step; the rest of the call is attention's ``Problem``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+from fused_rope_attn.attention.problem import Cache, Problem, describe
+from fused_rope_attn.attention.problem import Tensors as AttentionTensors
+
+
+class Tensors(NamedTuple):
+    """q ``(B, HQ, NQ, D)``; caches ``(B, HKV, S_max, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
+
+    cos and sin ``([1|B,] S, R/2 | R)``; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``. What only the
+    device reads (cache_seqlens, kv_starts, sinks) is contiguous.
+    """
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    cos: Any
+    sin: Any
+    k: Any
+    v: Any
+    cache_seqlens: Any
+    kv_starts: Any = None
+    sinks: Any = None
+
+
+def cache_of(problem: Problem) -> Cache:
+    """What the ``Problem`` of a generation step has and attention's has not."""
+    return cast(Cache, problem.cache)
+
+
+def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Problem:
+    """The ``Problem`` of a checked generation step; ``options`` as ``attention.problem.describe`` takes them."""
+    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks = tensors
+    seen = AttentionTensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens)
+    return describe(seen, cache=Cache(cache_is_rotated, k is not None), **options)
+
+
+# The operator's arguments in the order of ``flatten``. window_left, window_right: -1 for unbounded.
+SCHEMA = (
+    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cos, Tensor sin, Tensor? k, Tensor? v, "
+    "Tensor cache_seqlens, Tensor? kv_starts, Tensor? sinks, bool cache_is_rotated, bool causal, float softmax_scale, "
+    "int rotary_dim, bool interleaved, SymInt window_left, SymInt window_right, float softcap"
+)
+
+
+def flatten(problem: Problem, tensors: Tensors) -> tuple:
+    """The operator's arguments, as ``SCHEMA`` names them."""
+    left, right = (-1, -1) if problem.window is None else problem.window
+    return (
+        *tensors, cache_of(problem).is_rotated, problem.causal, problem.softmax_scale, problem.rotary_dim,
+        problem.interleaved, left, right, problem.softcap,
+    )  # fmt: skip
+
+
+def rebuild(
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, cache_is_rotated, causal, softmax_scale,
+    rotary_dim, interleaved, window_left, window_right, softcap,
+) -> tuple[Problem, Tensors]:  # fmt: skip
+    """Inverse of ``flatten``."""
+    tensors = Tensors(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)
+    problem = describe_step(
+        tensors, cache_is_rotated=cache_is_rotated, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=(window_left, window_right), softcap=softcap,
+    )  # fmt: skip
+    return problem, tensors

@@ -1,0 +1,56 @@
+"""One call of the rotation alone: its options, and its tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class RotationOptions(NamedTuple):
+    """Everything of one call but its tensors. layout: a key of ``LAYOUTS``.
+
+    in_place: the outputs are the inputs, so that columns that pass through are there already.
+    """
+
+    rotary_dim: int
+    interleaved: bool
+    inverse: bool
+    layout: str
+    in_place: bool = False
+
+
+class RotationTensors(NamedTuple):
+    """The tensors of one call: one to three xs of equal batch, length, head dim and dtype, and as many outs or None.
+
+    position_ids ``(1|B, sections, N)`` or None; cu_seqlens ``(sequences + 1,)`` int32 or None.
+    """
+
+    xs: Any
+    outs: Any
+    cos: Any
+    sin: Any
+    position_ids: Any
+    cu_seqlens: Any
+
+
+# The arguments of the operators behind their inputs and outputs, in the order of ``flatten``.
+SCHEMA = (
+    "Tensor cos, Tensor sin, Tensor? position_ids, Tensor? cu_seqlens, int rotary_dim, bool interleaved, bool inverse, "
+    "str layout"
+)
+
+
+def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
+    """The operators' arguments behind their inputs and outputs, as ``SCHEMA`` names them."""
+    return (
+        tensors.cos, tensors.sin, tensors.position_ids, tensors.cu_seqlens, options.rotary_dim, options.interleaved,
+        options.inverse, options.layout,
+    )  # fmt: skip
+
+
+def rebuild(
+    xs, outs, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout
+) -> tuple[RotationOptions, RotationTensors]:
+    """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
+    return RotationOptions(rotary_dim, interleaved, inverse, layout), RotationTensors(
+        xs, outs, cos, sin, position_ids, cu_seqlens
+    )

@@ -1,0 +1,167 @@
+"""What the host and the pre-passes lay out for the sm_90 kernels: tile table, rotated queries, padded buffers.
+
+The main kernels run on a GPU only; where a test needs what they compute, it computes it itself.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from fused_rope_attn.attention import configs
+from fused_rope_attn.testing import Case, compare, make_inputs, run_reference
+from tests.support.attention import sequences_of
+from tests.support.cases import TWO_BATCHES, packed
+from tests.support.dtypes import F32
+from tests.support.internals import described_for_launch
+from tests.support.marks import cases, ignore_overflow, interpreted
+
+SM_90 = (
+    packed((70, 1, 33, 64)),
+    packed(((10, 70), (40, 7), (0, 20), (20, 0), (1, 33), (129, 3))),
+    packed((20, 33), behind=(90, 70)),
+    packed((), behind=(5, 9)),
+    packed((2, 3) * 4 + (0,) * 8),
+)
+
+
+@interpreted
+@cases(*SM_90)
+def test_the_table_of_packed_tiles(case):
+    """What the sm_90 forward reads instead of searching: every query in one tile, with its sequence."""
+    from fused_rope_attn.attention.prepass import RotateKeys
+    from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
+
+    problem, tensors, shared = described_for_launch(make_inputs(case), case)
+    config = configs.HopperForwardConfig(128, rotate_rows=64, pdl=False)
+    rotate = RotateKeys(tensors, problem, shared, config, counter=True, tile_rows=32)
+    counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
+    rotate(0, tensors, counter)
+    table = [tuple(row[:5]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
+    expected = [
+        (first_q + start, first_q + len_q, first_k, len_k, len_q)
+        for first_q, len_q, first_k, len_k in sequences_of(case)
+        for start in range(0, len_q, 32)
+    ]
+    assert counter[0] == 0 and [row for row in table if row[0] < row[1]] == expected
+
+
+LENGTHS = (
+    replace(TWO_BATCHES, dtype=F32),
+    replace(TWO_BATCHES, dtype=F32, kv_lens=(100, 3)),
+    replace(TWO_BATCHES, len_q=130, dtype=F32),
+)
+
+
+@interpreted
+@cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
+def test_rotated_queries(case):
+    """What the sm_90 forward of wide heads reads: the queries that exist, at their positions, times a sign."""
+    from fused_rope_attn.attention.prepass import RotateQueries
+
+    inputs = make_inputs(case)
+    problem, tensors, shared = described_for_launch(inputs, case)
+    if case.seqlens is None:
+        lens = case.kv_lens or (case.len_k,) * case.batch
+        sequences = [(b, 0, case.len_q, min(n, case.len_k)) for b, n in enumerate(lens)]
+    else:
+        sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
+    config = configs.HopperForwardConfig(64, pdl=False)
+    out = RotateQueries(tensors, problem, shared | {"q_sign": -1.0}, config)(0, tensors)
+    for batch, first, len_q, len_k in sequences:
+        position = torch.arange(len_q) + len_k - len_q
+        seen = position >= 0  # others see no key, and may be anything
+        rows = slice(first, first + len_q)
+        one, two = inputs.q[batch, :, rows][:, seen].chunk(2, -1)
+        cos, sin = (table[position[seen]] for table in (inputs.cos, inputs.sin))
+        expected = -torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
+        torch.testing.assert_close(out[batch, :, rows][:, seen], expected, rtol=1e-6, atol=1e-6)
+
+
+@interpreted
+@ignore_overflow
+@cases(*(replace(case, sinks=True) for case in SM_90[:4]))
+def test_the_padded_buffers_of_packed_sequences(case):
+    """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
+    from fused_rope_attn.attention.hopper.backward import BackwardCall
+
+    inputs = make_inputs(case)
+    problem, tensors, _ = described_for_launch(inputs, case)
+    do, exact = inputs.do, run_reference(inputs, case, torch.float64)
+    o, lse = exact.o.to(case.dtype), exact.lse.float()
+    run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
+    group = case.heads_q // case.heads_kv
+
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, **rest):
+        q_rot, k_rot, v, do, stats, dq = (x.base for x in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc))
+        lse, delta = stats.reshape(2, case.heads_q, -1)
+        for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
+            first, size = (first_q // 64 + s) * 64, -(-len_q // 64) * 64
+            rows, keys = slice(first, first + size), slice(first_k, first_k + len_k)
+            behind = slice(first + len_q, first + size)
+            assert not (
+                dq[0, :, rows].any() or q_rot[0, :, behind].any() or lse[:, behind].any() or delta[:, behind].any()
+            )
+            position = torch.arange(size)[:, None] + len_k - len_q
+            hidden = (position < 0) | (torch.arange(len_k) > position if case.causal else False)
+            # Where ``stage_rows`` puts them.
+            row = torch.arange(size)
+            staged = first + row // 8 * 8 + row % 4 * 2 + row // 4 % 2
+            for h in range(case.heads_q):
+                do_rows = torch.zeros(size, case.head_dim)
+                do_rows[:len_q] = do[0, h, first_q : first_q + len_q]
+                k_rows, v_rows = k_rot[0, h // group, keys].float(), v[0, h // group, keys].float()
+                scores = q_rot[0, h, rows].float() @ k_rows.T * case.scale
+                p = torch.exp(scores - lse[h, rows, None] * math.log(2)).masked_fill(hidden, 0.0)
+                ds = p * (do_rows @ v_rows.T - delta[h, rows, None])
+                dq[0, h, staged, : case.head_dim] += ds @ k_rows
+
+    run.main = main
+    dq, _, _, dsinks = run(tensors, do, o, lse)
+    eager = run_reference(inputs, case)
+    for name, x, y, z in (
+        ("dq", dq, exact.dq, eager.dq),
+        ("dsinks", dsinks[None], exact.dsinks[None], eager.dsinks[None]),
+    ):
+        result = compare(name, x, y, z, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
+@interpreted
+@ignore_overflow
+@cases(
+    Case(2, 2, 1, 70, 130, 256, sinks=True),
+    Case(1, 2, 2, 130, 70, 136, causal=False, interleaved=True, rotary_dim=64),
+)
+def test_the_buffers_of_wide_heads(case):
+    """The sm_90 backward of head dims beyond 128 without its main kernel: dQ as it adds it, by panels of 8 columns."""
+    from fused_rope_attn.attention.hopper.backward import BackwardCall
+
+    inputs = make_inputs(case)
+    do = inputs.do
+    exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+    o, lse = exact.o.to(case.dtype), exact.lse.float()
+    problem, tensors, _ = described_for_launch(inputs, case)
+    run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
+
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, **rest):
+        dq = dq_ptr
+        q_rot, k_rot, v, do = (x.base.float() for x in (q_desc, k_desc, v_desc, do_desc))
+        lse, delta = stats_desc.base.reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
+        k_rot, v = (x.repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k_rot, v))
+        p = torch.exp2(q_rot @ k_rot.mT * (case.scale / math.log(2)) - lse)
+        if case.causal:
+            p = p.tril(case.len_k - case.len_q)
+        assert not dq.any()
+        rows, columns = torch.arange(case.len_q)[:, None], torch.arange(case.head_dim)
+        words = rows // 64 * (64 * 256) + columns // 8 * 512 + rows % 64 * 8 + columns % 8
+        dq.view(case.batch, case.heads_q, -1)[:, :, words] = (p * (do @ v.mT - delta)) @ k_rot
+
+    run.main = main
+    dq, _, _, dsinks = run(tensors, do, o, lse)
+    found = [("dq", dq, exact.dq, eager.dq)]
+    if case.sinks:
+        found.append(("dsinks", dsinks[None], exact.dsinks[None], eager.dsinks[None]))
+    for name, x, y, z in found:
+        result = compare(name, x, y, z, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"

@@ -1,0 +1,129 @@
+"""Which kernels a call gets, and why: the sm_90 backend beside the portable kernels. Runs on tensors without memory."""
+
+import dataclasses
+
+import pytest
+
+from fused_rope_attn import plan
+from fused_rope_attn.attention import configs
+from tests.support.dtypes import F16, F32
+from tests.support.internals import plan_of
+from tests.support.planning import HOPPER, LENGTHS, PORTABLE, call, kinds
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("bucket", LENGTHS)
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 96, 128])
+def test_auto_takes_what_the_tables_say(arch, head_dim, bucket, heads, causal):
+    chosen = plan(**call(LENGTHS[bucket], head_dim=head_dim, heads=heads, causal=causal, batch=16))
+    shape = (head_dim, causal, bucket, heads[0] != heads[1])
+    rows = configs.hopper_forward(*shape), configs.hopper_backward(*shape)
+    expected = [HOPPER[i] if bucket in row.auto else PORTABLE[i] for i, row in enumerate(rows)]
+    assert kinds(chosen) == tuple(expected)
+    assert chosen.backend == ("hopper" if expected[0] is HOPPER[0] else "triton")
+    assert rows[0].note in chosen.reason and ("sm_90" in chosen.reason)
+    assert chosen.strategy in ("inline", "prepass")
+
+
+def test_the_longer_length_counts(arch):
+    assert plan(**call(1, 8192, heads=(64, 8), batch=64)).backend == "hopper"
+    assert plan(**call(100)).backend == "triton"
+
+
+@pytest.mark.parametrize("bucket", LENGTHS)
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 72, 128])
+@pytest.mark.parametrize("strategy", ["auto", "prepass"])
+def test_the_explicit_backend_serves_every_length(arch, head_dim, bucket, strategy):
+    options = {"backend": "hopper", "strategy": strategy}
+    chosen = plan(**call(LENGTHS[bucket], head_dim=head_dim, dtype=F16, **options))
+    assert kinds(chosen) == HOPPER and chosen.backend == "hopper" and chosen.strategy == "prepass"
+    assert "asked for" in chosen.reason
+    assert kinds(plan(**call(1, 1, head_dim=head_dim, batch=1, heads=(1, 1), **options))) == HOPPER
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("strategy", ["inline", "prepass", "auto"])
+def test_the_other_choices_are_what_they_were(arch, backend, strategy):
+    chosen = plan(**call(backend=backend, strategy=strategy))
+    portable = backend == "triton" or strategy == "inline"
+    assert kinds(chosen) == (PORTABLE if portable else HOPPER)
+    assert chosen.strategy == ("prepass" if strategy == "auto" else strategy)
+    if backend == "auto" and strategy == "inline":
+        assert "'inline'" in chosen.reason and "hopper" in chosen.reason
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(True, False), (False, True), (True, True), (False, False)])
+def test_each_pass_is_decided_alone(arch, tables, forward, backward):
+    tables(("medium",) if forward else (), ("medium",) if backward else ())
+    chosen = plan(**call(4096))
+    assert kinds(chosen) == ((HOPPER if forward else PORTABLE)[0], (HOPPER if backward else PORTABLE)[1])
+    assert chosen.backend == ("hopper" if forward else "triton")
+    assert "HOPPER_FORWARD row" in chosen.reason and "HOPPER_BACKWARD row" in chosen.reason
+    if forward != backward:
+        first = "sm_90" if forward else "portable"
+        second = "sm_90" if backward else "portable"
+        assert f"forward, {first} kernels" in chosen.reason and f"backward, {second} kernels" in chosen.reason
+    assert kinds(plan(**call(8192))) == PORTABLE
+    assert kinds(plan(**call(8192, backend="hopper"))) == HOPPER
+
+
+def test_deterministic_gradients_are_the_portable_kernels(arch, tables):
+    for backend in ("auto", "hopper"):
+        chosen = plan(**call(backend=backend, deterministic=True))
+        assert kinds(chosen) == (HOPPER[0], PORTABLE[1]) and chosen.backend == "hopper"
+        assert chosen.backward.strategy == "prepass"
+        assert "deterministic=True" in chosen.reason and "any order" in chosen.reason
+    portable = plan(**call(backend="triton", deterministic=True))
+    assert portable == plan(**call(backend="triton")) and "deterministic" not in portable.reason
+    tables(("medium",), ())
+    assert "deterministic" not in plan(**call(deterministic=True)).reason  # nothing to replace
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_wide_heads(arch, head_dim):
+    auto = plan(**call(8192, head_dim=head_dim))
+    for chosen in (auto, plan(**call(8192, head_dim=head_dim, backend="hopper"))):
+        assert kinds(chosen) == HOPPER and chosen.backend == "hopper"
+        # 64 keys in two stages are what 227 KB of shared memory hold beside 128 rows of Q and half of those of O.
+        assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
+    assert configs.hopper_forward(head_dim, True, "long", False).note in auto.reason
+    assert kinds(plan(**call(8192, head_dim=head_dim, deterministic=True))) == (HOPPER[0], PORTABLE[1])
+    for changes in ({"backend": "triton"}, {"dtype": F32}):
+        assert kinds(plan(**call(**{"head_dim": head_dim} | changes))) == PORTABLE
+    with pytest.raises(NotImplementedError, match="^q must have a head dim .* from 16 to 256 .*hopper.* but has 264"):
+        plan(**call(head_dim=264, backend="hopper"))
+
+
+def test_launch_bound_calls_stay_portable(arch):
+    """However long the sequence: (1, 4/4, 1, 4096, 128) is over before a second launch."""
+    chosen = plan(**call(1, 4096, heads=(4, 4), batch=1))
+    assert chosen.backend == "triton" and chosen.strategy == "inline" and "so little work" in chosen.reason
+    assert plan(**call(1, 4096, heads=(4, 4), batch=1, backend="hopper")).strategy == "prepass"
+
+
+def test_the_persistent_forward_wants_tiles_to_spare(arch):
+    """Measured: (2, 64/64, 1024, 128) is faster there, (1, 32/8, 1024, 128) is not; backward both are."""
+    assert kinds(plan(**call(1024, heads=(64, 64), batch=2))) == HOPPER
+    few = plan(**call(1024, heads=(32, 8), batch=1))
+    assert kinds(few) == (PORTABLE[0], HOPPER[1]) and "too little work" in few.reason
+
+
+def test_rows_may_ask_for_much_work(arch, tables, monkeypatch):
+    """Then "auto" takes them from so many multiply-adds on; the explicit backend takes them always."""
+    tables(("medium",), ("medium",))
+    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
+    below = configs.MUCH_WORK // (4096 * 4096 * 128) - 1  # heads
+    little, much = call(4096, heads=(below, below), batch=1), call(4096, heads=(below + 1, below + 1), batch=1)
+    assert kinds(plan(**little)) == (PORTABLE[0], HOPPER[1]) and "too little work" in plan(**little).reason
+    assert kinds(plan(**much)) == kinds(plan(**little, backend="hopper")) == HOPPER
+
+
+def test_plans_are_remembered_and_ignore_the_exact_length(arch):
+    def chosen(n, **changes):
+        return plan_of(call(n, **changes))
+
+    assert chosen(3000) is chosen(3001) is chosen(4096)
+    assert chosen(3000) is not chosen(4097)
+    arch("sm_80")  # elsewhere nobody asks where v lies
+    assert plan_of(call(2000), v_is_looked_at=False).backend == "triton"

@@ -1,0 +1,108 @@
+"""What the sm_90 backend does not serve is refused by name where it is asked for; "auto" says why it takes another."""
+
+import pytest
+import torch
+
+from fused_rope_attn import plan, rope_attention
+from tests.support.dtypes import BF16, F32
+from tests.support.planning import HOPPER, PORTABLE, call, kinds
+
+
+def odd_strides(x):
+    return torch.empty(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype, device=x.device)[..., :-1]
+
+
+def columns_apart(x):
+    return torch.empty(*x.shape[:3], 2 * x.shape[3], dtype=x.dtype, device=x.device)[..., ::2]
+
+
+def expanded(x):
+    return torch.empty(1, *x.shape[1:], dtype=x.dtype, device=x.device).expand(x.shape)
+
+
+def refusals():
+    """(what is changed, error, pattern): what the sm_90 kernels do not serve, and the portable ones do."""
+    return [
+        ({"dtype": F32}, NotImplementedError, "^q must be float16 or bfloat16 for backend='hopper', but is .*float32"),
+        ({"head_dim": 264}, NotImplementedError, "^q must have a head dim .* from 16 to .*hopper.* but has 264"),
+        ({"strategy": "inline"}, NotImplementedError, "^strategy must be .*'prepass' .*hopper.* but is 'inline'"),
+        ({"len_k": 0}, NotImplementedError, "^k must have at least one position .*hopper.* but has 0"),
+    ]
+
+
+@pytest.mark.parametrize(("changes", "error", "pattern"), refusals(), ids=lambda x: str(x)[:30])
+def test_refusals(arch, changes, error, pattern):
+    given = call(**changes)
+    for function in (plan, rope_attention):
+        with pytest.raises(error, match=pattern):
+            function(**given, backend="hopper")
+    chosen = plan(**given)  # "auto" takes something else and says why
+    assert chosen.backend in ("triton", "reference")
+    assert ("hopper" in chosen.reason and "but" in chosen.reason) or chosen.backend == "reference"
+
+
+def test_refusals_of_what_no_kernel_serves(arch):
+    for changes, pattern in (({"head_dim": 20}, "multiple of 8 .*20"), ({"dtype": torch.float64}, "float64")):
+        with pytest.raises(NotImplementedError, match=f"^q .*{pattern}"):
+            plan(**call(**changes), backend="hopper")
+        assert plan(**call(**changes)).backend == "reference"
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "cpu", "interpreter"])
+def test_other_machines(arch, name):
+    arch(name)
+    given = call()
+    for function in (plan, rope_attention):
+        with pytest.raises(RuntimeError, match=f"^backend='hopper' needs an sm_90 GPU .* but q is on {name}"):
+            function(**given, backend="hopper")
+    if name != "cpu":
+        chosen = plan(**given)
+        assert chosen.backend == "triton" and "sm_90" in chosen.reason and name in chosen.reason
+
+
+@pytest.mark.parametrize("layout", [odd_strides, columns_apart, expanded])
+def test_v_that_the_tma_cannot_address(arch, layout):
+    given = call(batch=2)
+    given["v"] = layout(given["v"])
+    with pytest.raises(NotImplementedError, match="^v must have adjacent columns .*hopper.* but has strides"):
+        plan(**given, backend="hopper")
+    chosen = plan(**given)
+    assert kinds(chosen) == PORTABLE and "v must have" in chosen.reason
+    for name in ("q", "k"):  # these are read through pointers
+        given = call(batch=2)
+        given[name] = layout(given[name])
+        assert plan(**given, backend="hopper") == plan(**call(batch=2), backend="hopper")
+    given = call(len_q=0, len_k=64)  # nothing is read
+    given["v"] = layout(given["v"])
+    assert plan(**given, backend="hopper").backend == "hopper"
+
+
+def test_the_address_of_v_counts(arch):
+    given = call(200, where="cpu", batch=1, backend="hopper")
+    assert kinds(plan(**given)) == HOPPER
+    v = given["v"]
+    given["v"] = torch.empty(v.numel() + 1, dtype=BF16)[1:].as_strided(v.shape, v.stride())
+    with pytest.raises(NotImplementedError, match=r"^v must have .* address 16 n \+ 2"):
+        plan(**given)
+    with pytest.raises(NotImplementedError, match=r"^v must have .* address 16 n \+ 2"):
+        rope_attention(**given)
+
+
+def test_a_size_of_one_has_no_stride(arch):
+    given = call(batch=1, heads=(1, 1))
+    v = given["v"]
+    given["v"] = torch.empty_strided(v.shape, (3, 5, v.stride(2), 1), dtype=BF16, device="meta")
+    assert kinds(plan(**given, backend="hopper")) == HOPPER
+
+
+def test_plan_under_autocast_knows_how_the_cast_v_will_lie(arch):
+    """A cast makes a new tensor, aligned and dense, whatever the strides of the old one were."""
+    given = call(200, where="cpu", dtype=F32, batch=2, backend="hopper")
+    with torch.autocast("cpu", BF16):
+        assert kinds(plan(**given)) == HOPPER
+        assert kinds(plan(**given | {"v": odd_strides(given["v"])})) == HOPPER
+        assert kinds(plan(**given | {"v": given["v"].to(BF16)})) == HOPPER
+        with pytest.raises(NotImplementedError, match="^v must have"):
+            plan(**given | {"v": odd_strides(given["v"].to(BF16))})
+    with pytest.raises(NotImplementedError, match="^q must be float16 or bfloat16"):
+        plan(**given)

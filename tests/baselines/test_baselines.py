@@ -1,0 +1,271 @@
+"""The rivals without a GPU: the registry is complete and honest, and each part computes what it says.
+
+The Triton FlashAttention-2 runs in Triton's interpreter against float64; rotations and PyTorch's attentions run on CPU
+tensors through the benchmark's gate, so that every rival has computed rotary attention once before a GPU sees it.
+"""
+
+import os
+
+import pytest
+import torch
+
+import baselines
+from baselines import BASELINES, attentions, base, registry, rotations, triton_fa2
+from baselines.base import Baseline
+from bench.gate import Gate
+from bench.suites.attention.suite import check
+from fused_rope_attn import testing
+
+_interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton kernels on CPU tensors in its interpreter"
+)
+
+
+# Registry
+
+
+def test_the_registry_holds_the_rivals_of_the_benchmark():
+    assert set(BASELINES) == {
+        "hf_sdpa",
+        "hf_flash_attn",
+        "hf_triton_fa2",
+        "liger_flash",
+        "liger_cudnn",
+        "liger_fa4",
+        "compiled_cudnn",
+        "compiled_fa4",
+        "bare_flash",
+        "bare_cudnn",
+        "bare_fa4",
+        "bare_triton_fa2",
+    }
+    for name, baseline in BASELINES.items():
+        assert baseline.name == name and baseline.label
+        assert baseline.rotates == (not name.startswith("bare"))
+        assert baseline.label.startswith("bare ") != baseline.rotates
+    assert len({baseline.label for baseline in BASELINES.values()}) == len(BASELINES)
+
+
+@pytest.mark.parametrize(
+    ("name", "pip"),
+    [
+        ("hf_sdpa", ("transformers",)),
+        ("hf_flash_attn", ("transformers", "flash-attn")),
+        ("liger_cudnn", ("liger-kernel",)),
+        ("liger_fa4", ("liger-kernel", "flash-attn-4")),
+        ("compiled_fa4", ("transformers", "flash-attn-4")),
+        ("bare_cudnn", ()),
+        ("bare_triton_fa2", ()),
+    ],
+)
+def test_pip_names(name, pip):
+    assert BASELINES[name].pip == pip
+
+
+def test_a_missing_package_is_reported_with_its_pip_name(monkeypatch):
+    def absent(module, attribute):
+        return f"ModuleNotFoundError: No module named '{module}'"
+
+    monkeypatch.setattr(base, "import_error", absent)
+    monkeypatch.setattr(attentions, "import_error", absent)
+    reasons = registry.missing()
+    for name, baseline in BASELINES.items():
+        # flash-attn alone has a stand-in: PyTorch's build of its kernels.
+        for package in set(baseline.pip) - {"flash-attn"}:
+            assert f"pip install {package} (ModuleNotFoundError" in reasons[name]
+    assert set(reasons) == set(BASELINES) - {"bare_flash", "bare_cudnn", "bare_triton_fa2"}
+
+
+def test_a_broken_package_is_reported_with_its_error():
+    base.import_error.cache_clear()
+    assert base.import_error("json", "dumps") is None
+    assert base.import_error("json", "no_such_name").startswith("AttributeError")
+    assert base.missing_package("no-such-thing", "no_such_thing", "f") == (
+        "pip install no-such-thing (ModuleNotFoundError: No module named 'no_such_thing')"
+    )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_flash_attn_falls_back_to_pytorch_and_says_so(installed, monkeypatch):
+    monkeypatch.setattr(attentions, "_flash_attn", lambda: (lambda *a, **k: None) if installed else None)
+    for name in ("hf_flash_attn", "bare_flash"):
+        assert ("PyTorch's build" in BASELINES[name].label) == (not installed)
+        assert BASELINES[name].missing() is None or "transformers" in BASELINES[name].missing()
+
+
+def test_the_official_flash_attn_gets_bnhd(monkeypatch):
+    def flash_attn_func(q, k, v, *, causal):
+        assert q.shape == (2, 16, 4, 8) and k.shape == v.shape == (2, 16, 2, 8) and causal
+        return q
+
+    monkeypatch.setattr(attentions, "_flash_attn", lambda: flash_attn_func)
+    q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+    assert torch.equal(attentions.FLASH_ATTN.attend(q, k, k, True), q)
+
+
+@pytest.mark.parametrize("returns_lse", [True, False])
+def test_flash_attention_4_gets_bnhd(returns_lse, monkeypatch):
+    def flash_attn_func(q, k, v, *, causal):
+        assert q.shape == (2, 16, 4, 8) and k.shape == v.shape == (2, 16, 2, 8) and not causal
+        return (q, None) if returns_lse else q
+
+    monkeypatch.setattr(attentions, "_flash_attn_cute", lambda: flash_attn_func)
+    q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+    assert torch.equal(attentions.FA4.attend(q, k, k, False), q)
+
+
+def test_what_a_rival_does_not_serve_is_said():
+    def case(**other):
+        return testing.Case(**{"batch": 1, "heads_q": 2, "heads_kv": 1, "len_q": 8, "len_k": 8, "head_dim": 64} | other)
+
+    cudnn = BASELINES["liger_cudnn"]
+    assert cudnn.unsupported(case()) is None
+    assert "float32" in cudnn.unsupported(case(dtype=torch.float32))
+    assert BASELINES["hf_sdpa"].unsupported(case(dtype=torch.float32)) is None
+    assert "head dims" in cudnn.unsupported(case(head_dim=264))
+    assert "head dims" in BASELINES["bare_fa4"].unsupported(case(head_dim=20))
+    assert "as many queries" in cudnn.unsupported(case(len_q=4))
+    for other in ({"interleaved": True}, {"rotary_dim": 32}, {"table_batch": True}, {"extra_rows": 1}):
+        assert "half layout" in cudnn.unsupported(case(**other))
+
+
+def test_tables_are_prepared_once_in_the_form_of_each_rotation():
+    cos, sin = torch.randn(6, 4), torch.randn(6, 4)
+    half = rotations.HF.prepare(cos, sin, torch.bfloat16)
+    for table, source in zip(half, (cos, sin)):
+        assert table.dtype == torch.bfloat16 and table.shape == (1, 6, 8)
+        assert torch.equal(table[0, :, 4:], source.bfloat16())
+    for rotation in (rotations.LIGER, rotations.COMPILED):
+        assert all(table.dtype == torch.float32 for table in rotation.prepare(cos, sin, torch.bfloat16))
+    assert BASELINES["bare_cudnn"].prepare(cos, sin, torch.float16) is None
+    assert [b.name for b in BASELINES.values() if b.in_place] == ["liger_flash", "liger_cudnn", "liger_fa4"]
+
+
+def test_importing_the_registry_imports_no_rival():
+    assert baselines.__all__ == ["BASELINES", "Baseline"]
+    source = (
+        "import sys, baselines; print([m for m in ('transformers', 'flash_attn', 'liger_kernel') if m in sys.modules])"
+    )
+    assert _python(source) == "[]"
+
+
+def _python(source):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.run(
+        [sys.executable, "-c", source], cwd=root, capture_output=True, text=True, timeout=120, check=True
+    ).stdout.strip()
+
+
+# Numbers
+
+
+def _verdict(baseline, case):
+    if reason := baseline.missing():
+        pytest.skip(reason)
+    verdict = check(baseline, Gate(case, testing.make_inputs(case)), lambda: None, grads=True)
+    assert verdict.status in ("ok", "loose"), verdict.detail
+    return verdict
+
+
+@pytest.mark.parametrize("heads_kv", [4, 1])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["hf_sdpa", "hf_flash_attn", "bare_flash"])
+def test_pytorchs_attentions(name, causal, heads_kv):
+    _verdict(BASELINES[name], testing.Case(2, 4, heads_kv, 65, 65, 64, causal=causal, dtype=torch.bfloat16))
+
+
+@_interpreted
+@pytest.mark.parametrize("name", ["hf_triton_fa2", "bare_triton_fa2"])
+def test_triton_rivals(name):
+    _verdict(BASELINES[name], testing.Case(1, 2, 1, 65, 65, 64))
+
+
+@_interpreted
+def test_liger_rotates_like_everybody():
+    _verdict(Baseline("liger", rotations.LIGER, attentions.SDPA), testing.Case(1, 4, 2, 33, 33, 64))
+
+
+def test_cudnn_is_refused_where_there_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    q = torch.randn(1, 1, 8, 16, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
+        BASELINES["bare_cudnn"].run(q, q, q, None, True)
+
+
+# FlashAttention-2 in Triton, against float64
+
+
+def _reference(q, k, v, causal):
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        len_q, len_k = scores.shape[-2:]
+        seen = torch.ones(len_q, len_k, dtype=torch.bool).tril(len_k - len_q)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return torch.softmax(scores, -1).nan_to_num(0.0) @ v
+
+
+@_interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("heads", "lengths", "head_dim", "causal"),
+    [
+        ((2, 1), (70, 70), 64, True),  # GQA, a tail
+        ((2, 2), (64, 64), 32, True),  # whole tiles
+        ((4, 2), (17, 45), 96, True),  # fewer queries than keys, padded columns
+        ((1, 1), (70, 33), 40, True),  # rows that see nothing
+        ((2, 1), (20, 70), 128, False),
+        ((1, 1), (33, 33), 256, True),
+        ((1, 1), (1, 1), 16, False),
+    ],
+)
+def test_triton_fa2_against_float64(heads, lengths, head_dim, causal, dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(heads, length):
+        x = torch.randn(1, length, heads, head_dim, generator=generator, dtype=dtype)
+        return x.transpose(1, 2)
+
+    q, do = normal(heads[0], lengths[0]), normal(heads[0], lengths[0])
+    k, v = normal(heads[1], lengths[1]), normal(heads[1], lengths[1])
+    for x in (q, k, v):
+        x.requires_grad_()
+    with testing.poison_empty():
+        o = triton_fa2.triton_fa2(q, k, v, causal)
+        grads = torch.autograd.grad(o, (q, k, v), do)
+    expected = _reference(q, k, v, causal)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), do.double())
+    limit = 3e-3 if dtype == torch.float16 else 2e-6
+    for out, truth in zip((o.detach(), *grads), (expected.detach(), *expected_grads)):
+        assert out.dtype == dtype and out.shape == truth.shape and torch.isfinite(out).all()
+        assert float((out.double() - truth).abs().max()) <= limit * float(truth.abs().max()) + 1e-6
+    assert o.stride() == q.stride()
+
+
+@_interpreted
+def test_triton_fa2_takes_strided_columns_and_refuses_double_backward():
+    x = torch.randn(1, 2, 20, 32)[..., ::2].requires_grad_()
+    o = triton_fa2.triton_fa2(x, x, x, True)
+    torch.testing.assert_close(o.double(), _reference(x, x, x, True), atol=1e-6, rtol=1e-5)
+    do = torch.randn_like(o).requires_grad_()
+    (grad,) = torch.autograd.grad(o, x, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256])
+def test_triton_fa2_tiles_fit(head_dim, dtype):
+    """At least the tiles that stay and one that streams must fit, at the smallest shared memory of each table."""
+    for limit in (99 * 1024, 163 * 1024, 227 * 1024):
+        found = triton_fa2.tiles(head_dim, dtype, limit)
+        row = triton_fa2.padded_head_dim(head_dim) * dtype.itemsize
+        assert (found.forward.block_m + 2 * found.forward.block_n) * row <= limit
+        assert (2 * found.dkdv.block_n + 2 * found.dkdv.block_m) * row <= limit
+        assert (2 * found.dq.block_m + 2 * found.dq.block_n) * row <= limit

@@ -1,0 +1,87 @@
+"""``python -m bench docs``: the documents' figures come from committed rows, and from nothing else."""
+
+import re
+
+import pytest
+
+from bench import docs, report
+from bench.__main__ import main
+from bench.environment import ROOT
+from tests.support.bench import published
+
+# Every page that a person reads about results; experiments are a record and have figures of their own.
+_PAGES = ("README.md", "docs/benchmarks.md")
+
+
+def _open(name):
+    return f"<!-- {name}: written -->\n<!-- {name.split(':')[0]}:end -->\n"
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """One page with one block, of rows of attention."""
+    report.write_lines(tmp_path / "rows.jsonl", published())
+    block = docs.Block("bench:headline", "page.md", "attention", "attention.tables", "headline")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "CURRENT", {"attention": tmp_path / "rows.jsonl"})
+    monkeypatch.setattr(docs, "BLOCKS", (block,))
+    page = tmp_path / "page.md"
+    page.write_text(f"# before\n{_open('bench:headline')}after\n", encoding="utf-8")
+    return page
+
+
+def test_figures_are_those_of_the_committed_rows(capsys):
+    assert main(["docs", "--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_suite_has_a_current_file():
+    assert set(docs.CURRENT) >= {block.suite for block in docs.BLOCKS}
+    for path in docs.CURRENT.values():
+        assert report.read_runs([path])
+    assert {block.page for block in docs.BLOCKS} == set(_PAGES)
+    assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == ["bench:headline"]
+
+
+@pytest.mark.parametrize("page", _PAGES)
+def test_there_are_no_figures_beside_the_generated_ones(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- (\w+):\w+.*?<!-- \1:end -->|```.*?```", "", text, flags=re.DOTALL)
+    assert re.findall(r"\d[\d.,]*\s?(?:ms|µs|TFLOP/s|GB/s|×|%)", text) == []
+
+
+def test_the_command_writes_checks_and_complains(toy, capsys):
+    assert main(["docs", "--check"]) == 1
+    assert "page.md does not match the rows in bench:headline" in capsys.readouterr().err
+    assert "at 8 of 8 shapes" not in toy.read_text(encoding="utf-8")
+    assert main(["docs"]) == 0 and "rewrote bench:headline" in capsys.readouterr().out
+    text = toy.read_text(encoding="utf-8")
+    assert text.startswith("# before\n<!-- bench:headline: written by `python -m bench docs`")
+    assert text.endswith("<!-- bench:end -->\nafter\n") and "at 8 of 8 shapes" in text
+    assert main(["docs", "--check"]) == 0
+    assert main(["docs"]) == 0 and "matches the rows" in capsys.readouterr().out
+    toy.write_text(text.replace("8 of 8", "9 of 8"), encoding="utf-8")
+    assert main(["docs", "--check"]) == 1
+    docs.CURRENT["attention"].unlink()
+    assert main(["docs"]) == 2 and "rows.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "must have the blocks bench:headline"),
+        (_open("bench:nonsense"), "but has bench:nonsense"),
+        (2 * _open("bench:headline"), "each once"),
+        ("<!-- bench:headline -->\n", "needs one"),
+        ("<!-- bench:headline -->\n<!-- rope:end -->\n", "needs one"),
+    ],
+)
+def test_bad_markers_are_refused(text, message, toy):
+    with pytest.raises(ValueError, match=message):
+        docs.rewrite("page.md", text, {"attention": published()})
+
+
+def test_rows_of_two_cards_make_no_table(toy):
+    rows = published()
+    rows[0] = rows[0] | {"gpu": "NVIDIA B200"}
+    with pytest.raises(ValueError, match="one gpu.*B200, NVIDIA H200"):
+        docs.rewrite("page.md", toy.read_text(encoding="utf-8"), {"attention": rows})

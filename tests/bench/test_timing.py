@@ -1,0 +1,58 @@
+"""Arithmetic of times, and interleaving."""
+
+import numpy
+import pytest
+import torch
+
+from bench.timing import Measurement, interleave, quantile, ratio
+
+
+@pytest.mark.parametrize("q", [0.0, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("n", [1, 2, 5, 10])
+def test_quantile_is_numpys(n, q):
+    values = list(torch.randn(n, generator=torch.Generator().manual_seed(n)).tolist())
+    assert quantile(values, q) == pytest.approx(float(numpy.quantile(values, q)))
+
+
+def test_quantile_refuses_nothing_and_nonsense():
+    with pytest.raises(ValueError):
+        quantile([], 0.5)
+    with pytest.raises(ValueError):
+        quantile([1.0], 1.5)
+
+
+def test_ratios_are_taken_within_rounds():
+    # A clock that slows both sides down by half in the last rounds: medians over all rounds would say 1.5.
+    assert ratio([1.0, 1.0, 1.5, 1.5, 1.5], [1.0, 1.0, 1.5, 1.5, 1.5]) == 1.0
+    measurement = Measurement([[1.0, 3.0, 2.0], [4.0]])
+    assert measurement.round_medians == [2.0, 4.0]
+    assert measurement.quantiles() == (2.5, pytest.approx(1.6), pytest.approx(3.4))
+
+
+def test_interleave_changes_the_order_and_drops_who_fails():
+    def run(fns, rounds, fail_after=None):
+        order = []
+
+        def sample(fn, calls):
+            order.append(fn())
+            if fn() == "bad" and fail_after is not None and len(order) > fail_after:
+                raise RuntimeError("broke")
+            return [1.0] * calls
+
+        return order, *interleave(fns, sample, dict.fromkeys(fns, 2), rounds, lambda: False)
+
+    names = ["a", "b", "c", "d", "e"]
+    order, _, _ = run({name: lambda name=name: name for name in names}, 6)
+    rounds = [order[i : i + 5] for i in range(0, 30, 5)]
+    assert all(sorted(one) == names for one in rounds)
+    predecessors = {one[i - 1] for one in rounds for i in range(1, 5) if one[i] == "a"}
+    assert len(predecessors) > 1, "a always follows the same neighbour"
+    assert order == run({name: lambda name=name: name for name in names}, 6)[0], "a run can be repeated"
+
+    fns = {name: lambda name=name: name for name in ("a", "bad", "c")}
+    order, measured, failed = run(fns, 3, fail_after=3)
+    assert order.count("bad") == 2  # a sample in the first round, the failure in the second, none after it
+    assert list(failed) == ["bad"]
+    assert measured["c"].rounds == [[1.0, 1.0]] * 3
+    measured, _ = interleave(fns, lambda fn, calls: [1.0], dict.fromkeys(fns, 1), 9, lambda: True)
+    assert all(len(m.rounds) == 1 for m in measured.values())  # the round in hand is finished, no other begun

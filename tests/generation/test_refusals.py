@@ -1,0 +1,71 @@
+"""Refusals of the generation step: nothing is written before they are raised."""
+
+import math
+
+import pytest
+import torch
+
+from fused_rope_attn import rope_attention_with_kvcache
+from tests.support.dtypes import F32
+from tests.support.generation import PLAIN
+from verification.decode import make_inputs
+
+
+def call(**changes):
+    q, k_cache, v_cache, cos, sin, k, v, lens, _ = make_inputs(PLAIN, F32)
+    valid = {
+        "q": q, "k_cache": k_cache.nan_to_num(), "v_cache": v_cache.nan_to_num(), "cos": cos, "sin": sin, "k": k,
+        "v": v, "cache_seqlens": lens,
+    }  # fmt: skip
+    return rope_attention_with_kvcache(**(valid | changes))
+
+
+def zeros(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": None}, TypeError, "q must be a torch.Tensor, but is NoneType"),
+        ({"cache_seqlens": 3}, TypeError, "cache_seqlens must be a torch.Tensor, but is int 3"),
+        ({"cache_seqlens": zeros(2)}, TypeError, "cache_seqlens must be int32, but is float32"),
+        ({"cache_seqlens": zeros(3, dtype=torch.int32)}, ValueError, "cache_seqlens must have shape (B,) = (2,)"),
+        ({"k": None}, ValueError, "k must be given where v is"),
+        ({"v": None}, ValueError, "v must be given where k is"),
+        ({"k": zeros(2, 2, 3, 16)}, ValueError, "k must have shape (B, HKV, NQ, D) = (2, 2, 2, 16), but has"),
+        ({"v": zeros(2, 4, 2, 16)}, ValueError, "v must have shape (B, HKV, NQ, D)"),
+        ({"k_cache": zeros(2, 2, 40, 16).half()}, TypeError, "k_cache must have q's dtype float32, but is float16"),
+        ({"v": zeros(2, 2, 2, 16).half()}, TypeError, "v must have q's dtype float32, but is float16"),
+        ({"k_cache": zeros(2, 40, 16)}, ValueError, "k_cache must have shape (B, HKV, S_max, D), but has 3 dimensions"),
+        ({"k_cache": zeros(1, 2, 40, 16)}, ValueError, "k_cache must have q's batch size 2, but has 1"),
+        ({"v_cache": zeros(2, 2, 41, 16)}, ValueError, "v_cache must have k_cache's shape (2, 2, 40, 16)"),
+        ({"k_cache": zeros(2, 3, 40, 16), "v_cache": zeros(2, 3, 40, 16)}, ValueError, "k_cache has 3 heads"),
+        ({"k_cache": zeros(1, 2, 40, 16).expand(2, 2, 40, 16)}, ValueError, "k_cache must not be expanded"),
+        ({"q": zeros(2, 4, 50, 16), "k": zeros(2, 2, 50, 16), "v": zeros(2, 2, 50, 16)}, ValueError, "S_max = 40"),
+        ({"cos": zeros(39, 8), "sin": zeros(39, 8)}, ValueError, "cos must"),
+        ({"rotary_dim": 3}, ValueError, "rotary_dim must be even"),
+        ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
+        ({"causal": None}, TypeError, "causal must be a bool"),
+        ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite"),
+        ({"softcap": -1.0}, ValueError, "softcap must be finite and positive"),
+        ({"window": (1,)}, ValueError, "window must have two elements"),
+        ({"sinks": zeros(3)}, ValueError, "sinks must have shape (HQ,) = (4,), but has (3,)"),
+        ({"k": zeros(2, 2, 2, 16, device="meta")}, ValueError, "k must be on q's device cpu, but is on meta"),
+        ({"q": zeros(2, 4, 2, 16).requires_grad_()}, ValueError, "q must not require a gradient"),
+        ({"v_cache": zeros(2, 2, 40, 16).requires_grad_()}, ValueError, "v_cache must not require a gradient"),
+        ({"sinks": zeros(4).requires_grad_()}, ValueError, "sinks must not require a gradient"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)  # fmt: skip
+def test_refusals(changes, error, message):
+    with pytest.raises(error) as caught:
+        call(**changes)
+    assert message in str(caught.value)
+
+
+def test_parameters_are_welcome_without_gradients():
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    with torch.no_grad():
+        o = call(sinks=sinks)
+    assert not o.requires_grad and torch.equal(o, call(sinks=sinks.detach()))

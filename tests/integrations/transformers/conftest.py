@@ -1,0 +1,54 @@
+"""Fixtures of the tests of patched models: what runs where the kernels would, and how often."""
+
+import functools
+
+import pytest
+
+from fused_rope_attn.integrations.transformers import attention
+from fused_rope_attn.runtime.device import is_interpreted
+from tests.support.generation import interpreted_step
+from tests.support.internals import OPERATORS_OF_A_PATCHED_MODEL, rotate_without_the_kernel
+
+
+@pytest.fixture(autouse=True)
+def eager_rotation(request, monkeypatch):
+    """`apply_rope` takes its reference: hundreds of steps of generation would take the interpreter an hour."""
+    if "interpreted_attention" not in request.fixturenames and "gpu" not in request.keywords:
+        rotate_without_the_kernel(monkeypatch)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each operator ran in the place of a module's own attention."""
+    counts = {}
+
+    def count(name):
+        operator = getattr(attention, name)
+
+        def counted(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(attention, name, counted)
+
+    for name in OPERATORS_OF_A_PATCHED_MODEL:
+        count(name)
+    return counts
+
+
+@pytest.fixture
+def interpreted_attention(monkeypatch):
+    """All of a patched model's attention, and its rotation, in Triton's interpreter."""
+    if not is_interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
+    for name in ("rope_attention", "rope_attention_varlen"):
+        monkeypatch.setattr(attention, name, functools.partial(getattr(attention, name), backend="triton"))
+
+
+@pytest.fixture
+def interpreted_steps(monkeypatch):
+    """The generation step in Triton's interpreter, all else as a CPU has it."""
+    if not is_interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)

@@ -1,0 +1,157 @@
+"""Dynamic caches of a patched model grow in place, and no two of them share what they must not."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+
+from fused_rope_attn.integrations.transformers import attention, patch_model, rooms
+from tests.support.hf_caches import make_cache, parts, steps
+from tests.support.hf_models import make_ids, make_model
+from tests.support.hf_runs import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@torch.no_grad()
+def test_a_dynamic_cache_grows_in_place():
+    """Most steps copy nothing; what was handed out before stays as it was; a layer notes what its own update notes."""
+    model, ids = make_model("llama"), make_ids(2, 80)
+    plain, past = make_cache(model, "dynamic"), make_cache(model, "dynamic")
+    expected = torch.cat((model(ids[:, :9], past_key_values=plain).logits, steps(model, plain, ids, 9)), dim=1)
+    patch_model(model)
+    logits, seen, places = [model(ids[:, :9], past_key_values=past).logits], [], set()
+    for i in range(9, 80):
+        logits.append(model(ids[:, i : i + 1], past_key_values=past).logits)
+        for layer in past.layers:
+            seen += [(x, x.clone()) for x in (layer.keys, layer.values)]
+            places.add(layer.keys.untyped_storage().data_ptr())
+    assert_close(torch.cat(logits, dim=1), expected, 1e-5)
+    assert 2 <= len(places) <= 2 * 5  # rooms of 16 rows more
+    assert all(torch.equal(x, kept) for x, kept in seen)
+    for layer, other in zip(past.layers, plain.layers):
+        assert vars(layer).keys() == vars(other).keys()
+        assert layer.keys.shape == other.keys.shape and layer.dtype is other.dtype and layer.device == other.device
+        assert_close(layer.keys, other.keys, 1e-5)
+        assert_close(layer.values, other.values, 1e-5)
+
+
+def shared(past, model):
+    """Another cache of the very same tensors."""
+    other = make_cache(model, "dynamic")
+    for layer, mine in zip(other.layers, past.layers):
+        layer.update(mine.keys, mine.values)
+        layer.keys, layer.values = mine.keys, mine.values
+    return other
+
+
+def cropped(past, model):
+    other = shared(past, model)
+    model(make_ids(2, 1, seed=9), past_key_values=other)
+    other.crop(-1)
+    return other
+
+
+def reordered(past, model):
+    other = shared(past, model)
+    other.reorder_cache(torch.tensor([0, 1]))
+    return other
+
+
+@pytest.mark.parametrize("fork", [shared, cropped, reordered, lambda past, model: copy.deepcopy(past)])
+@torch.no_grad()
+def test_two_caches_of_the_same_tokens(fork):
+    """Each goes its own way, turn by turn, and finds nothing of the other's."""
+    model, ids = patch_model(make_model("llama")), make_ids(2, 16)
+    others = torch.cat((ids[:, :10], make_ids(2, 6, seed=5)), dim=1)
+    expected, others_expected = model(ids).logits, model(others).logits
+    past = make_cache(model, "dynamic")
+    model(ids[:, :9], past_key_values=past)
+    model(ids[:, 9:10], past_key_values=past)
+    other = fork(past, model)
+    for i in range(10, 16):
+        got = model(ids[:, i : i + 1], past_key_values=past).logits
+        others_got = model(others[:, i : i + 1], past_key_values=other).logits
+        assert_close(got, expected[:, i : i + 1], 1e-5)
+        assert_close(others_got, others_expected[:, i : i + 1], 1e-5)
+
+
+@torch.no_grad()
+def test_tokens_that_somebody_keeps():
+    """A cache set back to tensors that were its own before: the rows behind them are taken."""
+    model, ids = patch_model(make_model("llama")), make_ids(2, 14)
+    past = make_cache(model, "dynamic")
+    model(ids[:, :9], past_key_values=past)
+    before = [(layer.keys, layer.values) for layer in past.layers]
+    first = steps(model, past, ids, 9)
+    after = [(layer.keys, layer.values, layer.keys.clone(), layer.values.clone()) for layer in past.layers]
+    for layer, (keys, values) in zip(past.layers, before):
+        layer.keys, layer.values = keys, values
+    assert not torch.allclose(steps(model, past, make_ids(2, 14, seed=5), 9), first)
+    for keys, values, keys_then, values_then in after:
+        assert torch.equal(keys, keys_then) and torch.equal(values, values_then)
+
+
+def test_inference_mode_and_back():
+    """Tensors of inference mode are read-only outside it."""
+    model, ids = patch_model(make_model("llama")), make_ids(2, 14)
+    with torch.inference_mode():
+        past = make_cache(model, "dynamic")
+        model(ids[:, :9], past_key_values=past)
+        steps(model, past, ids[:, :11], 9)
+    with torch.no_grad():
+        steps(model, past, ids[:, :13], 11)
+        expected = model(ids).logits[:, 13:]
+    with torch.inference_mode():
+        got = steps(model, past, ids, 13)
+    assert_close(got.clone(), expected, 1e-5)
+
+
+@torch.no_grad()
+def test_a_dynamic_cache_with_an_update_of_its_own():
+    class Counting(transformers.DynamicCache):
+        tokens = 0
+
+        def update(self, key_states, *args, **kwargs):
+            self.tokens += key_states.shape[2]
+            return super().update(key_states, *args, **kwargs)
+
+    model, ids = patch_model(make_model("llama")), make_ids(2, 12)
+    past = Counting(config=model.config)
+    got = parts(model, past, ids, ends=(9, 10, 12))
+    assert past.tokens == 2 * 12
+    assert_close(got, model(ids).logits, 1e-5)
+
+
+@torch.no_grad()
+def test_nothing_outlives_its_pass(monkeypatch):
+    """Tables die with their pass, rooms with the tensors in them."""
+    model, ids = patch_model(make_model("gemma3")), make_ids(2, 14)
+    tables, own = [], attention._tables_of
+
+    def noted(*args):
+        made = own(*args)
+        tables.append([weakref.ref(x) for x in made.arrays])
+        return made
+
+    monkeypatch.setattr(attention, "_tables_of", noted)
+    past = make_cache(model, "dynamic")
+    model(ids[:, :9], past_key_values=past)
+    steps(model, past, ids, 9)
+    assert len(tables) == 6 * 2  # for each pass those of layers with a window, and those of layers without
+    gc.collect()
+    assert all(x() is None for pair in tables for x in pair)
+    layer = past.layers[1]
+    # Nobody but the layer has tensors in the room, so that it gives the memory back when it lets go of them.
+    assert not any(isinstance(x, torch.Tensor) for x in rooms._rooms[layer])
+    keys = weakref.ref(layer.keys)
+    layer.keys = layer.values = None
+    gc.collect()
+    assert keys() is None
+    known = len(rooms._rooms)
+    del past, layer
+    gc.collect()
+    assert len(rooms._rooms) < known

@@ -1,0 +1,143 @@
+"""`patch_model` on a GPU: the kernels in whole models, compiled, beside Liger, without waiting for the device."""
+
+import pytest
+import torch
+import transformers
+
+from bench.suites import models as shapes
+from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
+from tests.support.dtypes import BF16
+from tests.support.hf_models import MODELS, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, run
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+
+
+def left_padded(rows, length, padding):
+    return (torch.arange(length) >= torch.tensor([[0]] * (rows - 1) + [[padding]])).long().to(DEVICE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model(name):
+    """float32: logits and gradients with padding, and greedy tokens with both kinds of caches."""
+    model, ids, mask = make_model(name).to(DEVICE), make_ids(2, LENGTH).to(DEVICE), left_padded(2, LENGTH, 7)
+    present = mask.bool()
+    grads = {}
+    for patched in (False, True):
+        (patch_model if patched else unpatch_model)(model).zero_grad()
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        logits[present].square().mean().backward()
+        grads[patched] = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+        grads[patched]["logits"] = logits.detach()[present]
+    assert grads[True].keys() == grads[False].keys()
+    for key, expected in grads[False].items():
+        assert_close(grads[True][key], expected, 1e-3 if key != "logits" else 1e-4, key)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = unpatch_model(model).generate(ids, **options)
+    patch_model(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    static = model.generate(ids, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, expected)
+
+
+@pytest.mark.unpoisoned
+def test_bfloat16_is_as_close_to_float32():
+    """A Llama-3.2-1B of random weights: what rounding costs the patched model, and what it costs sdpa."""
+    model = shapes.make(shapes.MODELS[0], DEVICE).eval()
+    ids = torch.randint(model.config.vocab_size, (1, 1024), device=DEVICE)
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits.float()
+        fused = patch_model(model)(ids, use_cache=False).logits.float()
+        exact = unpatch_model(model).float()(ids, use_cache=False).logits
+    distance = {name: (x - exact).square().mean().sqrt().item() for name, x in (("plain", plain), ("fused", fused))}
+    assert distance["fused"] <= 1.05 * distance["plain"], distance
+
+
+def test_with_everything_of_liger(monkeypatch):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    # Liger replaces names in transformers' module; they are put back when the test ends.
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    own_forward = transformers.LlamaForCausalLM.forward
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", own_forward)
+    model, ids = make_model("llama").to(DEVICE), make_ids(2, LENGTH).to(DEVICE)
+    expected = run(model, ids, use_cache=False)[0]
+    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    liger = run(model, ids, use_cache=False)[0]
+    assert_close(run(patch_model(model), ids, use_cache=False)[0], expected, 1e-4)
+    assert_close(run(unpatch_model(model), ids, use_cache=False)[0], liger, 1e-6)  # Liger's patches are left
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_decoding_step_does_not_wait(static):
+    model, ids, mask = patch_model(make_model("llama").to(DEVICE)), make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
+    past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
+    with torch.no_grad():
+        for end in (18, 19, 20):
+            start = 0 if end == 18 else end - 1
+            part, step_mask = ids[:, start:end].contiguous(), mask[:, :end].contiguous()
+            positions = torch.arange(start, end, device=DEVICE)[None]
+            options = {"cache_position": positions[0]} if transformers.__version__ < "5" else {}
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if end == 20 else "default")
+            try:
+                model(part, attention_mask=step_mask, position_ids=positions, past_key_values=past, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.unpoisoned
+def test_compiled_training():
+    model, ids = make_model("llama").to(DEVICE, BF16), make_ids(2, 64).to(DEVICE)
+    expected = patch_model(model)(ids, labels=ids, use_cache=False).loss
+    torch._dynamo.reset()
+    compiled = torch.compile(model)
+    for _ in range(2):
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    assert_close(loss.detach(), expected.detach(), 1e-2)
+    torch._dynamo.reset()
+
+
+@pytest.mark.unpoisoned
+def test_a_captured_step():
+    """A static cache: the graph rotates, writes, attends and counts, and is replayed for other tokens."""
+    model, ids = patch_model(make_model("llama").to(DEVICE)), make_ids(2, 21).to(DEVICE)
+    past = transformers.StaticCache(config=model.config, max_cache_len=32)
+    token, position = ids[:, 18:19].clone(), torch.full((1, 1), 18, device=DEVICE)
+    options = {"cache_position": position[0]} if transformers.__version__ < "5" else {}
+
+    def step():
+        return model(token, position_ids=position, past_key_values=past, **options).logits
+
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        model(ids[:, :18], past_key_values=past)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert_close(step(), expected[:, 18:19], 1e-4)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        for i in (19, 20):
+            token.copy_(ids[:, i : i + 1])
+            position.fill_(i)
+            graph.replay()
+            assert_close(logits, expected[:, i : i + 1], 1e-4)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_compiled_generation(name):
+    """transformers compiles the decoding step of a static cache by itself."""
+    model, ids, mask = patch_model(make_model(name).to(DEVICE)), make_ids(2, 12).to(DEVICE), left_padded(2, 12, 5)
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(ids, **options)
+    torch._dynamo.reset()
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static"), expected)
+    torch._dynamo.reset()

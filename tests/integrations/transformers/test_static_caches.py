@@ -1,0 +1,65 @@
+"""Who writes a static cache of a patched model, and what happens when it is full."""
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import StaticLayer
+
+from fused_rope_attn.integrations.transformers import attention, patch_model
+from tests.support.hf_caches import CAPACITY, make_cache, parts
+from tests.support.hf_models import make_ids, make_model
+from tests.support.hf_runs import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class CountingCache(transformers.StaticCache):
+    """Wants to know of every token."""
+
+    tokens = 0
+
+    def update(self, key_states, *args, **kwargs):
+        self.tokens += key_states.shape[2]
+        return super().update(key_states, *args, **kwargs)
+
+
+@torch.no_grad()
+def test_who_writes_a_static_cache(calls, monkeypatch):
+    """Attention itself, unless there is more to it than the layer's own writing."""
+    own, written = StaticLayer.update, []
+
+    def update(self, key_states, *args, **kwargs):
+        written.append(key_states.shape[2])
+        return own(self, key_states, *args, **kwargs)
+
+    monkeypatch.setattr(StaticLayer, "update", update)
+    model, ids = patch_model(make_model("llama")), make_ids(2, 12)
+    results = [parts(model, make_cache(model, "static"), ids, ends=(9, 10, 12))]
+    assert written == [9, 9]
+    past = CountingCache(config=model.config, max_cache_len=CAPACITY)
+    results.append(parts(model, past, ids, ends=(9, 10, 12)))
+    assert written[2:] == [9, 9, 1, 1, 2, 2] and past.tokens == 2 * 12
+    assert calls == {"rope_attention": 4, "rope_attention_with_kvcache": 8}
+    assert_close(*results, 1e-6)
+    # Windows: a layer that is full moves what it holds.
+    written.clear()
+    model = patch_model(make_model("gemma3"))
+    monkeypatch.setattr(
+        attention, "count_written", lambda layer, tokens, count=attention.count_written: (
+            written.append(type(layer).__name__), count(layer, tokens)
+        ),
+    )  # fmt: skip
+    parts(model, make_cache(model, "static"), ids, ends=(9, 10, 12))
+    assert written == [9, "StaticLayer", "StaticLayer"]
+
+
+@torch.no_grad()
+def test_a_static_cache_that_is_full():
+    """StaticLayer.update refuses tokens that find no row; what writes in its place must not lose them in silence."""
+    model, ids = make_model("llama"), make_ids(2, CAPACITY + 1)
+    for refusal, message in ((IndexError, "out of bounds|out of range"), (RuntimeError, "of 56 tokens is full")):
+        past = make_cache(model, "static")
+        parts(model, past, ids[:, :CAPACITY], ends=(CAPACITY - 1, CAPACITY))
+        with pytest.raises(refusal, match=message):
+            model(ids[:, CAPACITY:], past_key_values=past)
+        patch_model(model)

@@ -1,0 +1,50 @@
+"""Tables of Hugging Face configs: transformers' own rotary embeddings are the oracle."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from fused_rope_attn import rope_tables
+from fused_rope_attn.integrations.transformers import rope_tables_from_config
+from tests.support.dtypes import F32
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "factor": 4.0,
+        "long_factor": [2.0 + i / 8 for i in range(8)], "original_max_position_embeddings": 32}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize("seq_len", [20, 64, 200])
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}, YARN, LLAMA3, LONG],
+    ids=lambda scaling: scaling["rope_type"] if scaling else "default",
+)
+def test_tables_of_a_hugging_face_config(scaling, seq_len):
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=64, rope_scaling=scaling
+    )
+    cos, sin = rope_tables_from_config(config, seq_len)
+    assert cos.shape == sin.shape == (seq_len, 8) and cos.dtype == F32
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(seq_len)[None])
+    for mine, table in zip((cos, sin), theirs):
+        torch.testing.assert_close(mine, table[0, :, :8].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_tables_of_other_models():
+    """Partial rotation, parameters for each type of layer, and what nobody knows."""
+    glm = transformers.GlmConfig(hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.5)
+    cos, _ = rope_tables_from_config(glm, 9)
+    assert cos.shape == (9, 4)
+    torch.testing.assert_close(cos, rope_tables(9, 8)[0], rtol=1e-5, atol=1e-5)
+    gemma = transformers.Gemma3TextConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
+    for layer_type, base in (("sliding_attention", 10000.0), ("full_attention", 1000000.0)):
+        if not isinstance(getattr(gemma, "rope_parameters", None), dict) or layer_type not in gemma.rope_parameters:
+            break  # transformers 4
+        cos, _ = rope_tables_from_config(gemma, 9, layer_type=layer_type)
+        torch.testing.assert_close(cos, rope_tables(9, 16, base=base)[0], rtol=1e-5, atol=1e-5)
+    glm.rope_parameters = glm.rope_scaling = {"rope_type": "sideways", "rope_theta": 1.0}
+    with pytest.raises(ValueError, match="^config .*'sideways'"):
+        rope_tables_from_config(glm, 9)

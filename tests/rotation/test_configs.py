@@ -1,0 +1,20 @@
+"""The rotation's configurations, and the tile shapes that its launcher makes of them."""
+
+from fused_rope_attn.attention.configs import ARCHS
+from fused_rope_attn.rotation.configs import TABLE, RotationConfig
+from fused_rope_attn.rotation.configs import rotation as choose
+from fused_rope_attn.rotation.launch import tile_shape
+from tests.support.marks import interpreted
+
+
+@interpreted
+def test_the_configurations_serve_every_architecture():
+    for arch in (*ARCHS, "interpreter", "sm_75"):
+        for size in (0, 1 << 10, 4 << 20, (4 << 20) + 1, 1 << 34):
+            assert choose(arch, size) in [row.config for row in TABLE if row.matches(arch, size)][:1]
+    config = RotationConfig(1 << 14, 1 << 12, 4)
+    assert tile_shape(config, 256, 96, heads_inner=True) == (4, 16)
+    assert tile_shape(config, 256, 96, heads_inner=False) == (16, 4)
+    assert tile_shape(config, 256, 3, heads_inner=True) == (16, 4)
+    assert tile_shape(config, 256, 1, heads_inner=False) == (64, 1)
+    assert tile_shape(config, 1 << 16, 8, heads_inner=True) == (1, 1)

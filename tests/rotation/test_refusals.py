@@ -1,0 +1,111 @@
+"""Wrong arguments of the public functions of the rotation, each of which the message names."""
+
+import pytest
+import torch
+
+from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, permute_rope_layout, rope_tables_2d
+from tests.support.dtypes import F16, F32
+
+
+def zeros(*shape, dtype=F32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+IDS = torch.zeros(4, dtype=torch.int64)
+ENDS = torch.tensor([0, 4], dtype=torch.int32)
+REFUSALS = [
+    (TypeError, "x", {"x": None}, "Tensor.*NoneType"),
+    (TypeError, "cos", {"cos": 1.0}, "Tensor.*float"),
+    (TypeError, "x", {"x": zeros(2, 3, 4, 8).int()}, "float16, bfloat16, float32.*int32"),
+    (TypeError, "cos", {"cos": zeros(4, 4, dtype=F16)}, "x's dtype float32.*float16"),
+    (TypeError, "sin", {"sin": zeros(4, 4, dtype=F16)}, "cos's dtype"),
+    (TypeError, "interleaved", {"interleaved": 1}, "bool"),
+    (TypeError, "inverse", {"inverse": None}, "bool"),
+    (TypeError, "layout", {"layout": None}, "str.*NoneType"),
+    (TypeError, "rotary_dim", {"rotary_dim": 8.0}, "int.*float"),
+    (TypeError, "position_ids", {"position_ids": [0, 1, 2, 3]}, "Tensor.*list"),
+    (TypeError, "position_ids", {"position_ids": IDS.float()}, "int32 or int64.*float32"),
+    (TypeError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": [0, 4]}, "Tensor.*list"),
+    (TypeError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS.long()}, "int32.*int64"),
+    (TypeError, "out", {"out": 0}, "Tensor.*int"),
+    (TypeError, "out", {"out": zeros(2, 3, 4, 8, dtype=F16)}, "float32.*float16"),
+    (ValueError, "x", {"x": zeros(3, 4, 8)}, r"\(B, H, N, D\).*3 dimensions"),
+    (ValueError, "x", {"layout": "thd", "cu_seqlens": ENDS}, r"\(T, H, D\).*4 dimensions"),
+    (ValueError, "x", {"x": zeros(2, 3, 4, 1)}, "head dim of at least 2"),
+    (ValueError, "layout", {"layout": "hbsd"}, "'bhsd', 'bshd', 'sbhd' or 'thd'.*'hbsd'"),
+    (ValueError, "cos", {"cos": zeros(3, 4), "sin": zeros(3, 4)}, "x's 4 positions.*3 rows"),
+    (ValueError, "cos", {"cos": zeros(4, 4).requires_grad_()}, "gradient"),
+    (ValueError, "cos", {"cos": zeros(3, 4, 4), "sin": zeros(3, 4, 4)}, "leading 1 or B = 2"),
+    (ValueError, "cos", {"cos": zeros(4, 9), "sin": zeros(4, 9)}, "D = 8.*9"),
+    (ValueError, "cos", {"rotary_dim": 6}, "6 or rotary_dim / 2 = 3 columns.*4"),
+    (ValueError, "sin", {"sin": zeros(4, 3)}, "cos's shape"),
+    (ValueError, "rotary_dim", {"rotary_dim": 10}, "between 2 and D = 8.*10"),
+    (ValueError, "rotary_dim", {"rotary_dim": 6, "position_ids": zeros(2, 2, 4).int()}, "multiple of 4.*6"),
+    (ValueError, "position_ids", {"position_ids": IDS[:3]}, r"N = 4.*\(3,\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(3, 4).int()}, "B = 1 or 2"),
+    (ValueError, "position_ids", {"position_ids": zeros(2, 3, 4).int()}, r"\(B, 2, N\)"),
+    (ValueError, "position_ids", {"position_ids": IDS, "cu_seqlens": ENDS}, "None where cu_seqlens"),
+    (ValueError, "cu_seqlens", {"cu_seqlens": ENDS}, "'thd'.*'bhsd'"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd"}, "given.*None"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS[:0]}, r"\(0,\)"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS[None]}, r"\(1, 2\)"),
+    (ValueError, "out", {"out": zeros(2, 3, 4, 6)}, "x's shape"),
+    (ValueError, "out", {"out": zeros(2, 1, 4, 8).expand(2, 3, 4, 8)}, "expanded"),
+    (ValueError, "out", {"x": zeros(2, 3, 4, 8).requires_grad_(), "out": zeros(2, 3, 4, 8)}, "x requires a gradient"),
+    (ValueError, "cos", {"cos": zeros(4, 4).to("meta")}, "x's device cpu.*meta"),
+    (ValueError, "position_ids", {"position_ids": IDS.to("meta")}, "x's device cpu.*meta"),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "changes", "pattern"), REFUSALS)
+def test_refusals(error, name, changes, pattern):
+    arguments = {"x": zeros(2, 3, 4, 8), "cos": zeros(4, 4), "sin": zeros(4, 4)} | changes
+    with pytest.raises(error, match=f"^{name} .*{pattern}"):
+        apply_rope(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes", "pattern"),
+    [
+        (TypeError, "k", {"k": None}, "Tensor.*NoneType"),
+        (TypeError, "k", {"k": zeros(2, 1, 4, 8, dtype=F16)}, "q's dtype float32.*float16"),
+        (TypeError, "v", {"v": zeros(2, 1, 4, 8, dtype=F16)}, "q's dtype float32.*float16"),
+        (TypeError, "out", {"out": zeros(2, 1, 4, 8)}, "tuple of 2 tensors.*Tensor"),
+        (TypeError, r"out\[1\]", {"out": (zeros(2, 3, 4, 8), None)}, "Tensor.*NoneType"),
+        (ValueError, "out", {"out": (zeros(2, 3, 4, 8),)}, "2 tensors, for q, k, but holds 1"),
+        (ValueError, "k", {"k": zeros(2, 1, 5, 8)}, "q's shape.*apart from the heads"),
+        (ValueError, "k", {"k": zeros(2, 1, 4, 10)}, "q's shape"),
+        (ValueError, "v", {"v": zeros(1, 1, 4, 8)}, "q's shape"),
+        (ValueError, "k", {"k": zeros(1, 4, 8)}, "3 dimensions"),
+    ],
+)
+def test_refusals_of_pairs(error, name, changes, pattern):
+    arguments = {"q": zeros(2, 3, 4, 8), "k": zeros(2, 1, 4, 8), "cos": zeros(4, 4), "sin": zeros(4, 4)} | changes
+    with pytest.raises(error, match=f"^{name} .*{pattern}"):
+        apply_rope_qk(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "call"),
+    [
+        (TypeError, "height", lambda: rope_tables_2d(3.0, 5, 4)),
+        (ValueError, "width", lambda: rope_tables_2d(3, -1, 4)),
+        (ValueError, "rotary_dim", lambda: rope_tables_2d(3, 5, 6)),
+        (ValueError, "base", lambda: rope_tables_2d(3, 5, 4, base=-1.0)),
+        (ValueError, "rotary_dim", lambda: RotaryEmbedding(7)),
+        (TypeError, "max_seq_len", lambda: RotaryEmbedding(8, "many")),
+        (TypeError, "interleaved", lambda: RotaryEmbedding(8, interleaved=1)),
+        (TypeError, "seq_len", lambda: RotaryEmbedding(8)(torch.zeros(1, 1, 4, 8), seq_len=4.0)),
+        (ValueError, "layout", lambda: RotaryEmbedding(8)(torch.zeros(1, 1, 4, 8), layout="hbsd")),
+        (TypeError, "x", lambda: RotaryEmbedding(8)([1.0])),
+        (TypeError, "x", lambda: permute_rope_layout([1.0])),
+        (TypeError, "head_dim", lambda: permute_rope_layout(torch.zeros(8), 4.0)),
+        (ValueError, "head_dim", lambda: permute_rope_layout(torch.zeros(8), 3)),
+        (ValueError, "rotary_dim", lambda: permute_rope_layout(torch.zeros(8), 4, rotary_dim=6)),
+        (ValueError, "rotary_dim", lambda: permute_rope_layout(torch.zeros(8), 4, rotary_dim=3)),
+        (ValueError, "dim", lambda: permute_rope_layout(torch.zeros(8), dim=1)),
+    ],
+)
+def test_tables_module_and_layouts_refuse(error, name, call):
+    with pytest.raises(error, match=f"^{name} "):
+        call()

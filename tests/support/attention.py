@@ -1,0 +1,68 @@
+"""What the tests of attention share: runs of a case that are compared with float64, gradients, packed cases."""
+
+from dataclasses import replace
+
+import torch
+
+from fused_rope_attn.testing import Results, compare, make_inputs, run_op, run_reference
+
+
+def assert_matches_float64(case, inputs, out, label=""):
+    """Every output and gradient in ``out`` (``Results``) is within the tolerance of float64. The gradient of the sinks
+    has no rows of its own, so that it counts as one row; it is compared where ``out`` has it."""
+    ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+    tensors = [(name, *(getattr(x, name) for x in (out, ref64, eager))) for name in Results._fields]
+    if case.sinks and getattr(out, "dsinks", None) is not None:
+        tensors.append(("dsinks", *(x.dsinks[None] for x in (out, ref64, eager))))
+    for name, actual, exact, rounded in tensors:
+        result = compare(name, actual, exact, rounded, grad=name[0] == "d", dtype=case.dtype)
+        assert result.ok, f"{case.name}{label}: {result}"
+
+
+def run_and_compare(case, inputs=None, *, strategy):
+    """Run the portable kernels and compare with float64: dtypes too, and the inputs stay as they were. The results."""
+    inputs = make_inputs(case) if inputs is None else inputs
+    before = [x.clone() for x in inputs]
+    out = run_op(inputs, case, backend="triton", strategy=strategy)
+    assert all(torch.equal(x, y) for x, y in zip(before, inputs)), "inputs were modified"
+    for name in Results._fields:
+        assert getattr(out, name).dtype == (torch.float32 if name == "lse" else case.dtype), name
+    assert not case.sinks or out.dsinks is not None
+    assert_matches_float64(case, inputs, out, f" [{strategy}]")
+    return out
+
+
+def leaves(inputs, wanted="qkv"):
+    """Copies of q, k and v, of which those named in ``wanted`` require a gradient."""
+    return [x.detach().clone().requires_grad_(name in wanted) for name, x in zip("qkv", inputs[:3])]
+
+
+def gradients(function, inputs):
+    """[o, dq, dk, dv] of ``function(q, k, v)``, with the gradient ``inputs.do`` for o."""
+    q, k, v = leaves(inputs)
+    o = function(q, k, v)
+    o.backward(inputs.do.to(o.dtype))
+    return [o.detach(), q.grad, k.grad, v.grad]
+
+
+def assert_equal(xs, ys):
+    """Tensor by tensor the same bits."""
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        assert torch.equal(x, y), f"tensor {i}"
+
+
+def packed_case(base, seqlens, behind=(0, 0), **changes):
+    """``base`` with packed sequences of so many tokens (or (queries, keys)), and ``behind`` = (rows of q, rows of k)
+    behind the last of them."""
+    pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
+    total_q, total_k = (sum(n[i] for n in pairs) + behind[i] for i in range(2))
+    return replace(base, batch=1, len_q=total_q, len_k=total_k, seqlens=pairs, **changes)
+
+
+def sequences_of(case):
+    """(first query, queries, first key, keys) of each sequence, and of the rows behind the last, which see nothing."""
+    first_q = first_k = 0
+    for len_q, len_k in case.seqlens:
+        yield first_q, len_q, first_k, len_k
+        first_q, first_k = first_q + len_q, first_k + len_k
+    yield first_q, case.len_q - first_q, first_k, 0

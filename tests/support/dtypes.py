@@ -1,0 +1,5 @@
+"""Short names of the dtypes that tests are repeated for."""
+
+import torch
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -1,0 +1,181 @@
+"""What the tests on a GPU share: streams, graphs, synchronisation, memory, and results that depend on an order."""
+
+import math
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_rope_attn import rope_attention
+from fused_rope_attn.testing import Case, Inputs, make_inputs, run_op
+from tests.support.attention import assert_equal
+from tests.support.dtypes import BF16
+
+# The case of the tests that are not about shapes: odd lengths, GQA, one compilation for all of them.
+ODD_LENGTHS = Case(2, 8, 2, 333, 700, 128, dtype=BF16)
+# Enough tiles that several go through each multiprocessor, in an order that varies.
+MANY_TILES = Case(4, 16, 4, 1111, 1111, 128, dtype=BF16)
+
+
+def is_sm_90():
+    return torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
+
+
+def assert_alike(xs, ys, limit=5e-3):
+    """Equal up to the order of sums: relative rms distance, tensor by tensor."""
+    for x, y in zip(xs, ys, strict=True):
+        x, y = x.double(), y.double()
+        assert bool(torch.isfinite(x).all()) and (x - y).norm() <= limit * y.norm() + 1e-30, (x - y).norm() / y.norm()
+
+
+def assert_same_but_dq(xs, ys):
+    """Two runs of o, lse, dq, dk, dv by the same kernels: all but dq, whose parts are added in any order, bitwise."""
+    o, lse, dq, dk, dv = xs
+    assert_equal((o, lse, dk, dv), (ys[0], ys[1], ys[3], ys[4]))
+    assert_alike([dq], [ys[2]])
+
+
+@contextmanager
+def no_synchronisation():
+    """Whatever waits for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(step):
+    """(a CUDA graph of ``step()``, what it returns), after a call that must not synchronise."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        with no_synchronisation():
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
+
+
+def replayed(case, seeds, **options):
+    """A causal call with its gradients, captured once in a CUDA graph and replayed with the inputs of every seed:
+    (inputs, (o, dq, dk, dv)) for each. It is warmed up as PyTorch's notes on CUDA graphs say."""
+    static = Inputs(*(x.detach().clone() for x in make_inputs(case, "cuda")))
+    q, k, v = (x.requires_grad_() for x in static[:3])
+
+    def step():
+        o = rope_attention(q, k, v, static.cos, static.sin, True, **options)
+        return o, *torch.autograd.grad(o, (q, k, v), static.do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in seeds:
+        fresh = make_inputs(replace(case, seed=seed), "cuda")
+        with torch.no_grad():
+            for old, new in zip(static, fresh):
+                old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        yield fresh, tuple(x.detach() for x in captured)
+
+
+def run_with_late_inputs(inputs, case, **options):
+    """`run_op` on a side stream on which q, k and v appear late: a launch on the default stream sees NaN before."""
+    late = Inputs(*(torch.full_like(x, math.nan) for x in inputs[:3]), inputs.cos, inputs.sin, inputs.do)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        for x, y in zip(late[:3], inputs[:3]):
+            x.copy_(y)
+        out = run_op(late, case, **options)
+    side.synchronize()
+    return out
+
+
+def gradients_from_another_thread(inputs, **options):
+    """dq, dk and dv of a causal call whose backward pass runs in a thread of its own."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **options)
+    failures = []
+
+    def backward():
+        try:
+            o.backward(inputs.do)
+        except BaseException as error:  # pytest sees none of what happens in a thread
+            failures.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert not failures, failures
+    return q.grad, k.grad, v.grad
+
+
+def bytes_of(*tensors):
+    """Rounded up to the allocator's blocks."""
+    return sum(-(-x.numel() * x.element_size() // 512) * 512 for x in tensors)
+
+
+@contextmanager
+def peak_bytes():
+    """A list that receives the most bytes asked for at one time, above what was there before. Bytes asked for, not
+    handed out: a block of the cache that is up to 1 MiB too large is handed out whole."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base, peak = torch.cuda.memory_stats()["requested_bytes.all.current"], []
+    yield peak
+    peak.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - base)
+
+
+def peaks_of_both_passes(case, **options):
+    """(inputs, o, [dq, dk, dv], peak of the forward pass in bytes, peak of the backward pass), when all is compiled."""
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    for _ in range(2):  # the second time nothing is compiled, and no stand-in for a descriptor is made
+        with peak_bytes() as forward:
+            o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **options)
+        with peak_bytes() as backward:
+            results = torch.autograd.grad(o, (q, k, v), inputs.do)
+    return inputs, o, results, forward[0], backward[0]
+
+
+def skip_below_free_memory(size):
+    """Skip the test where less than so many bytes of the GPU's memory are free."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < size:
+        pytest.skip(f"needs {size >> 30} GiB of free device memory, has {free >> 30}")
+
+
+def misaligned(x):
+    """A copy of x that begins one element behind an aligned address."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+
+
+def check_extreme_logits(logit, **options):
+    """Every score is ``logit``, which is exact in bfloat16: o is the mean of the visible v, lse is logit + log(count).
+    A maximum that is clamped at 0 would silence every head."""
+    case = replace(ODD_LENGTHS, len_q=300, len_k=300, softmax_scale=logit)
+    inputs = make_inputs(case, "cuda")
+    q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
+    q[..., 0], k[..., 0] = 1.0, 1.0
+    inputs = inputs._replace(q=q, k=k, cos=torch.ones_like(inputs.cos), sin=torch.zeros_like(inputs.sin))
+    out = run_op(inputs, case, **options)
+    count = torch.arange(1, 301, device="cuda")
+    torch.testing.assert_close(out.lse, logit + count.log().expand(2, 8, 300))
+    mean = inputs.v.double().cumsum(2) / count[:, None]
+    torch.testing.assert_close(out.o.double(), mean.repeat_interleave(4, 1), rtol=4e-2, atol=4e-2)
+    assert all(bool(torch.isfinite(x).all()) for x in out)

@@ -1,0 +1,135 @@
+"""Every private name of the package that tests take hold of, in one place: a change of the package is a change here."""
+
+import torch
+
+from fused_rope_attn.attention import configs, ops, planning
+from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.problem import Gradients, Tensors, describe, flatten
+from fused_rope_attn.generation import launch as generation_launch
+from fused_rope_attn.generation import planning as generation_planning
+from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.runtime.launch import PreparedCalls
+from fused_rope_attn.testing import Results, masks_of
+
+OPERATORS = torch.ops.fused_rope_attn
+# The generation step with a choice of the backend, which is not public.
+with_kvcache = run_step
+# The names by which a patched model calls the package, in fused_rope_attn.integrations.transformers.attention.
+OPERATORS_OF_A_PATCHED_MODEL = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache")
+
+
+def described(inputs, case, *, strategy="auto", backend="triton"):
+    """(Problem, Tensors) of a case, its masks included, as a public function makes them."""
+    device = inputs.q.device
+    masks, ends, longest = masks_of(case, device), (None, None), 0
+    if case.seqlens is not None:
+        ends = torch.tensor(((0, 0), *case.seqlens)).cumsum(0).int().to(device)
+        ends = tuple(x.contiguous() for x in ends.unbind(1))
+        longest = max((max(pair) for pair in case.seqlens), default=0)
+    tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends)
+    problem = describe(
+        tensors, causal=case.causal, softmax_scale=case.scale, rotary_dim=case.rotary, interleaved=case.interleaved,
+        window=case.window, softcap=case.softcap, max_seqlen=longest, strategy=strategy, backend=backend,
+    )  # fmt: skip
+    return problem, tensors
+
+
+def described_for_launch(inputs, case):
+    """(Problem, Tensors, the arguments that kernels share) of a case, as launchers take them."""
+    problem, tensors = described(inputs, case)
+    return problem.for_launch(), tensors, shared_arguments(problem.for_launch(), inputs.cos, inputs.sin)
+
+
+def operator_arguments(inputs, case, **options):
+    """The arguments of ``attention_forward``, which ``attention_backward`` takes behind do, o and lse, as a list."""
+    return list(flatten(*described(inputs, case, **options)))
+
+
+ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
+
+
+def run_operators(inputs, case, *, forward, backward):
+    """``Results`` of the two operators, called one after the other with a backend each."""
+    o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward))
+    dq, dk, dv, dsinks = OPERATORS.attention_backward(
+        inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward)
+    )
+    results = Results(o, lse, dq, dk, dv)
+    results.dsinks = dsinks if case.sinks else None
+    return results
+
+
+def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks):
+    """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
+    return (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, True, True, 0.25, 16, False, -1, -1, 0.0)
+
+
+def go_through_the_dispatcher(monkeypatch):
+    """Attention calls its operators by PyTorch's dispatcher, also where it could call the launchers directly."""
+    monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
+
+
+def _replace_launchers(monkeypatch, config_types, forward, backward):
+    given = ops._doors
+
+    def prepare_forward(problem, tensors, config):
+        return lambda tensors: forward(problem, tensors, config)
+
+    def prepare_backward(problem, tensors, config):
+        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config))
+
+    doors = prepare_forward, prepare_backward
+    monkeypatch.setattr(ops, "_doors", lambda kind: doors if kind in config_types else given(kind))
+    # What was prepared before, and what is prepared now, must not be taken for the other.
+    monkeypatch.setattr(ops, "_forward_calls", PreparedCalls(ops._prepare_forward))
+    monkeypatch.setattr(ops, "_backward_calls", PreparedCalls(ops._prepare_backward))
+
+
+def replace_portable_launchers(monkeypatch, forward, backward=None):
+    """``forward`` and ``backward`` run in the place of the portable kernels' launchers.
+
+    Both are called with (problem, tensors, configuration) and return what a launcher returns.
+    """
+    _replace_launchers(monkeypatch, (configs.ForwardConfig, configs.BackwardConfig), forward, backward)
+
+
+def replace_sm_90_launchers(monkeypatch, forward, backward=None):
+    """The same in the place of the sm_90 kernels' launchers."""
+    _replace_launchers(monkeypatch, (configs.HopperForwardConfig, configs.HopperBackwardConfig), forward, backward)
+
+
+def forget_plans():
+    """Plans are remembered: after a change of the tables they must be made again."""
+    planning._plan.cache_clear()
+    ops._forward_calls.forget()
+    ops._backward_calls.forget()
+
+
+def plan_of(given, *, v_is_looked_at=True, **packed):
+    """The plan that the operators go by for what ``support.planning.call`` gives: they see (B, H, N, D) tensors.
+
+    ``packed``: cu_seqlens_q, cu_seqlens_k and max_seqlen.
+    """
+    options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given | packed
+    tensors = Tensors(**{name: options.pop(name) for name in Tensors._fields if name in options})
+    return planning.plan_for(describe(tensors, **options), tensors.v if v_is_looked_at else None)
+
+
+def set_decode_config(monkeypatch, config):
+    """Every generation step runs with this configuration."""
+    monkeypatch.setattr(generation_planning, "override", config)
+
+
+def forget_prepared_steps():
+    """The next generation step prepares its launches again."""
+    generation_launch._prepared._calls.clear()
+
+
+def count_prepared_steps():
+    """How many kinds of generation steps have had their launches prepared."""
+    return len(generation_launch._prepared._calls)
+
+
+def rotate_without_the_kernel(monkeypatch):
+    """The rotation takes its reference, as on a CPU without the interpreter."""
+    monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)

@@ -1,0 +1,18 @@
+"""Marks that many test modules use: where a test can run, over what it is repeated, which warnings say nothing."""
+
+import pytest
+
+from fused_rope_attn.runtime.device import is_interpreted
+
+# Tests of the portable kernels on CPU tensors. The *_gpu.py files beside them hold the same kernels on a GPU.
+interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
+# NumPy warns of the rows and columns of a tile that lie outside the tensor; what they hold is never stored.
+ignore_overflow = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+STRATEGIES = ("inline", "prepass")
+both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def cases(*rows):
+    """Repeat a test for these cases (``fused_rope_attn.testing.Case``, or any other with a name)."""
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in rows])

@@ -1,0 +1,5 @@
+"""Where the repository lies, for tests that read its files or run its commands."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]

@@ -1,0 +1,106 @@
+"""`tools.aot` compiles what a launch would: specialisation, options and resources of a kernel that is known.
+
+In processes of their own, because this one may be the interpreter's.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+from tools import aot, compile_kernels
+
+ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_compile_kernels.py
+SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
+
+pytestmark = pytest.mark.aot
+
+
+def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def toy(request, tmp_path_factory) -> dict[str, dict]:
+    result = python("-m", "tests.support.toy_kernels", request.param, cache=tmp_path_factory.mktemp("cache"))
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert all(row["arch"] == request.param for row in rows)
+    return {row["case"]: row for row in rows}
+
+
+def test_limits_are_those_of_the_cards(toy):
+    for row in toy.values():
+        assert row["shared_limit"] == SHARED_KB[row["arch"]] * 1024
+
+
+def test_a_small_kernel_fits(toy):
+    row = toy["small"]
+    assert row["kernel"] == "product_kernel"
+    assert 16 <= row["registers"] <= 255
+    assert row["spill"] == 0
+    assert 0 < row["shared"] < row["shared_limit"]
+    assert row["num_warps"] == 4 and row["num_stages"] == 2
+
+
+def test_specialisation_is_the_launchs(toy):
+    """A stride of 1 is a constant of the kernel, another stride is not; N never is."""
+    assert toy["small"]["constants"]["x_strides.1"] == 1
+    assert "x_strides.1" not in toy["odd stride"]["constants"]
+    for row in toy.values():
+        assert "N" not in row["constants"] and "x_strides.0" not in row["constants"]
+
+
+def test_programmatic_dependent_launch_is_compiled(toy):
+    assert toy["small"]["waits"] == (toy["small"]["arch"] in ("sm_90", "sm_100", "sm_120"))
+
+
+def test_spills_show(toy):
+    """Triton has no cap on registers for AMD, so there is no such case."""
+    if row := toy.get("short of registers"):
+        assert row["registers"] <= 96 and row["spill"] > 0
+
+
+def test_serialised_products_show(toy):
+    """ptxas gives up overlapping the products of sm_90 where registers are short, and says so."""
+    assert not toy["small"]["serialised"]
+    if row := toy.get("short of registers"):
+        assert row["serialised"] == (row["arch"] == "sm_90")
+
+
+def usage_error(arguments: list[str], capsys) -> str:
+    """What the command prints where it ends before it compiles anything."""
+    with pytest.raises(SystemExit) as stopped:
+        compile_kernels.main(arguments)
+    assert stopped.value.code == 2, arguments
+    return capsys.readouterr().err
+
+
+def test_the_interpreter_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" in usage_error(["--arch", "sm_90"], capsys)
+    with pytest.raises(RuntimeError, match="ahead-of-time compilation needs the compiler"):
+        with aot.compiling_for("sm_90"):
+            pass
+
+
+def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
+    """The exit status is what `make test` goes by."""
+    arguments = ("-m", "tools.compile_kernels", "--arch", "gfx942", "--filter", "forward prepass bfloat16 D256")
+    result = python(*arguments, "--tile", "128x128w4s2", "--jobs", "1", cache=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "FAIL shared memory" in result.stdout
+
+
+def test_usage_errors(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for arguments in (["--filter", "no such job"], ["--tile", "128"], ["--arch", "sm_75"]):
+        assert "error: " in usage_error(arguments, capsys)

@@ -1,0 +1,108 @@
+"""Every row of the configuration table compiles for every card it names, and fits: shared memory, registers, spills."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fused_rope_attn.attention import configs
+from tests.support.paths import ROOT
+from tools import aot
+from tools.compile_kernels import decode_jobs, hopper_jobs, mask_jobs, table_jobs
+
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    """One run for all cards: two processes share the work, and this one may be the interpreter's."""
+    file = tmp_path_factory.mktemp("aot") / "rows.json"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(file)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    assert file.exists(), result.stdout + result.stderr
+    return json.loads(file.read_text())["rows"]
+
+
+@pytest.mark.parametrize("arch", configs.ARCHS)
+def test_every_configuration_fits(compiled, arch):
+    rows = [row for row in compiled if row["arch"] == arch]
+    failures = [f"{row['job']}: {row.get('kernel', '')} {row['verdict']}" for row in rows if "FAIL" in row["verdict"]]
+    assert not failures, "\n".join(failures)
+    for row in rows:
+        assert row["shared"] <= row["limit"]
+        assert row["registers"] <= (512 if arch == "gfx942" else 255)
+    assert any(row["job"].startswith("rotation ") for row in rows)
+    decode = [row for row in rows if row["job"].startswith("decode ")]
+    of_raw_keys = any(row.rotated is False and arch in row.archs for row in configs.DECODE)
+    assert {" raw " in row["job"] for row in decode} == {False, arch in aot.THOROUGH or of_raw_keys}
+    assert {row["kernel"] for row in decode} == {"decode_kernel", "combine_kernel"}
+    # What is not loaded 16 bytes at a time is not pipelined, and takes no shared memory to speak of.
+    if arch == "sm_90":
+        main = [row for row in decode if row["kernel"] == "decode_kernel" and " bfloat16 " in row["job"]]
+        assert any(" D120 " in row["job"] for row in main) and all(row["shared"] > 64 << 10 for row in main)
+    for direction in ("forward", "backward"):
+        for strategy in configs.STRATEGIES[: 1 if arch == "sm_89" else None]:
+            assert any(row["job"].startswith(f"{direction} {strategy} ") for row in rows), (direction, strategy)
+
+
+@pytest.mark.parametrize("arch", configs.ARCHS)
+def test_no_row_is_left_out(arch):
+    """What the default spares are features: every row of every table is compiled for every card that it names."""
+    compiled = {
+        (job.direction, job.dtype.itemsize, job.head_dim, job.config)
+        for jobs in (table_jobs, mask_jobs, hopper_jobs, decode_jobs)
+        for job in jobs(arch)
+    }
+    rows = [("forward", row) for row in configs.FORWARD] + [("backward", row) for row in configs.BACKWARD]
+    for direction, row in rows:
+        if arch in row.archs:
+            of_row = [replace(row.config(arch, strategy), section_bytes=0) for strategy in row.strategies]
+            assert any((direction, row.element_size, row.head_dim, config) in compiled for config in of_row), row
+    for row in configs.DECODE:
+        if arch in row.archs:
+            config = replace(row.config, pdl=arch in configs._PDL)
+            assert ("decode", row.element_size, row.head_dim, config) in compiled, row
+    for direction, table in (("forward", configs.HOPPER_FORWARD), ("backward", configs.HOPPER_BACKWARD)):
+        for row in table if arch == "sm_90" else ():
+            assert (direction, 2, row.head_dim, replace(row.config, section_bytes=0)) in compiled, row
+
+
+@pytest.mark.parametrize("arch", configs.ARCHS)
+def test_the_table_answers_every_call(arch):
+    """A configuration for every head dimension, element size, mask, length and grouping that validation admits."""
+    for head_dim in range(16, 257, 8):
+        for element_size in (2, 4):
+            for strategy in configs.STRATEGIES:
+                for causal in (True, False):
+                    for bucket in configs.BUCKETS:
+                        for gqa in (True, False):
+                            key = (arch, element_size, head_dim, strategy, causal, bucket, gqa)
+                            assert configs.forward(*key).strategy == strategy
+                            assert configs.backward(*key).strategy == strategy
+
+
+def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
+    """Each pass at both head dimensions, with and without a mask, and no product that waits for another."""
+    rows = [row for row in compiled if row["job"].startswith("hopper ")]
+    assert {row["arch"] for row in rows} == {"sm_90"}
+    for direction in ("forward", "backward"):
+        for head_dim in (64, 128):
+            found = [row for row in rows if row["job"].startswith(f"hopper {direction} bfloat16 D{head_dim} ")]
+            main = [row for row in found if row["kernel"] == f"{direction}_kernel"]
+            assert {" full " in row["job"] for row in main} == {False, True}, (direction, head_dim)
+            assert not any(row["serialised"] for row in main)
+
+
+def test_the_sm_90_tables_answer_every_call():
+    for head_dim in range(16, configs.HOPPER_HEAD_DIM + 1, 8):
+        for causal in (True, False):
+            for bucket in configs.BUCKETS:
+                for gqa in (True, False):
+                    for find in (configs.hopper_forward, configs.hopper_backward):
+                        for packed in (True, False):
+                            row = find(head_dim, causal, bucket, gqa, packed)
+                            assert set(row.auto) <= set(configs.BUCKETS) and row.note

@@ -1,0 +1,68 @@
+"""The verification of the sm_90 backend: where it runs, and on which inputs."""
+
+import pytest
+import torch
+
+import fused_rope_attn
+from verification import __main__ as command
+from verification.matrix import CHECKS
+from verification.runner import Task, run_task
+
+
+def tasks(*arguments):
+    return command.make_tasks(command.parse(["--small", *arguments]))
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+
+
+def test_the_sm_90_backend_is_verified_where_it_runs(on_an_h100):
+    served = [task for task in tasks("--device", "cuda") if ("hopper", "auto") in getattr(task, "variants", ())]
+    assert {task.dtype for task in served} == {torch.float16, torch.bfloat16}
+    names = {task.check.name for task in served}
+    assert {"causal", "identical reruns", "odd strides, unaligned", "empty batch", "no queries"} <= names
+    assert {"D 128", "D 192", "D 256"} <= names and "no keys" not in names
+    # Every mask, and the pairs of them that models combine.
+    assert {"window + softcap + GQA", "sinks + window", "packed + window", "packed, a short one behind a long one",
+            "kv_starts + causal + per-batch tables", "packed, NQ and NK differ, not causal"} <= names  # fmt: skip
+    alone = tasks("--device", "cuda", "--backend", "hopper")
+    assert {task.variants for task in alone} == {(("hopper", "auto"),)}
+    assert {(task.check.name, task.dtype) for task in alone} == {(task.check.name, task.dtype) for task in served}
+    inline = tasks("--device", "cuda", "--strategy", "inline")
+    assert not any(("hopper", "auto") in task.variants for task in inline)
+
+
+def test_the_sm_90_backend_is_refused_elsewhere(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, arguments, reason in (
+        ((10, 0), (), "needs an sm_90 GPU"),
+        ((9, 0), ("--strategy", "inline"), "no --strategy inline"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device, found=capability: found)
+        with pytest.raises(SystemExit) as stopped:
+            command.parse(["--device", "cuda", "--backend", "hopper", *arguments])
+        assert stopped.value.code == 2 and reason in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    assert command.parse(["--device", "cuda"]).backend == ["reference", "triton"]
+    with pytest.raises(SystemExit):
+        command.parse(["--device", "cpu", "--backend", "hopper"])
+
+
+def test_the_sm_90_backend_gets_a_v_that_it_can_address(monkeypatch):
+    """The other tensors keep their odd layout."""
+    seen = {}
+
+    def run(q, k, v, *args, backend="auto", deterministic=False, **options):
+        seen.update(q=q, k=k, v=v, backend=backend, deterministic=deterministic)
+        return right(q, k, v, *args, backend="reference", **options)
+
+    right = fused_rope_attn.rope_attention
+    monkeypatch.setattr(fused_rope_attn, "rope_attention", run)
+    check = next(check for check in CHECKS if check.name == "odd strides, unaligned")
+    rows = run_task(Task(check, torch.float16, (("hopper", "auto"),), "cpu"))
+    assert all(row.verdict == "ok" and row.backend == "hopper" for row in rows)
+    assert seen["backend"] == "hopper" and not seen["deterministic"]
+    assert seen["v"].is_contiguous() and not seen["q"].is_contiguous() and not seen["k"].is_contiguous()
