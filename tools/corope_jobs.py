@@ -24,7 +24,7 @@ class CoRopeJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
-        from fused_rope_attn.experimental.corope.kernels import corope_backward, corope_forward
+        from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
 
         def tensor(heads: int) -> torch.Tensor:
             return torch.empty(2, 1000, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)

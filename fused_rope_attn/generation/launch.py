@@ -60,8 +60,8 @@ class StepCall:
             "BLOCK_N": block_n,
             "BLOCK_D": pad_d,
             "BLOCK_B": 32 if problem.batch <= 32 else 256,
-            "LEAST": config.least_tiles,
-            "APPEND": appends,
+            "LEAST_TILES": config.least_tiles,
+            "HAS_NEW_KEYS": appends,
             "PDL": config.pdl,
         }
         self.attend = Launch(
@@ -76,9 +76,9 @@ class StepCall:
             k_strides=new_strides[0] if appends else None,
             v_strides=new_strides[1] if appends else None,
             BLOCK_NEW=16,
-            ROTATED=cache_of(problem).is_rotated,
-            UNIT=unit,
-            LONG=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
+            CACHE_IS_ROTATED=cache_of(problem).is_rotated,
+            STRIDE_UNIT=unit,
+            USE_INT64_OFFSETS=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         )
         self.combine = Launch(
             combine_kernel,
@@ -86,7 +86,7 @@ class StepCall:
             {"num_warps": 4, "launch_pdl": True} if config.pdl else {"num_warps": 4},
             shared,
             BLOCK_PARTS=config.combine_parts,
-            LONG=is_long(self.o_strides),
+            USE_INT64_OFFSETS=is_long(self.o_strides),
         )
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

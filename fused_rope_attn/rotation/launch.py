@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 
 from fused_rope_attn.rotation.configs import RotationConfig
-from fused_rope_attn.rotation.kernel import IDS, INDEX, PACKED, rope_kernel
+from fused_rope_attn.rotation.kernel import IDS, INDEX, PACKED, rotation_kernel
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
@@ -57,7 +57,7 @@ class RotationCall:
             for i in range(3)
         }
         self.launch = Launch(
-            rope_kernel,
+            rotation_kernel,
             triton.cdiv(length, rows) * chunks * batch,
             {"num_warps": config.num_warps},
             strides,
@@ -69,21 +69,21 @@ class RotationCall:
             S=cos.shape[-2],
             num_sequences=num_sequences,
             search_steps=num_sequences.bit_length(),
-            COUNT=len(xs),
+            NUM_TENSORS=len(xs),
             D=head_dim,
             R=width,
             SECTIONS=sections,
-            ROWS=rows,
-            HEADS=block_heads,
-            BLOCK_P=block_p,
+            BLOCK_TOKENS=rows,
+            BLOCK_HEADS=block_heads,
+            BLOCK_PAIRS=block_p,
             BLOCK_TAIL=_power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1,
             INTERLEAVED=interleaved,
             CONJUGATE=conjugate,
-            WIDE=cos.shape[-1] == width,
+            FULL_WIDTH=cos.shape[-1] == width,
             POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
             HEADS_INNER=heads_inner,
             COPY_TAIL=head_dim > rotary_dim and not in_place,
-            LONG=_is_long(x_strides + out_strides, rows, block_heads, head_dim),
+            USE_INT64_OFFSETS=_is_long(x_strides + out_strides, rows, block_heads, head_dim),
         )
 
     def __call__(self, stream: int, call: RotationTensors) -> None:

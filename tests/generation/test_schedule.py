@@ -8,19 +8,20 @@ import triton.language as tl
 from fused_rope_attn.attention.configs import ARCHS
 from fused_rope_attn.attention.planning import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fused_rope_attn.generation import configs, planning
-from fused_rope_attn.generation.kernel import sequence_of, tiles_before
 from fused_rope_attn.generation.launch import row_block
+from fused_rope_attn.generation.shares import Caches, sequence_of, tiles_before
 from tests.support.marks import interpreted
 
 
 @triton.jit
 def schedule_kernel(lens_ptr, total_ptr, found_ptr, B, NQ, S, left, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
     """The total of tiles, and for each tile its sequence and the tiles before that, by both functions."""
-    total, _ = tiles_before(0, lens_ptr, None, B, NQ, S, left, True, BLOCK_N, BLOCK_B)
+    caches = Caches(lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B)
+    total, _ = tiles_before(caches, 0)
     tl.store(total_ptr, total)
     for tile in range(total):
-        batch, before = sequence_of(tile, lens_ptr, None, B, NQ, S, left, True, BLOCK_N, BLOCK_B)
-        _total, again = tiles_before(batch, lens_ptr, None, B, NQ, S, left, True, BLOCK_N, BLOCK_B)
+        batch, before = sequence_of(caches, tile)
+        _total, again = tiles_before(caches, batch)
         tl.store(found_ptr + 3 * tile, batch)
         tl.store(found_ptr + 3 * tile + 1, before)
         tl.store(found_ptr + 3 * tile + 2, again)

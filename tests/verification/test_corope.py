@@ -1,6 +1,6 @@
 """The verification of Co-RoPE tells right from wrong."""
 
-from fused_rope_attn.experimental.corope import kernels
+from fused_rope_attn.experimental.corope import launch
 from tests.support.corope import NAMES
 from tests.support.dtypes import F32
 from tests.support.marks import ignore_overflow, interpreted
@@ -13,10 +13,10 @@ from verification.runner import CheckTask
 def test_verification_tells_right_from_wrong(monkeypatch):
     task = CheckTask(CoRopeCheck("short", 1, 2, 1, 9, 32), F32, "cpu")
     assert [(row.tensor, row.verdict) for row in task.run()] == [(name, "ok") for name in NAMES]
-    right = kernels.frequency_tables
+    right = launch.frequency_tables
     # A distance that is one part in a thousand too long.
-    monkeypatch.setattr(kernels, "frequency_tables", lambda *x: (right(*x)[0], right(*x)[1] * 1.001))
+    monkeypatch.setattr(launch, "frequency_tables", lambda *x: (right(*x)[0], right(*x)[1] * 1.001))
     verdicts = {row.tensor: row.verdict for row in task.run()}
     assert verdicts["o"] == verdicts["dq"] == "FAIL"
-    monkeypatch.setattr(kernels, "frequency_tables", None)
+    monkeypatch.setattr(launch, "frequency_tables", None)
     assert [row.verdict for row in task.run()] == ["FAIL"]

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.experimental.corope import reference
-from fused_rope_attn.experimental.corope.kernels import HEAD_DIMS, corope_backward, corope_forward
+from fused_rope_attn.experimental.corope.configs import HEAD_DIMS
 from fused_rope_attn.runtime import device
+
+if device.has_triton():  # elsewhere every call takes the reference
+    from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -48,7 +51,8 @@ def corope_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     base, scale = float(base), q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if q.is_cuda and q.dtype is not torch.float64 and HEAD_DIMS[0] <= q.shape[3] <= HEAD_DIMS[1]:
+    served = q.dtype is not torch.float64 and HEAD_DIMS[0] <= q.shape[3] <= HEAD_DIMS[1]
+    if q.is_cuda and served and device.has_triton():
         return CoRopeAttention.apply(q, k, v, base, scale)
     return reference.attention(q, k, v, base=base, softmax_scale=scale)
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-# How cos and sin of an angle in turns are evaluated; kernels.cosine_sine has them.
+# Head dimensions that the kernels serve, from the first to the last.
+HEAD_DIMS = (32, 128)
+# How cos and sin of an angle in revolutions are evaluated; distances.cosine_sine has them.
 METHODS = ("poly", "approx", "libdevice", "table")
 
 

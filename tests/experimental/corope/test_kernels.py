@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.experimental.corope import kernels
+from fused_rope_attn.experimental.corope import distances, launch
 from fused_rope_attn.experimental.corope.api import CoRopeAttention
 from fused_rope_attn.experimental.corope.configs import CoRopeConfig
 from tests.support.corope import assert_matches_float64, make, results
@@ -64,13 +64,13 @@ def test_more_heads_than_a_program_holds():
     class Chunked(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            o, *stats = kernels.corope_forward(q, k, v, base=100.0, softmax_scale=0.2, config=config)
+            o, *stats = launch.corope_forward(q, k, v, base=100.0, softmax_scale=0.2, config=config)
             ctx.save_for_backward(q, k, v, o, *stats)
             return o
 
         @staticmethod
         def backward(ctx, do):
-            return kernels.corope_backward(do, *ctx.saved_tensors, base=100.0, softmax_scale=0.2, config=config)
+            return launch.corope_backward(do, *ctx.saved_tensors, base=100.0, softmax_scale=0.2, config=config)
 
     compare_kernels(make(1, 3, 1, 19, 32, F32), base=100.0, scale=0.2, function=Chunked.apply)
 
@@ -94,13 +94,14 @@ def test_double_backward_raises():
 
 
 @triton.jit
-def write_phases(out_ptr, mileage_ptr, local_ptr, multiples_ptr, turns_ptr, D: tl.constexpr, PADDED: tl.constexpr,
+def write_phases(out_ptr, mileage_ptr, local_ptr, multiples_ptr, revolutions_ptr, D: tl.constexpr, PADDED: tl.constexpr,
                  ROWS: tl.constexpr, METHOD: tl.constexpr):  # fmt: skip
     """cos and sin of every row's distance (mileage in fixed point plus local steps) at each frequency."""
     rows, pairs, key = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, 1)
-    whole, rest = kernels.split_mileage(tl.load(mileage_ptr + rows))
-    local = tl.load(local_ptr + rows)[:, None]
-    cos, sin = kernels.distance_phases(pairs, whole, rest, local, (multiples_ptr, turns_ptr), D, METHOD)
+    whole, rest = distances.split_mileage(tl.load(mileage_ptr + rows))
+    distance = distances.Distances(whole=whole, rest=rest, local=tl.load(local_ptr + rows)[:, None])
+    frequencies = distances.Frequencies(multiples_ptr, revolutions_ptr, METHOD)
+    cos, sin = distances.distance_phases(pairs, distance, frequencies, D)
     out = out_ptr + (rows[:, None, None] * (D // 2) + pairs[None, :, None]) * 2 + key
     exists = pairs[None, :, None] < D // 2
     tl.store(out, cos, mask=exists)
@@ -120,12 +121,12 @@ def test_phases_stay_exact(method, base):
     mileage[0], mileage[1] = 0, -3  # what rounding differences of two passes can leave at the diagonal
     local = torch.rand(rows, generator=generator) * 64
     out = torch.zeros(rows, head_dim // 2, 2)
-    tables = kernels.frequency_tables(base, head_dim, torch.device("cpu"))
+    tables = launch.frequency_tables(base, head_dim, torch.device("cpu"))
     write_phases[(1,)](out, mileage, local, *tables, D=head_dim, PADDED=32, ROWS=rows, METHOD=method)
     omega = base ** -(torch.arange(head_dim // 2, dtype=F64) / (head_dim // 2))
     angle = (mileage.double() / 2**23 + local.double())[:, None] * omega
     expected = torch.stack((angle.cos(), angle.sin()), -1)
-    # What remains: local times the frequency, two roundings of at most T * 2**-24 turns, and the evaluation.
-    turns = 1.0 + 64 * float(omega.max()) / (2 * math.pi)
-    limit = 2 * math.pi * 2 * turns * 2.0**-24 + 6e-7
+    # What remains: local times the frequency, two roundings of at most T * 2**-24 revolutions, and the evaluation.
+    revolutions = 1.0 + 64 * float(omega.max()) / (2 * math.pi)
+    limit = 2 * math.pi * 2 * revolutions * 2.0**-24 + 6e-7
     assert float((out.double() - expected).abs().max()) < limit

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn.experimental import corope_attention
-from fused_rope_attn.experimental.corope import kernels
+from fused_rope_attn.experimental.corope import launch
 from fused_rope_attn.experimental.corope.configs import METHODS, CoRopeConfig
 from tests.support.corope import assert_matches_float64, make, results
 from tests.support.dtypes import BF16, F16, F32
@@ -36,8 +36,8 @@ def test_methods(method):
     inputs = make(1, 4, 1, 333, 128, BF16, "cuda")
     q, k, v, do = inputs
     config, options = CoRopeConfig(16, 32, 4, 8, method=method), {"base": 10000.0, "softmax_scale": 128**-0.5}
-    saved = kernels.corope_forward(q, k, v, config=config, **options)
-    gradients = kernels.corope_backward(do, q, k, v, *saved, config=config, **options)
+    saved = launch.corope_forward(q, k, v, config=config, **options)
+    gradients = launch.corope_backward(do, q, k, v, *saved, config=config, **options)
     assert_matches_float64(inputs, (saved[0], *gradients))
 
 

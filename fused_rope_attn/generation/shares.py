@@ -1,0 +1,123 @@
+"""Which key tiles a program of the generation step takes: equal shares of all tiles of all sequences.
+
+The work of one sequence is cut into blocks: BLOCK_M query rows of one key head, with as many tiles of BLOCK_N cached
+keys as the sequence has. The key tiles of all blocks, sequence by sequence, are dealt to the programs in equal shares
+(stream-K, Osama et al. 2023). Lengths lie on the device, and every program reads all of them: a long sequence beside
+short ones is spread over as many programs as it needs. Where several programs share a block, their partial sums go to a
+workspace.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.lengths import existing_keys
+from fused_rope_attn.kernels.masks import first_key
+from fused_rope_attn.kernels.records import record
+
+
+@record
+class Caches:
+    """How many keys every sequence has in its cache, and how they are cut into tiles."""
+
+    seqlens_ptr: tl.tensor  # (B,) int32: keys before this call
+    starts_ptr: tl.tensor | None  # (B,) int32: keys before this one do not exist
+    B: tl.tensor
+    NQ: tl.tensor  # queries of each sequence, and new keys
+    S: tl.tensor  # rows of the cache
+    left: tl.tensor | None  # how many keys before its own position a query sees
+    HAS_NEW_KEYS: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_B: tl.constexpr  # sequences that are looked at together
+
+
+@record
+class CachedKeys:
+    """The keys of one sequence, or of each of a vector of sequences, that lie in the cache before this call."""
+
+    num_keys: tl.tensor
+    q_offset: tl.tensor  # position of the first query
+    first_key: tl.tensor  # the first one that a query sees
+
+
+@record
+class Parts:
+    """The workspace for partial sums of ``num_programs`` programs, float32."""
+
+    ptr: tl.tensor
+    num_programs: tl.tensor
+    BLOCK_M: tl.constexpr
+    D: tl.constexpr
+
+
+@triton.jit
+def cached_keys(caches, sequence):
+    """The ``CachedKeys`` of a sequence, or of each of a vector of sequences.
+
+    New tokens follow the cached ones; without new ones the queries are aligned with the last keys.
+    """
+    num_keys = existing_keys(caches.seqlens_ptr, sequence, caches.S)
+    q_offset = num_keys
+    if not caches.HAS_NEW_KEYS:
+        q_offset = num_keys - caches.NQ
+    first = first_key(caches.starts_ptr, sequence, q_offset, num_keys, caches.left)
+    return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first)
+
+
+@triton.jit
+def count_key_tiles(keys, BLOCK_N: tl.constexpr):
+    """Tiles of the cached keys that a block reads; one where there are none, so that every block is in a share."""
+    return tl.maximum(1, tl.cdiv(keys.num_keys - keys.first_key, BLOCK_N))
+
+
+@triton.jit
+def key_tiles_of(caches, sequences):
+    """``count_key_tiles`` of each of a vector of sequences, 0 for those past B."""
+    keys = cached_keys(caches, tl.minimum(sequences, caches.B - 1))
+    return tl.where(sequences < caches.B, count_key_tiles(keys, caches.BLOCK_N), 0)
+
+
+@triton.jit
+def tiles_before(caches, sequence):
+    """Key tiles of one block of every sequence: (of all sequences, of those before ``sequence``)."""
+    total = 0
+    before = 0
+    for start in range(0, caches.B, caches.BLOCK_B):
+        sequences = start + tl.arange(0, caches.BLOCK_B)
+        tiles = key_tiles_of(caches, sequences)
+        total += tl.sum(tiles, 0)
+        before += tl.sum(tl.where(sequences < sequence, tiles, 0), 0)
+    return total, before
+
+
+@triton.jit
+def sequence_of(caches, tile):
+    """(sequence, key tiles before it) of a tile among those of one block of every sequence."""
+    sequence = 0
+    before = 0
+    passed = 0
+    for start in range(0, caches.B, caches.BLOCK_B):
+        tiles = key_tiles_of(caches, start + tl.arange(0, caches.BLOCK_B))
+        behind = (passed + tl.cumsum(tiles, 0) <= tile) & (tiles > 0)
+        sequence += tl.sum(behind.to(tl.int32), 0)
+        before += tl.sum(tl.where(behind, tiles, 0), 0)
+        passed += tl.sum(tiles, 0)
+    return sequence, before
+
+
+@triton.jit
+def share_of(total, num_programs, LEAST_TILES: tl.constexpr):
+    """Key tiles that each program takes: equal shares, none smaller than LEAST_TILES."""
+    return tl.maximum(LEAST_TILES, tl.cdiv(total, num_programs))
+
+
+@triton.jit
+def part_pointers(parts, program, begins):
+    """Where a program's part of a shared block lies: pointers to its sums (BLOCK_M, D), and to its BLOCK_M maxima,
+    which its BLOCK_M sums of weights follow.
+
+    A program shares at most two blocks: one that began before its share, and one that ``begins`` in it and goes on.
+    """
+    SIZE: tl.constexpr = parts.BLOCK_M * parts.D
+    part = tl.cast(2 * program + begins.to(tl.int32), tl.int64)
+    stats = parts.ptr + tl.cast(2 * parts.num_programs, tl.int64) * SIZE + part * (2 * parts.BLOCK_M)
+    return parts.ptr + part * SIZE, stats
