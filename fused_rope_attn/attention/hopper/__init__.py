@@ -1,1 +1,18 @@
-"""The kernels for sm_90: warps that load, rotate and multiply, and meet at barriers in shared memory."""
+"""The kernels for sm_90: warps that load, rotate and multiply, and meet at barriers in shared memory.
+
+Both directions share:
+
+- ``shapes``: the sizes that do not vary with a call.
+- ``barriers``: rings of buffers, and named barriers.
+- ``rows``: tiles of rows through the TMA, zeros where rows do not exist.
+- ``softmax``: the forward's softmax, and the cap of scores.
+
+The forward, whose launches are in ``forward`` and whose entry is ``forward_kernel``:
+
+- ``tiles``: what the warps know of a tile, and the ring in which the loading warp announces tiles.
+- ``forward_schedule``: which tile comes next, and which key blocks it visits.
+- ``forward_load``, ``forward_queries``, ``forward_attend``: the warps that load, rotate queries, and multiply.
+- ``forward_masks``, ``forward_output``: masks in registers, and the way of the output.
+
+The backward, whose launches are in ``backward``, begins with ``backward_kernel``.
+"""

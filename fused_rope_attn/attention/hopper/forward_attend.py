@@ -22,7 +22,7 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpg
 # The first of two named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
 # counts the barriers of its partitions from 0.
 TENSOR_CORES = gl.constexpr(8)
-CONSUMER_THREADS = gl.constexpr(256)
+CONSUMER_THREADS = gl.constexpr(256)  # of both warpgroups
 
 
 @record
