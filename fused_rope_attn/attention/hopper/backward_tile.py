@@ -8,7 +8,7 @@ from fused_rope_attn.attention.hopper.shapes import KEYS
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
 from fused_rope_attn.kernels.softmax import LN2
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, columns_from, store_tile
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, columns_from, head_rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, reinterpret, warpgroup_mma
 
 # A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
@@ -107,16 +107,6 @@ def store_dk(rows, dk, room, keys, NK, gradients, FIRST_PAIR: gl.constexpr):
 
 
 @jit
-def key_rows(ptr, strides, keys, num_rows, format):
-    """``Rows`` of a tensor (B, HKV, NK, D) from the first row of a ``KeyBlock`` on."""
-    start64 = keys.start_n.to(gl.int64)
-    return Rows(
-        ptr=ptr + keys.batch.to(gl.int64) * strides[0] + keys.head.to(gl.int64) * strides[1] + start64 * strides[2],
-        stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format,
-    )  # fmt: skip
-
-
-@jit
 def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room, dk_room_empty, dk_room_uses,
                     FIRST_COLUMN: gl.constexpr):  # fmt: skip
     """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
@@ -129,8 +119,9 @@ def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room,
     if mask.first_key is not None:
         dk, dv = drop_keys(dk, dv, keys.start_n, mask)
     row_format = RowFormat(D=gradients.D, BLOCK_D=dk.shape[1], USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
-    dv_rows = key_rows(gradients.dv_ptr, gradients.dv_strides, keys, num_rows, row_format)
-    dk_rows = key_rows(gradients.dk_ptr, gradients.dk_strides, keys, num_rows, row_format)
+    origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    dv_rows = head_rows(gradients.dv_ptr, gradients.dv_strides, origin, num_rows, row_format)
+    dk_rows = head_rows(gradients.dk_ptr, gradients.dk_strides, origin, num_rows, row_format)
     store_dv(columns_from(dv_rows, FIRST_COLUMN), dv.to(dv_stage.dtype), dv_stage)
     k_scale = scale.qk_scale * LN2
     if scale.cap_scale is not None:
