@@ -60,10 +60,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     (2 * B * HQ * pitch,) lse and delta. dq_accumulator (B, HQ, pitch, BLOCK_D) float32, zero before the first block: a
     descriptor, or for BLOCK_D beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
 
-    What a call does not use is None: starts_ptr and lens_ptr (B,) int32, kv_starts and kv_lens; cap_scale to right as
-    in the portable kernels. READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there
-    are keys before the first query's window. num_heads: B * HKV; heads_per_section of them are scheduled
-    together.
+    What a call does not use is None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr, cu_k_ptr and
+    num_sequences; left and right, the keys before and behind its own position that a query sees; cap_scale, as in
+    ``ScoreScale``. READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys
+    before the first query's window. num_heads: B * HKV, of which heads_per_section are scheduled together.
 
     Packed sequences, B = 1, BLOCK_D up to 128: q, stats and dq are padded to whole query blocks, as the pre-process
     does by BLOCK_M, so that what adds to dq in blocks stays within a sequence.
@@ -92,8 +92,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     head = bh % HKV
     if IS_PACKED:
         # A block behind its sequence's end sees no query, and writes nothing.
-        EIGHTS: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, num_sequences, NK, BLOCK_N, EIGHTS)
+        CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, num_sequences, NK, BLOCK_N, CU_LAYOUT)
         first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         dk_ptr += first_k.to(gl.int64) * dk_strides[2]
         dv_ptr += first_k.to(gl.int64) * dv_strides[2]
