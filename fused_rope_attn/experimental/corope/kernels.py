@@ -199,11 +199,12 @@ def find_program(num_groups, head_chunks, shape):
 
 
 @triton.jit
-def program_inputs(q, k, v, program, shape):
-    """A program's ``Queries``, its group's number in the batch (int64), and the ``Rows`` of its keys and values.
+def program_inputs(q, k, v, num_groups, head_chunks, shape):
+    """This ``Program``, its ``Queries``, its group's number in the batch (int64), the ``Rows`` of its keys and values.
 
     q, k and v are ``Operand``.
     """
+    program = find_program(num_groups, head_chunks, shape)
     rows = tl.arange(0, shape.BLOCK_M)
     offs_m = program.start_m + rows
     heads = program.chunk * shape.HEADS + tl.arange(0, shape.HEADS)
@@ -222,7 +223,7 @@ def program_inputs(q, k, v, program, shape):
     origin = Origin(batch=program.batch, head=program.head_kv, row=0)
     k_rows = head_rows(k.ptr, k.strides, origin, shape.N, shape.format)
     v_rows = head_rows(v.ptr, v.strides, origin, shape.N, shape.format)
-    return queries, group, k_rows, v_rows
+    return program, queries, group, k_rows, v_rows
 
 
 @triton.jit(do_not_specialize=["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"])
@@ -240,8 +241,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, l
     shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=row_format)
     frequencies = Frequencies(multiples_ptr, revolutions_ptr, METHOD)
     q, k, v = Operand(q_ptr, q_strides), Operand(k_ptr, k_strides), Operand(v_ptr, v_strides)
-    program = find_program(num_groups, head_chunks, shape)
-    queries, group, k_rows, v_rows = program_inputs(q, k, v, program, shape)
+    program, queries, group, k_rows, v_rows = program_inputs(q, k, v, num_groups, head_chunks, shape)
     offs_m = queries.offs_m
 
     mileage = tl.zeros((BLOCK_M,), tl.int64)
@@ -302,8 +302,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr,
     shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=row_format)
     frequencies = Frequencies(multiples_ptr, revolutions_ptr, METHOD)
     q, k, v = Operand(q_ptr, q_strides), Operand(k_ptr, k_strides), Operand(v_ptr, v_strides)
-    program = find_program(num_groups, head_chunks, shape)
-    queries, group, k_rows, v_rows = program_inputs(q, k, v, program, shape)
+    program, queries, group, k_rows, v_rows = program_inputs(q, k, v, num_groups, head_chunks, shape)
     offs_m, heads = queries.offs_m, queries.heads
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
     dk_base = dk_ptr + group * D * N
