@@ -8,6 +8,7 @@ Symbols: B batch, HQ/HKV query/key-value heads, NQ/NK query/key lengths, D head 
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ class _Visible(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
 
@@ -87,7 +88,7 @@ class _VisibleProduct(_Visible):
         return torch.matmul(weights, x.masked_fill(bad, 0)).masked_fill(seen > 0, float("nan"))
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, x, visible = ctx.saved_tensors
         turned = weights.transpose(-1, -2), grad, visible.transpose(-1, -2)
         return _VisibleScores.apply(grad, x, visible), _VisibleProduct.apply(*turned), None
@@ -104,7 +105,7 @@ class _VisibleScores(_Visible):
         return torch.matmul(a, b.transpose(-1, -2)).masked_fill(~visible, 0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b, visible = ctx.saved_tensors
         grad = grad.masked_fill(~visible, 0)
         turned = grad.transpose(-1, -2), a, visible.transpose(-1, -2)

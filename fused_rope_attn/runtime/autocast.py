@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
-def autocast(q, k, v, convert=torch.Tensor.to):
+def autocast(q: Any, k: Any, v: Any, convert: Callable[..., Any] = torch.Tensor.to) -> tuple[Any, ...]:
     """q, k and v in autocast's dtype where it is on, as scaled_dot_product_attention does; tables stay as they are.
     What is None stays None."""
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):

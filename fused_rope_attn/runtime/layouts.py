@@ -13,7 +13,9 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def table_strides(cos, sin, rotary_dim: int, interleaved: bool):
+def table_strides(
+    cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, interleaved: bool
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """(batch, row, column) strides of both tables, read as (1|B, S, R/2) whatever their width.
 
     A full-width table carries each angle twice: in the half layout its first R/2 columns are taken, interleaved every
@@ -22,7 +24,7 @@ def table_strides(cos, sin, rotary_dim: int, interleaved: bool):
     return _one_table(cos, rotary_dim, interleaved), _one_table(sin, rotary_dim, interleaved)
 
 
-def _one_table(table, rotary_dim, interleaved):
+def _one_table(table: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[int, int, int]:
     strides = table.stride()
     column = strides[-1] * 2 if interleaved and table.shape[-1] == rotary_dim else strides[-1]
     return (strides[0] if len(strides) == 3 and table.shape[0] > 1 else 0, strides[-2], column)
