@@ -6,7 +6,7 @@ import triton.language as tl
 from fused_rope_attn.kernels.lengths import count_tiles, describe_tiles, existing_keys, packed_partner, packed_tile
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, load_pairs, pack_pairs, rotate
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat, rows_from, rows_of_head, sequence_heads, store_tile
+from fused_rope_attn.kernels.tiles import RowFormat, heads_from, rows_of_head, sequence_heads, store_tile
 
 # int32 words that describe a tile of packed queries, and words of the counter that lies before them all: 32 bytes.
 TILE_WORDS = tl.constexpr(8)
@@ -21,10 +21,11 @@ def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head,
     """
     offs = tl.arange(0, BLOCK_N)
     cos, sin = load_angles(rotation, offs + (start + q_offset), x.rows.format.BLOCK_D, CHECK_POSITIONS=True)
+    x, out = heads_from(x, start), heads_from(out, start)
     for head in range(first_head, last_head):
-        first, second = load_pairs(rows_from(rows_of_head(x, head), start), offs, rotation, CHECK_ROWS=True)
+        first, second = load_pairs(rows_of_head(x, head), offs, rotation, CHECK_ROWS=True)
         first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-        store_tile(rows_from(rows_of_head(out, head), start), pack_pairs(first * sign, second * sign), offs)
+        store_tile(rows_of_head(out, head), pack_pairs(first * sign, second * sign), offs)
 
 
 @triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK"])

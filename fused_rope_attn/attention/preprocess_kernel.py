@@ -15,8 +15,8 @@ from fused_rope_attn.kernels.softmax import LOG2E
 from fused_rope_attn.kernels.tiles import (
     RowFormat,
     Rows,
+    heads_from,
     load_tile,
-    rows_from,
     rows_of_head,
     sequence_heads,
     store_tile,
@@ -142,6 +142,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         start = block * BLOCK_N
         o = sequence_heads(o_ptr, o_strides, batch, rows.first_row, rows.num_rows, row_format)
         do = sequence_heads(do_ptr, do_strides, batch, rows.first_row, rows.num_rows, row_format)
+        o, do = heads_from(o, start), heads_from(do, start)
         out = Statistics(
             stats_ptr=stats_ptr,
             accumulator_ptr=accumulator_ptr,
@@ -151,8 +152,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             PROGRESS_ROWS=PROGRESS_ROWS,
         )
         for head in range(first_head, last_head):
-            o_rows = rows_from(rows_of_head(o, head), start)
-            do_rows = rows_from(rows_of_head(do, head), start)
+            o_rows, do_rows = rows_of_head(o, head), rows_of_head(do, head)
             batch_head = batch * HQ + tl.cast(head, tl.int64)
             write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N, READS_LENGTHS)
         if ROTATE:

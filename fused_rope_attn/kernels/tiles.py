@@ -146,6 +146,12 @@ def columns_from(rows, FIRST_COLUMN: tl.constexpr):
 
 
 @triton.jit
+def heads_from(heads, start):
+    """The same ``Heads``, their rows counted from row ``start`` on."""
+    return Heads(rows=rows_from(heads.rows, start), stride_head=heads.stride_head)
+
+
+@triton.jit
 def tile_range(N: tl.constexpr, AXIS: tl.constexpr, LAYOUT: tl.constexpr):
     """0 .. N along one axis of a tile. LAYOUT is the tile's in Gluon kernels, which spell layouts out; else None."""
     if LAYOUT is None:

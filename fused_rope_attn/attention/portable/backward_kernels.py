@@ -73,11 +73,11 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
         start_m = (first + i) * BLOCK_M
         if APPLY_MASK:
             start_m = tl.where(i < jump_after, start_m, (jump_to - jump_after) * BLOCK_M + i * BLOCK_M)
+        exists = offs < queries.q.rows.num_rows - start_m
         q = load_rotated_tile(
             queries.q, queries.rotation, start_m, offs, queries.q_offset, queries.sign, CHECK_ROWS=APPLY_MASK
         )
         if APPLY_MASK:
-            exists = offs < queries.q.rows.num_rows - start_m
             lse = tl.load(queries.lse_ptr + start_m + offs, mask=exists, other=float("inf"))
         else:
             lse = tl.load(queries.lse_ptr + start_m + offs)
@@ -125,6 +125,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     if cu_k_ptr is not None:
         if start_n >= tile.num_rows:
             return
+    stats_size = tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ
     sequence = sequence_of_keys(tile, NQ, masks)
     mask = sequence.mask
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
@@ -136,10 +137,10 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     k_tiles = head_tiles(
         k_ptr, k_strides, tile.origin, sequence.num_keys, row_format, READS_LENGTHS, USE_TMA=False
     )  # fmt: skip
-    v_rows = rows_from(head_rows(v_ptr, v_strides, tile.origin, sequence.num_keys, row_format), start_n)
+    v_rows = head_rows(v_ptr, v_strides, tile.origin, sequence.num_keys, row_format)
     offs = tl.arange(0, BLOCK_N)
     k = load_rotated_tile(k_tiles, inline_rotation, start_n, offs, 0)
-    v = load_tile(v_rows, offs, CHECK_ROWS=True)
+    v = load_tile(rows_from(v_rows, start_n), offs, CHECK_ROWS=True)
     positions_k = start_n + offs
 
     first_row = None
@@ -160,7 +161,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
                 do_ptr, do_strides, origin, sequence.num_queries, row_format, READS_LENGTHS, USE_TMA, first_row
             ),
             lse_ptr=lse_rows,
-            delta_ptr=lse_rows + tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ,
+            delta_ptr=lse_rows + stats_size,
             rotation=inline_rotation,
             sign=q_sign,
             q_offset=sequence.q_offset,
