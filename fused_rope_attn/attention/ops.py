@@ -16,26 +16,30 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 @functools.cache
-def _doors(config_type: type) -> tuple[PreparedCalls, PreparedCalls]:
-    """(forward, backward) of the backend that a configuration belongs to, imported when a call first needs it.
+def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
+    """(forward, backward) of the portable or of the sm_90 backend, imported when a call first needs it.
 
     Each gives the prepared call of (problem, tensors, configuration).
     """
-    if config_type in (configs.ForwardConfig, configs.BackwardConfig):
-        from fused_rope_attn.attention.portable import backward, forward
-    else:
-        from fused_rope_attn.attention.hopper import backward, forward
-    return forward.prepared, backward.prepared
+    if portable:
+        from fused_rope_attn.attention.portable.backward import prepared as portable_backward
+        from fused_rope_attn.attention.portable.forward import prepared as portable_forward
+
+        return portable_forward, portable_backward
+    from fused_rope_attn.attention.hopper.backward import prepared as hopper_backward
+    from fused_rope_attn.attention.hopper.forward import prepared as hopper_forward
+
+    return hopper_forward, hopper_backward
 
 
 def _prepare_forward(problem: Problem, tensors: tuple) -> Callable:
     config = planning.plan_for(problem, Tensors(*tensors).v).forward
-    return _doors(type(config))[0](problem.for_launch(), tensors, config)
+    return _doors(isinstance(config, configs.ForwardConfig))[0](problem.for_launch(), tensors, config)
 
 
 def _prepare_backward(problem: Problem, tensors: tuple) -> Callable:
     config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
-    return _doors(type(config))[1](problem.for_launch(), tensors, config)
+    return _doors(isinstance(config, configs.BackwardConfig))[1](problem.for_launch(), tensors, config)
 
 
 # A plan depends on the problem and on v's layout in memory, so that it is remembered with the call that it leads to.

@@ -2,7 +2,7 @@
 
 import torch
 
-from fused_rope_attn.attention import configs, ops, planning
+from fused_rope_attn.attention import ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Tensors, describe, flatten
 from fused_rope_attn.generation import launch as generation_launch
@@ -69,7 +69,7 @@ def go_through_the_dispatcher(monkeypatch):
     monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
 
 
-def _replace_launchers(monkeypatch, config_types, forward, backward):
+def _replace_launchers(monkeypatch, portable, forward, backward):
     given = ops._doors
 
     def prepare_forward(problem, tensors, config):
@@ -79,7 +79,7 @@ def _replace_launchers(monkeypatch, config_types, forward, backward):
         return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config))
 
     doors = prepare_forward, prepare_backward
-    monkeypatch.setattr(ops, "_doors", lambda kind: doors if kind in config_types else given(kind))
+    monkeypatch.setattr(ops, "_doors", lambda asked: doors if asked is portable else given(asked))
     # What was prepared before, and what is prepared now, must not be taken for the other.
     monkeypatch.setattr(ops, "_forward_calls", PreparedCalls(ops._prepare_forward))
     monkeypatch.setattr(ops, "_backward_calls", PreparedCalls(ops._prepare_backward))
@@ -90,12 +90,12 @@ def replace_portable_launchers(monkeypatch, forward, backward=None):
 
     Both are called with (problem, tensors, configuration) and return what a launcher returns.
     """
-    _replace_launchers(monkeypatch, (configs.ForwardConfig, configs.BackwardConfig), forward, backward)
+    _replace_launchers(monkeypatch, True, forward, backward)
 
 
 def replace_sm_90_launchers(monkeypatch, forward, backward=None):
     """The same in the place of the sm_90 kernels' launchers."""
-    _replace_launchers(monkeypatch, (configs.HopperForwardConfig, configs.HopperBackwardConfig), forward, backward)
+    _replace_launchers(monkeypatch, False, forward, backward)
 
 
 def forget_plans():

@@ -14,5 +14,11 @@ The forward, whose launches are in ``forward`` and whose entry is ``forward_kern
 - ``forward_load``, ``forward_queries``, ``forward_attend``: the warps that load, rotate queries, and multiply.
 - ``forward_masks``, ``forward_output``: masks in registers, and the way of the output.
 
-The backward, whose launches are in ``backward``, begins with ``backward_kernel``.
+The backward, whose launches are in ``backward`` and whose entry is ``backward_kernel``:
+
+- ``backward_block``: a block's keys, its query blocks and its buffers, which its warps share.
+- ``backward_load``, ``dq``: the warps that load, and that add dQ to its accumulator.
+- ``backward_by_keys``, ``backward_by_columns``: the warps that multiply, up to head dim 128 and beyond.
+- ``backward_tile``, ``backward_masks``: what they do with a tile, and masks in registers.
+- ``postprocess_kernel``: dQ from its accumulator.
 """

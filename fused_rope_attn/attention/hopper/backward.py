@@ -7,11 +7,10 @@ import triton
 
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.configs import HopperBackwardConfig
-from fused_rope_attn.attention.hopper import backward_kernel as narrow
-from fused_rope_attn.attention.hopper import backward_wide_kernel as wide
-from fused_rope_attn.attention.hopper.dq import postprocess_kernel
+from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
+from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -47,8 +46,7 @@ class BackwardCall:
             return
         pad_d = max(64, block_d(problem.head_dim))
         self.wide = pad_d > 128
-        kernel = wide.backward_wide_kernel if self.wide else narrow.backward_kernel
-        block_n = (wide if self.wide else narrow).BLOCK_N.value
+        block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
         # A copy of dO for the rare gradient that the TMA cannot address.
         self.copy_do = not has_descriptor(do)
         do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
@@ -69,7 +67,6 @@ class BackwardCall:
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
             "BLOCK_D": pad_d,
-            "LONG": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
@@ -100,17 +97,17 @@ class BackwardCall:
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         self.main = Launch(
-            kernel,
+            backward_kernel,
             tile_count(len_k, sequences, block_n) * heads,
             {"num_warps": 4, **pdl},
             shared,
             dk_strides=dk_strides,
             dv_strides=dv_strides,
             num_heads=heads,
-            section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
+            heads_per_section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
-            TRIMMED=left is not None and len_k - len_q > left,
+            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
         )
@@ -127,7 +124,7 @@ class BackwardCall:
             key_blocks=triton.cdiv(len_k, block_n),
             HEADS=chunk,
             BLOCK_N=block,
-            TILED=self.wide,
+            IN_PANELS=self.wide,
         )
 
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
@@ -167,10 +164,10 @@ class BackwardCall:
             q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
-        target = {"dq_ptr": accumulator} if self.wide else {"dq_desc": self.dq_source(accumulator)}
         self.main(
             stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
-            do_desc=self.do_source(do), stats_desc=self.stats_source(stats), **target, progress_ptr=progress,
+            do_desc=self.do_source(do), stats_desc=self.stats_source(stats),
+            dq_accumulator=accumulator if self.wide else self.dq_source(accumulator), progress_ptr=progress,
             cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip

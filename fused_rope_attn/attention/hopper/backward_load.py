@@ -1,105 +1,139 @@
-"""The sm_90 backward's loading warp: which query blocks a key block sees, and the rings that hold them."""
+"""The sm_90 backward's loading warp: it brings K and V once, and keeps the rings of Q and dO full."""
 
+from fused_rope_attn.attention.hopper.backward_block import Buffer, QueryRing
 from fused_rope_attn.attention.hopper.rows import RowStatistics, load_existing, load_rows
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
-from fused_rope_attn.kernels.masks import Mask, first_query, query_range
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl, jit, mbarrier
+
+
+@record
+class Operands:
+    """Descriptors of what the TMA loads: q, do (B, HQ, NQ, D), k, v (B, HKV, NK, D); stats as for ``load``."""
+
+    q: TensorDescriptor
+    k: TensorDescriptor
+    v: TensorDescriptor
+    do: TensorDescriptor
+    stats: TensorDescriptor
+
+
+@record
+class Destinations:
+    """Where the loaded tiles go.
+
+    arrival: the loading warp's own mbarrier, at which it waits for a tile of which it zeroes rows; None where
+    it never does.
+    """
+
+    k: Buffer
+    v: Buffer
+    q: QueryRing
+    do: QueryRing
+    arrival: gl.shared_memory_descriptor | None
+
+
+@record
+class ExistingRows:
+    """Rows of the tensors that exist: queries from first_query on, keys [first_key, end_key). None: all.
+
+    In packed sequences, where q and its statistics are padded and dO is not, a row of dO lies do_shift rows behind that
+    of q, and rows of dO from do_end on do not exist.
+    """
+
+    first_query: gl.tensor | None
+    first_key: gl.tensor | None
+    end_key: gl.tensor | None
+    do_shift: gl.tensor | None
+    do_end: gl.tensor | None
 
 
 @jit
-def query_blocks(start_n, NQ, pitch, NK, start, left, right, IS_CAUSAL: gl.constexpr, BOUNDED: gl.constexpr,
-                 BLOCK_N: gl.constexpr = BLOCK_N):  # fmt: skip
-    """(first, masked, count, alive): the query blocks that see the key block, of pitch rows in all.
+def load_rows_or_zeros(desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats=None):
+    """Load a tile with zeros for rows outside [first_row, end_row), as ``load_existing`` does; returns ``arrivals``.
 
-    Of ``count`` blocks from ``first`` on, those before number ``masked`` need a mask (with ``left`` those at the other
-    end too): all of them when the key block is partial, because a key that does not exist has score 0, and
-    p = exp2(0 - lse) may be infinite. ``start`` as ``first_key`` gives it, or None. Rows before ``alive`` see nothing;
-    without BOUNDED nobody asks.
+    first_row None: all rows of the tile exist, or the TMA gives zeros itself. end_row None: its last rows exist.
     """
-    mask = Mask(num_keys=NK, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=BOUNDED)
-    first, masked, _, last = query_range(mask, start_n, NK - NQ, pitch, BLOCK_M, BLOCK_N)
-    partial = start_n + BLOCK_N > NK
-    alive = first
-    if start is not None:
-        partial = partial | (start_n < start)
-    if BOUNDED:
-        # The key block may begin before ``start``, and see rows that see nothing.
-        alive = first_query(mask, NK - NQ)
-        first = gl.minimum(last, gl.maximum(first, alive // BLOCK_M))
-    return first, gl.where(partial, last, masked) - first, last - first, alive
+    if first_row is None:
+        load_rows(desc, batch, head, row, tile, full, stats)
+    else:
+        if end_row is None:
+            end_row = row + BLOCK_M
+        arrivals = load_existing(desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats)
+    return arrivals
 
 
 @jit
-def load_block(desc, batch, head, start_m, stats_desc, row, ring, step, STAGES: gl.constexpr, raw, zeroed, alive,
-               limit=None):  # fmt: skip
-    """Query block ``step`` of a ring: Q with lse, dO with delta. Rows before ``alive`` and from ``limit`` on are zero.
+def load_keys(desc, buffer, keys, existing, arrival, arrivals):
+    """Load the rows of K or V that a ``KeyBlock`` has into a ``Buffer``; the result is as of ``load_rows_or_zeros``."""
+    return load_rows_or_zeros(
+        desc, keys.batch, keys.head, keys.start_n, buffer.smem, buffer.full, existing.first_key, existing.end_key,
+        arrival, arrivals,
+    )  # fmt: skip
 
-    Returns ``zeroed``. stats_desc None: the tile alone; alive None: all rows as they are; limit None: to the last.
+
+@jit
+def load_block(desc, batch, head, start_m, ring, step, arrival, arrivals, first_row=None, end_row=None,
+               stats_desc=None, stats_row=None):  # fmt: skip
+    """Load query block ``step`` of a ring, the rows from start_m on, as soon as its slot is empty.
+
+    It comes with the statistics of its rows where stats_desc is given: Q with lse, dO with delta. The rest is as for
+    ``load_rows_or_zeros``, and so is the result.
     """
-    smem, stats_smem, full, empty = ring
-    slot = step % STAGES
-    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    blocks = ring.blocks
+    slot = blocks.slot(step)
+    mbarrier.wait(blocks.empty.index(slot), ((step // blocks.STAGES) & 1) ^ 1)
     stats = None
     if stats_desc is not None:
-        stats = RowStatistics(desc=stats_desc, start=row, smem=stats_smem.index(slot))
-    if alive is None:
-        load_rows(desc, batch, head, start_m, smem.index(slot), full.index(slot), stats)
-    else:
-        if limit is None:
-            limit = start_m + BLOCK_M
-        zeroed = load_existing(
-            desc, batch, head, start_m, smem.index(slot), full.index(slot), alive, limit, raw, zeroed, stats
-        )  # fmt: skip
-    return zeroed
+        stats = RowStatistics(desc=stats_desc, start=stats_row, smem=ring.stats.index(slot))
+    return load_rows_or_zeros(
+        desc, batch, head, start_m, blocks.smem.index(slot), blocks.full.index(slot), first_row, end_row, arrival,
+        arrivals, stats,
+    )  # fmt: skip
 
 
 @jit
-def load(q_desc, k_desc, v_desc, do_desc, stats_desc, k_buffer, v_buffer, q_ring, do_ring, raw, batch, head, start_n,
-         first, count, alive, start, NK, shift, limit, GROUP_SIZE, HQ, pitch, stats_size, Q_STAGES: gl.constexpr,
-         DO_STAGES: gl.constexpr, OWNED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Load K and V once, and every query block with its statistics. What does not exist is zero.
+def load(operands, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr,
+         LETS_NEXT_LAUNCH_START: gl.constexpr):  # fmt: skip
+    """The loading warp: K and V once, and every query block with its statistics. What does not exist is zero.
 
-    start and NK: the rows of k of the keys that exist, None where the TMA knows; raw: the barrier of ``load_existing``.
-    Packed sequences, otherwise None: dO lies ``shift`` rows from Q, which is padded, and ends at row ``limit``.
+    keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
+    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), and behind them delta.
+    LETS_NEXT_LAUNCH_START: this warp does so, once the pre-process has finished.
     """
-    k_smem, k_full = k_buffer
-    v_smem, v_full = v_buffer
-    zeroed = 0
-    if raw is None:
-        load_rows(v_desc, batch, head, start_n, v_smem, v_full)
-    else:
-        zeroed = load_existing(v_desc, batch, head, start_n, v_smem, v_full, start, NK, raw, zeroed)
+    batch = keys.batch
+    arrival = destinations.arrival
+    first_query = existing.first_query
+    arrivals = 0
+    arrivals = load_keys(operands.v, destinations.v, keys, existing, arrival, arrivals)
     # The pre-process writes all that follows, and every other warp waits for some of it.
     wait_for_previous_launch(PDL)
-    if OWNED:
+    if LETS_NEXT_LAUNCH_START:
         # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
         let_next_launch_start(PDL)
-    if raw is None:
-        load_rows(k_desc, batch, head, start_n, k_smem, k_full)
-    else:
-        zeroed = load_existing(k_desc, batch, head, start_n, k_smem, k_full, start, NK, raw, zeroed)
-    head_q = head * GROUP_SIZE
+    arrivals = load_keys(operands.k, destinations.k, keys, existing, arrival, arrivals)
+    head_q = keys.head * sizes.GROUP_SIZE
     step = 0
-    for member in range(GROUP_SIZE):
-        for i in range(count):
-            start_m = (first + i) * BLOCK_M
-            row = (batch * HQ + head_q + member) * pitch + start_m
-            zeroed = load_block(
-                q_desc, batch, head_q + member, start_m, stats_desc, row, q_ring, step, Q_STAGES, raw, zeroed, alive
-            )
-            row += stats_size
-            alive_do = alive
-            if shift is not None:
-                start_m += shift
-                alive_do += shift
-            zeroed = load_block(
-                do_desc, batch, head_q + member, start_m, stats_desc, row, do_ring, step, DO_STAGES, raw, zeroed,
-                alive_do, limit,
+    for group_head in range(sizes.GROUP_SIZE):
+        for i in range(queries.count):
+            start_m = (queries.first + i) * BLOCK_M
+            stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
+            arrivals = load_block(
+                operands.q, batch, head_q + group_head, start_m, destinations.q, step, arrival, arrivals,
+                first_row=first_query, stats_desc=operands.stats, stats_row=stats_row,
+            )  # fmt: skip
+            stats_row += stats_size
+            first_do = first_query
+            if existing.do_shift is not None:
+                start_m += existing.do_shift
+                first_do += existing.do_shift
+            arrivals = load_block(
+                operands.do, batch, head_q + group_head, start_m, destinations.do, step, arrival, arrivals,
+                first_row=first_do, end_row=existing.do_end, stats_desc=operands.stats, stats_row=stats_row,
             )  # fmt: skip
             step += 1
     # Scores and dP of a block after the last are computed and dropped: rows past the end, which read as zeros.
     if step > 0:
-        load_block(q_desc, batch, head_q, pitch, None, 0, q_ring, step, Q_STAGES, raw, zeroed, None)
-        load_block(do_desc, batch, head_q, pitch, None, 0, do_ring, step, DO_STAGES, raw, zeroed, None)
+        load_block(operands.q, batch, head_q, sizes.pitch, destinations.q, step, arrival, arrivals)
+        load_block(operands.do, batch, head_q, sizes.pitch, destinations.do, step, arrival, arrivals)

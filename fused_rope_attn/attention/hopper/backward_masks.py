@@ -8,37 +8,38 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 
 
 @jit
-def hide_pairs(x, value, keys, columns, diagonal, left, right, IS_CAUSAL: gl.constexpr):
-    """x (keys, queries) with ``value`` where a query must not see a key; left and right as in ``visible``.
+def hide_pairs(mask, x, value, keys, columns, diagonal):
+    """x (keys, queries) with ``value`` where a query must not see a key because of the diagonal or the window.
 
-    diagonal: how far the position of the first query is past that of the first key.
+    keys, columns: the tile's keys and queries, counted from its first ones. diagonal: how far the position of the first
+    query is past that of the first key.
     """
-    if IS_CAUSAL or left is not None or right is not None:
+    if mask.IS_CAUSAL or mask.left is not None or mask.right is not None:
         # Relative to the thread's first key and column, so that the others are constants and not registers: a query is
         # past a key by diagonal + (others - thread).
         thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
         others = (columns & ~6)[None, :] - (keys & 8)[:, None]
-        if IS_CAUSAL:
+        if mask.IS_CAUSAL:
             x = gl.where(others >= thread - diagonal, x, value)
-        if right is not None:
-            x = gl.where(others >= thread - (diagonal + right), x, value)
-        if left is not None:
-            x = gl.where(others <= thread - (diagonal - left), x, value)
+        if mask.right is not None:
+            x = gl.where(others >= thread - (diagonal + mask.right), x, value)
+        if mask.left is not None:
+            x = gl.where(others <= thread - (diagonal - mask.left), x, value)
     return x
 
 
 @jit
-def needs_mask(diagonal, block, masked, count, left, right, IS_CAUSAL: gl.constexpr):
-    """Whether KEYS keys and a query block, number ``block`` of ``count``, need a mask; the rest as ``fold_queries``."""
-    if left is None:
-        return block < masked
+def needs_mask(mask, diagonal, block, queries):
+    """Whether KEYS keys and query block number ``block`` of ``queries`` need a mask; diagonal as in ``hide_pairs``."""
+    if mask.left is None:
+        return block < queries.num_masked
     else:
-        # With a window few blocks need no mask, and a block's place says what these keys need.
+        # With a window few blocks need no mask, and a block's position says what these keys need.
         upper = KEYS - 1
-        if right is not None:
-            upper -= right
-        lower = left - (BACKWARD_BLOCK_M - 1)
-        needed = (diagonal > lower) | ((IS_CAUSAL or right is not None) & (diagonal < upper))
-        if masked is not None:
-            needed = needed | (masked >= count)
+        if mask.right is not None:
+            upper -= mask.right
+        lower = mask.left - (BACKWARD_BLOCK_M - 1)
+        needed = (diagonal > lower) | ((mask.IS_CAUSAL or mask.right is not None) & (diagonal < upper))
+        if queries.num_masked is not None:
+            needed = needed | (queries.num_masked >= queries.count)
         return needed

@@ -7,7 +7,8 @@ from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import KEYS
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
+from fused_rope_attn.kernels.softmax import LN2
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, columns_from, head_rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, reinterpret, warpgroup_mma
 
 # A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
@@ -15,65 +16,74 @@ HIDDEN = gl.constexpr(-1e18)
 
 
 @jit
-def weigh(s, lse, hidden, clamp: gl.constexpr, keys, columns, diagonal, left, right, qk_scale, cap_scale,
-          DTYPE: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
-    """(p, s): the weights exp2(s - lse) of scores (keys, queries), 0 where ``hidden`` and not to be seen; s as capped.
+def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.constexpr, CLAMP: gl.constexpr):
+    """(p, s): the weights exp2(s - lse) of scores s (keys, queries) float32, and s as capped.
 
-    clamp: whether there may be keys that do not exist, whose scores need not stay below lse.
+    Where the tile ``is_masked``, pairs that must not see each other have weight 0 (``hide_pairs`` takes keys, columns,
+    diagonal). lse (queries,) float32 in base 2. CLAMP: there may be keys that do not exist and that the mask lets
+    through, whose scores need not stay below lse. DTYPE: of q and k.
     """
-    if cap_scale is None:
-        p = gl.exp2(s * qk_scale - lse[None, :])
-        if hidden:
-            p = hide_pairs(p, 0.0, keys, columns, diagonal, left, right, IS_CAUSAL)
-            if clamp:
+    if scale.cap_scale is None:
+        p = gl.exp2(s * scale.qk_scale - lse[None, :])
+        if is_masked:
+            p = hide_pairs(mask, p, 0.0, keys, columns, diagonal)
+            if CLAMP:
                 # Their score is 0; finite is enough where K is zero.
                 p = gl.where(p > 1.0, 1.0, p)
     else:
         # A branch after the exponential would keep the scores beside p, for which there are no registers.
-        s = cap_scores(s, cap_scale, DTYPE)
-        if hidden:
-            s = hide_pairs(s, HIDDEN, keys, columns, diagonal, left, right, IS_CAUSAL)
-        p = gl.minimum(gl.exp2(s * qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
+        s = cap_scores(s, scale.cap_scale, DTYPE)
+        if is_masked:
+            s = hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
+        p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
     return p, s
 
 
 @jit
 def issue_product(a, b, b_full, phase, nothing):
-    """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived."""
+    """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived.
+
+    nothing (keys, BLOCK_M) float32: zeros in the layout of the result.
+    """
     mbarrier.wait(b_full, phase)
     b_t = b.reshape((BLOCK_M, a.shape[1])).permute((1, 0))
     return warpgroup_mma(a, b_t, nothing, use_acc=False, is_async=True)
 
 
 @jit
-def drop_keys(dk, dv, start, start_k, len_k):
-    """dk, dv of the keys from ``start`` on, zero for those outside [start_k, len_k), which do not exist."""
-    keys = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout)) + start
-    exists = (keys >= start_k) & (keys < len_k)
+def issue_block_product(a, ring, slot, step, nothing):
+    """``issue_product`` of a and the block that the ``Ring`` holds in this step, in this slot."""
+    return issue_product(a, ring.smem.index(slot), ring.full.index(slot), (step // ring.STAGES) & 1, nothing)
+
+
+@jit
+def drop_keys(dk, dv, start_n, mask):
+    """dk, dv (KEYS, columns) of the keys from start_n on, zero for those that do not exist."""
+    keys = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout)) + start_n
+    exists = (keys >= mask.first_key) & (keys < mask.num_keys)
     return gl.where(exists[:, None], dk, 0.0), gl.where(exists[:, None], dv, 0.0)
 
 
 @jit
-def store_dv(rows_ptr, dv, stage, rows_left, strides, D: gl.constexpr, COLUMNS: gl.constexpr, LONG: gl.constexpr):
-    """Write dv (KEYS, COLUMNS), 16-bit, through shared memory of its shape to a layout that writes whole sectors."""
+def store_dv(rows, dv, stage):
+    """Write dv (KEYS, columns), 16-bit, to ``Rows``, through shared memory, so that whole sectors are written.
+
+    stage: (KEYS, columns), 16-bit.
+    """
+    COLUMNS: gl.constexpr = dv.shape[1]
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     stage.store(dv)
     dv = stage.load(WHOLE)
-    rows = Rows(
-        ptr=rows_ptr, stride_row=strides[2], stride_column=strides[3], num_rows=rows_left, first_row=None,
-        format=RowFormat(D=D, BLOCK_D=COLUMNS, USE_INT64_OFFSETS=LONG),
-    )  # fmt: skip
     store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
 @jit
-def store_dk(rows_ptr, dk, room, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, start, NK, strides,
-             FIRST: gl.constexpr, D: gl.constexpr, R: gl.constexpr, COLUMNS: gl.constexpr, INTERLEAVED: gl.constexpr,
-             LONG: gl.constexpr):  # fmt: skip
-    """Turn dk (KEYS, COLUMNS) float32 of keys from ``start`` on back and write it, as ``store_dv`` does.
+def store_dk(rows, dk, room, keys, NK, gradients, FIRST_PAIR: gl.constexpr):
+    """Rotate dk (KEYS, columns) float32 of ``keys`` back, and write it to ``Rows`` as ``store_dv`` does.
 
-    ``room``: KEYS * COLUMNS * 2 bytes of shared memory. FIRST: the pair that its columns begin with.
+    ``room``: KEYS * columns * 2 bytes of shared memory. FIRST_PAIR: the rotation pair that the columns begin with.
     """
+    COLUMNS: gl.constexpr = dk.shape[1]
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
@@ -83,15 +93,39 @@ def store_dk(rows_ptr, dk, room, cos_ptr, sin_ptr, cos_strides, sin_strides, bat
     first = stage.load(PAIRS)
     stage.store(second)
     second = stage.load(PAIRS)
-    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch.to(gl.int64), NK, R, INTERLEAVED)
+    rotation = head_rotation(
+        gradients.cos_ptr, gradients.sin_ptr, gradients.cos_strides, gradients.sin_strides, keys.batch.to(gl.int64), NK,
+        gradients.R, gradients.INTERLEAVED,
+    )  # fmt: skip
     offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
     pairs = None
-    if FIRST:
-        pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST
-    cos, sin = load_angles(rotation, offs + start, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
+    if FIRST_PAIR:
+        pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
+    cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-    rows = Rows(
-        ptr=rows_ptr, stride_row=strides[2], stride_column=strides[3], num_rows=NK - start, first_row=None,
-        format=RowFormat(D=D, BLOCK_D=COLUMNS, USE_INT64_OFFSETS=LONG),
-    )  # fmt: skip
-    store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST)
+    store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST_PAIR)
+
+
+@jit
+def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room, dk_room_empty, dk_room_uses,
+                    FIRST_COLUMN: gl.constexpr):  # fmt: skip
+    """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
+
+    dk, dv (KEYS, columns) float32. dv_stage (KEYS, columns) 16-bit and dk_room, as much again, are shared memory;
+    dk_room has been filled dk_room_uses times, and its mbarrier dk_room_empty, if there is one, says when it is empty
+    again. Keys that do not exist get zeros; rows from NK on are left out.
+    """
+    num_rows = NK - keys.start_n
+    if mask.first_key is not None:
+        dk, dv = drop_keys(dk, dv, keys.start_n, mask)
+    row_format = RowFormat(D=gradients.D, BLOCK_D=dk.shape[1], USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
+    origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    dv_rows = head_rows(gradients.dv_ptr, gradients.dv_strides, origin, num_rows, row_format)
+    dk_rows = head_rows(gradients.dk_ptr, gradients.dk_strides, origin, num_rows, row_format)
+    store_dv(columns_from(dv_rows, FIRST_COLUMN), dv.to(dv_stage.dtype), dv_stage)
+    k_scale = scale.qk_scale * LN2
+    if scale.cap_scale is not None:
+        k_scale *= scale.cap_scale
+    if dk_room_empty is not None:
+        mbarrier.wait(dk_room_empty, (dk_room_uses & 1) ^ 1)
+    store_dk(dk_rows, dk * k_scale, dk_room, keys, NK, gradients, FIRST_COLUMN // 2)

@@ -92,8 +92,8 @@ def test_the_padded_buffers_of_packed_sequences(case):
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
     group = case.heads_q // case.heads_kv
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc, **rest):
-        q_rot, k_rot, v, do, stats, dq = (x.base for x in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_desc))
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, **rest):
+        q_rot, k_rot, v, do, stats, dq = (x.base for x in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator))
         lse, delta = stats.reshape(2, case.heads_q, -1)
         for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
             first, size = (first_q // 64 + s) * 64, -(-len_q // 64) * 64
@@ -144,8 +144,8 @@ def test_the_buffers_of_wide_heads(case):
     problem, tensors, _ = described_for_launch(inputs, case)
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, **rest):
-        dq = dq_ptr
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, **rest):
+        dq = dq_accumulator
         q_rot, k_rot, v, do = (x.base.float() for x in (q_desc, k_desc, v_desc, do_desc))
         lse, delta = stats_desc.base.reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
         k_rot, v = (x.repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k_rot, v))

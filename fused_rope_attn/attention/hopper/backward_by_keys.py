@@ -1,0 +1,196 @@
+"""The multiplying warpgroups of the sm_90 backward up to head dim 128: each owns half of the block's keys.
+
+Everything is transposed, keys by queries, so that P^T and dS^T feed the tensor cores from the registers they are
+computed in. Only dS goes through shared memory, for dQ, which needs all keys; of dQ each warpgroup owns half of the
+columns.
+"""
+
+from fused_rope_attn.attention.hopper.backward_block import (
+    Buffer,
+    KeyBlock,
+    QueryRing,
+    allocate_barrier,
+    allocate_query_ring,
+    init_query_ring,
+)
+from fused_rope_attn.attention.hopper.backward_masks import needs_mask
+from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
+from fused_rope_attn.attention.hopper.barriers import allocate_barriers
+from fused_rope_attn.attention.hopper.dq import stage_rows
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.runtime.triton_compat import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@record
+class Buffers:
+    """Shared memory that these warpgroups use.
+
+    k, v: (1, 1, BLOCK_N, BLOCK_D) 16-bit. ds: (2, BLOCK_N, BLOCK_M) 16-bit, for every other block, full when both
+    warpgroups have written their keys. dq: (CONSUMERS, 1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32, a part and a pair
+    of mbarriers for each warpgroup.
+    """
+
+    k: Buffer
+    v: Buffer
+    ds: Buffer
+    q: QueryRing
+    do: QueryRing
+    dq: Buffer
+
+
+@jit
+def allocate_buffers(operands, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, DS_LAYOUT: gl.constexpr):
+    """``Buffers``, their barriers initialised. DS_LAYOUT: of a tile of dS in shared memory."""
+    q = allocate_query_ring(operands.q, operands.stats, Q_STAGES)
+    do = allocate_query_ring(operands.do, operands.stats, DO_STAGES)
+    k_smem = gl.allocate_shared_memory(operands.k.dtype, operands.k.block_type.shape, operands.k.layout)
+    v_smem = gl.allocate_shared_memory(operands.v.dtype, operands.v.block_type.shape, operands.v.layout)
+    ds_smem = gl.allocate_shared_memory(operands.k.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + dq_desc.block_type.shape, dq_desc.layout)
+    k = Buffer(smem=k_smem, full=allocate_barrier(), empty=None)
+    v = Buffer(smem=v_smem, full=allocate_barrier(), empty=None)
+    ds = Buffer(smem=ds_smem, full=allocate_barrier(), empty=None)
+    dq = Buffer(smem=dq_smem, full=allocate_barriers(CONSUMERS), empty=allocate_barriers(CONSUMERS))
+    mbarrier.init(k.full, count=1)
+    mbarrier.init(v.full, count=1)
+    mbarrier.init(ds.full, count=CONSUMERS)
+    init_query_ring(q)
+    init_query_ring(do)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.init(dq.full.index(part), count=1)
+        mbarrier.init(dq.empty.index(part), count=1)
+    return Buffers(k=k, v=v, ds=ds, q=q, do=do, dq=dq)
+
+
+@jit
+def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries, sizes, mask, scale):
+    """Fold ``total`` > 0 query blocks, queries.count of each head of the group, into dk and dv (KEYS, BLOCK_D) float32.
+
+    The products in the order of their issue: dV, dQ, dK of this block, scores and dP of the next, which ``load``
+    provides after the last block too; early scores come before dQ.
+    """
+    q_ring, do_ring, dq_buffer = buffers.q.blocks, buffers.do.blocks, buffers.dq
+    BLOCK_D: gl.constexpr = q_ring.smem.shape[4]
+    # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
+    EARLY_SCORES: gl.constexpr = BLOCK_D == 64
+    DTYPE: gl.constexpr = q_ring.smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    # All rows of the block's dQ, half of the columns.
+    HALF: gl.constexpr = BLOCK_D // CONSUMERS
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
+    no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
+    key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
+    k_tile = buffers.k.smem.reshape((BLOCK_N, BLOCK_D))
+    k = k_tile.slice(WARPGROUP * KEYS, KEYS, dim=0)
+    v = buffers.v.smem.reshape((BLOCK_N, BLOCK_D)).slice(WARPGROUP * KEYS, KEYS, dim=0)
+    k_columns = k_tile.slice(WARPGROUP * HALF, HALF, dim=1)
+
+    s_token = issue_product(k, q_ring.smem.index(0), q_ring.full.index(0), 0, no_s)
+    dp_token = issue_product(v, do_ring.smem.index(0), do_ring.full.index(0), 0, no_s)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    block = 0
+    q_slot = 0
+    q_phase = 0
+    for step in range(total):
+        do_slot = do_ring.slot(step)
+        next_slot = gl.where(q_slot == q_ring.STAGES - 1, 0, q_slot + 1)
+        next_phase = gl.where(q_slot == q_ring.STAGES - 1, q_phase ^ 1, q_phase)
+        start_m = (queries.first + block) * BLOCK_M
+        q = q_ring.smem.index(q_slot).reshape((BLOCK_M, BLOCK_D))
+        do = do_ring.smem.index(do_slot).reshape((BLOCK_M, BLOCK_D))
+        lse = buffers.q.stats.index(q_slot).load(gl.SliceLayout(0, S))
+        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * KEYS
+        is_masked = needs_mask(mask, diagonal, block, queries)
+        p, s = weigh(
+            s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
+        )
+        p16 = gl.convert_layout(p.to(DTYPE), P)
+        if scale.cap_scale is not None:
+            # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
+            p *= 1.0 - s * s
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+        delta = buffers.do.stats.index(do_slot).load(gl.SliceLayout(0, S))
+        ds = (p * (dp - delta[None, :])).to(DTYPE)
+        # Two buffers need no barrier for their release: that both warpgroups had stored dS of the last step, seen below
+        # in that step, says that both had finished dQ of the step before it.
+        ds_tile = buffers.ds.smem.index(step % 2)
+        ds_tile.slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(buffers.ds.full)
+        ds_operand = gl.convert_layout(ds, P)
+        next_q = q_ring.smem.index(next_slot)
+        if EARLY_SCORES:
+            s_token = issue_product(k, next_q, q_ring.full.index(next_slot), next_phase, no_s)
+        mbarrier.wait(buffers.ds.full, step & 1)
+        # Without early scores dV is alone in flight, and this waits for nothing: the wait for dQ covers dV.
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        dq_token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
+        dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        if EARLY_SCORES:
+            dq, s = warpgroup_mma_wait(1, deps=[dq_token, s_token])
+        else:
+            dq = warpgroup_mma_wait(1, deps=[dq_token])
+        do_ring.release(step)
+        mbarrier.wait(dq_buffer.empty.index(WARPGROUP), (step & 1) ^ 1)
+        dq_buffer.smem.index(WARPGROUP).reshape((BLOCK_M, HALF)).store(stage_rows(dq))
+        fence_async_shared()
+        mbarrier.arrive(dq_buffer.full.index(WARPGROUP))
+        if not EARLY_SCORES:
+            s_token = issue_product(k, next_q, q_ring.full.index(next_slot), next_phase, no_s)
+        next_do_slot = do_ring.slot(step + 1)
+        next_do, next_do_phase = do_ring.smem.index(next_do_slot), ((step + 1) // do_ring.STAGES) & 1
+        dp_token = issue_product(v, next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s)
+        # Only dP crosses the loop's edge in flight: ptxas makes every product synchronous where an accumulator in
+        # flight meets one from elsewhere, as dk and dv would meet their zeros.
+        if EARLY_SCORES:
+            dk = warpgroup_mma_wait(1, deps=[dk_token])
+        else:
+            dk, s = warpgroup_mma_wait(1, deps=[dk_token, s_token])
+        mbarrier.arrive(q_ring.empty.index(q_slot))
+        q_slot = next_slot
+        q_phase = next_phase
+        block += 1
+        block = gl.where(block == queries.count, 0, block)
+    warpgroup_mma_wait(0, deps=[dp_token])
+    return dk, dv
+
+
+@jit
+def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
+    """dk and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block, and half the columns of its dQ.
+
+    mask.first_key None: there are no keys that do not exist, or a window hides them all.
+    """
+    v_smem = buffers.v.smem
+    BLOCK_D: gl.constexpr = v_smem.shape[3]
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    mbarrier.wait(buffers.k.full, 0)
+    mbarrier.wait(buffers.v.full, 0)
+    total = sizes.GROUP_SIZE * queries.count
+    if total > 0:
+        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
+    # dv goes through V, of which each warpgroup read its own rows only, and dk through the room for dQ once that has
+    # been read.
+    own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
+    store_gradients(
+        dk, dv, own_keys, sizes.NK, mask, scale, gradients,
+        dv_stage=v_smem.reshape((BLOCK_N, BLOCK_D)).slice(WARPGROUP * KEYS, KEYS, dim=0),
+        dk_room=buffers.dq.smem.index(WARPGROUP), dk_room_empty=buffers.dq.empty.index(WARPGROUP),
+        dk_room_uses=total, FIRST_COLUMN=0,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""The post-process of the sm_90 backward: dq from the float32 accumulator that the main kernel added to."""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
+from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.softmax import sink_gradient
+from fused_rope_attn.kernels.tiles import RowFormat, Rows
+
+
+@triton.jit
+def staged_rows(rows):
+    """The rows of the accumulator in which ``dq.stage_rows`` has put ``rows``."""
+    return (rows // 8) * 8 + (rows % 4) * 2 + (rows // 4) % 2
+
+
+@triton.jit
+def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
+    """Where numbers lie in an accumulator that ``add_half`` has added to: (len(rows), len(columns)).
+
+    Panels of 8 columns, in which rows follow each other: a tensor core's results are 8 rows by 8 columns a register
+    pair, two numbers a lane.
+    """
+    row = (rows // BLOCK_M) * (BLOCK_M * BLOCK_D) + (rows % BLOCK_M) * 8
+    column = (columns // 8) * (8 * BLOCK_M) + columns % 8
+    return row[:, None] + column[None, :]
+
+
+@triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size",
+                               "key_blocks"])  # fmt: skip
+def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
+                       lens_ptr, cu_q_ptr, cu_k_ptr, dq_strides, cos_strides, sin_strides, softmax_scale, HQ, HKV,
+                       GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size, key_blocks, HEADS: tl.constexpr,
+                       D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                       INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+                       PDL: tl.constexpr, IN_PANELS: tl.constexpr):  # fmt: skip
+    """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, rotated back, rounded once.
+
+    With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
+    stats. IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``. Grid: (row blocks
+    * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
+    ``backward_kernel``.
+
+    With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
+    head are done, while those of other heads are at work, and rows that nobody began are zero.
+    """
+    num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
+    num_chunks = tl.cdiv(HQ, HEADS)
+    num_batches = tl.num_programs(0) // (num_blocks * num_chunks)
+    pid = tl.program_id(0)
+    chunk = (pid // num_blocks) % num_chunks
+    batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
+    block = pid % num_blocks
+    first_row = 0
+    padded = 0
+    if cu_q_ptr is not None:
+        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+        _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        padded = padded_row(first_row, sequence, BLOCK_M)
+    start = block * BLOCK_N
+    start64 = tl.cast(first_row + start, tl.int64)
+    offs = tl.arange(0, BLOCK_N)
+    staged = staged_rows(offs)
+    NK = existing_keys(lens_ptr, batch, NK)
+    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, NK, R, INTERLEAVED)
+    cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, CHECK_POSITIONS=True)
+    columns = tl.arange(0, BLOCK_D)
+    if progress_ptr is None:
+        wait_for_previous_launch(PDL)
+    for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
+        head64 = tl.cast(head, tl.int64)
+        row = (batch * HQ + head64) * pitch + padded + start
+        if IN_PANELS:
+            # row without ``start`` is a multiple of BLOCK_M, of which ``start`` may lie inside one.
+            words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + offs, columns, BLOCK_D)
+        else:
+            words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
+        if cu_q_ptr is not None:
+            # The block may lie behind its sequence's end, and behind that of the accumulator.
+            dq = tl.load(words, mask=offs[:, None] < NQ - start, other=0.0) * softmax_scale
+        elif progress_ptr is None:
+            dq = tl.load(words) * softmax_scale
+        else:
+            wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
+            begun = tl.load(progress_ptr + (num_batches * HKV + row // BLOCK_M)) != 0
+            dq = tl.load(words, mask=begun, other=0.0) * softmax_scale
+        first, second = unpack_pairs(dq)
+        first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+        dq_rows = Rows(
+            ptr=dq_ptr + batch * dq_strides[0] + head64 * dq_strides[1] + start64 * dq_strides[2],
+            stride_row=dq_strides[2], stride_column=dq_strides[3], num_rows=NQ - start, first_row=None,
+            format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS),
+        )  # fmt: skip
+        store_pairs(dq_rows, first, second, offs, rotation)
+        if sinks_ptr is not None:
+            lse = tl.load(stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
+            delta = tl.load(stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
+            part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
+            tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
+    if progress_ptr is not None:
+        # Whatever follows this launch finds dk and dv complete too.
+        if pid == tl.num_programs(0) - 1:
+            wait_for_previous_launch(PDL)
