@@ -76,11 +76,11 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
 
 
 @jit
-def finish_rows(output, softmax, tile, row_end, row_max, row_sum, NQ, WARPGROUP: gl.constexpr):
+def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARPGROUP: gl.constexpr):
     """Write lse of a warpgroup's rows that lie before ``row_end``; returns (seen, factor), what makes acc the output.
 
-    row_max (rows,) and row_sum (rows, 4) as ``fold_scores`` left them. factor (rows,): what acc is multiplied by; a row
-    that is not ``seen`` has seen no key, and its output is 0.
+    rows (ROWS,) int32: 0 .. ROWS; row_max (ROWS,) and row_sum (ROWS, 4) as ``fold_scores`` left them. factor (ROWS,):
+    what acc is multiplied by; a row that is not ``seen`` has seen no key, and its output is 0.
     """
     ROW: gl.constexpr = row_max.type.layout
     row_sum = whole_sums(row_sum, ROW)
@@ -89,7 +89,7 @@ def finish_rows(output, softmax, tile, row_end, row_max, row_sum, NQ, WARPGROUP:
         sink = gl.load(softmax.sinks_ptr + tile.head).to(gl.float32) * LOG2E
     seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
     lse = log_sum_exp(seen, row_max, divisor)
-    offs_m = tile.start_m + WARPGROUP * ROWS + gl.arange(0, ROWS, ROW)
+    offs_m = tile.start_m + WARPGROUP * ROWS + rows
     gl.store(output.lse_ptr + tile.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
     return seen, gl.where(seen, weight / divisor, 0.0)
 
@@ -176,7 +176,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
 
-        seen, factor = finish_rows(output, softmax, finished, row_end, row_max, row_sum, NQ, WARPGROUP)
+        seen, factor = finish_rows(output, softmax, finished, rows, row_end, row_max, row_sum, NQ, WARPGROUP)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT))
         seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT))
         tma_store_wait(0)
