@@ -36,7 +36,6 @@ def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
         "R": problem.rotary_dim,
         "INTERLEAVED": problem.interleaved,
         "IS_CAUSAL": problem.causal,
-        "BOUNDED": problem.reads_lengths,
         "READS_LENGTHS": problem.reads_lengths,
         "PRECISION": problem.precision,
     }

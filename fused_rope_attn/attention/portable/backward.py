@@ -78,7 +78,7 @@ class BackwardCall:
                 dk_strides=dk_strides,
                 dv_strides=dv_strides,
                 num_heads=heads,
-                section=heads_per_section(heads, 1, query_bytes, config.section_bytes),
+                heads_per_section=heads_per_section(heads, 1, query_bytes, config.section_bytes),
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
             )
@@ -96,7 +96,7 @@ class BackwardCall:
                 shared,
                 dq_strides=dq_strides,
                 num_heads=heads,
-                section=heads_per_section(heads, problem.group_size, key_bytes, config.section_bytes),
+                heads_per_section=heads_per_section(heads, problem.group_size, key_bytes, config.section_bytes),
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
             )

@@ -48,7 +48,7 @@ class ForwardCall:
             v_strides=v.stride(),
             o_strides=self.o_strides,
             num_heads=num_heads,
-            section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
+            heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_D=pad_d,

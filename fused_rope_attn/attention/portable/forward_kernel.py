@@ -67,11 +67,11 @@ def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: 
     return softmax
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "section", "num_sequences", "left",
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section", "num_sequences", "left",
                                "right"])  # fmt: skip
 def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr,
                    cu_k_ptr, q_strides, k_strides, v_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign,
-                   cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, section,
+                   cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
                    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
                    READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,7 +87,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
         left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
-    tile = scheduled_queries(NQ, HQ, num_heads, section, masks, BLOCK_M)
+    tile = scheduled_queries(NQ, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
         if start_m >= tile.num_rows:
