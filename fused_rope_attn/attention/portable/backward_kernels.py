@@ -100,8 +100,8 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section", "num_sequences", "left",
-                               "right"])  # fmt: skip
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
+                               "num_sequences", "left", "right"])  # fmt: skip
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr, dv_ptr, starts_ptr, lens_ptr,
                 cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cos_strides,
                 sin_strides, qk_scale, q_sign, cap_scale, left, right, num_heads, HKV, GROUP_SIZE, NQ, NK,
@@ -213,8 +213,8 @@ def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY
     return dq
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section", "num_sequences", "left",
-                               "right"])  # fmt: skip
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
+                               "num_sequences", "left", "right"])  # fmt: skip
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, dsinks_ptr, sinks_ptr, starts_ptr,
               lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, cos_strides,
               sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK,

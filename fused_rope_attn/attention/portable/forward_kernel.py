@@ -67,8 +67,8 @@ def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: 
     return softmax
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section", "num_sequences", "left",
-                               "right"])  # fmt: skip
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
+                               "num_sequences", "left", "right"])  # fmt: skip
 def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr,
                    cu_k_ptr, q_strides, k_strides, v_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign,
                    cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
