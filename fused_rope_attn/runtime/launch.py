@@ -105,6 +105,9 @@ class PreparedCalls:
             entry = self._calls[key] = (self._prepare(problem, tensors, *config), config)
         return entry[0]
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def forget(self) -> None:
         """Build every call again when it comes."""
         self._calls.clear()

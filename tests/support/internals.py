@@ -6,6 +6,7 @@ from fused_rope_attn.attention import ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Tensors, describe, flatten
 from fused_rope_attn.generation import launch as generation_launch
+from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step
 from fused_rope_attn.runtime.launch import PreparedCalls
@@ -122,12 +123,13 @@ def set_decode_config(monkeypatch, config):
 
 def forget_prepared_steps():
     """The next generation step prepares its launches again."""
-    generation_launch._prepared._calls.clear()
+    generation_ops._calls.forget()
+    generation_launch.prepared.forget()
 
 
 def count_prepared_steps():
     """How many kinds of generation steps have had their launches prepared."""
-    return len(generation_launch._prepared._calls)
+    return len(generation_launch.prepared)
 
 
 def rotate_without_the_kernel(monkeypatch):
