@@ -1,0 +1,61 @@
+"""Two checkouts in one process: each has operators of its own, differences are seen, and rounds are interleaved."""
+
+import pytest
+import torch
+
+import fused_rope_attn
+from tests.support.paths import ROOT
+from tools import compare_checkouts as compare
+
+TINY = compare.Case("tiny", (1, 2, 1, 9, 16), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def copy():
+    return compare.import_checkout(ROOT, "fused_rope_attn_copy")
+
+
+def test_a_copy_computes_the_same_by_itself(copy):
+    assert copy.__name__ == "fused_rope_attn_copy" and copy.rope_attention is not fused_rope_attn.rope_attention
+    assert copy.rope_attention.__module__.startswith("fused_rope_attn_copy.")
+    for case in (TINY, compare.Case("rotation", TINY.shape, dtype=torch.float32, function="apply_rope_qk")):
+        ours, theirs = (compare.parts_of(case, package, "cpu") for package in (fused_rope_attn, copy))
+        assert list(ours) == list(theirs)
+        for part, function in ours.items():
+            assert compare.largest_difference(function(), theirs[part]()) == 0
+
+
+@pytest.mark.parametrize("function", ["rope_attention_varlen", "rope_attention_with_kvcache"])
+def test_every_function_can_be_called(function):
+    case = compare.Case("case", (2, 2, 1, 40, 16), dtype=torch.float32, function=function)
+    for run in compare.parts_of(case, fused_rope_attn, "cpu").values():
+        assert all(bool(x.isfinite().all()) for x in run())
+
+
+def test_a_difference_is_relative_to_the_largest_number():
+    x = torch.tensor([1.0, -4.0])
+    assert compare.largest_difference((x, x), (x, x + torch.tensor([0.0, 0.4]))) == pytest.approx(0.1)
+
+
+def test_rounds_are_interleaved(monkeypatch):
+    order = []
+    clocks = {name: (lambda name=name: order.append(name) or float(len(order))) for name in ("before", "after")}
+    times = compare.interleaved(clocks, 3)
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["after", "before"]] * 3
+    assert sorted(times["before"] + times["after"]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_rows_show_medians_and_errors():
+    row = {"case": "4K", "part": "forward", "unit": "ms", "before": [1.0, 9.0, 2.0], "after": [3.0, 3.0, 3.0]}
+    assert compare.shown(row)["after / before"] == "1.500"
+    assert (
+        compare.shown({"case": "4K", "part": "forward", "error": "the results differ"})["before"]
+        == "the results differ"
+    )
+
+
+def test_usage_errors(tmp_path, capsys):
+    for arguments in ([str(tmp_path)], [str(ROOT), "--cases", "nothing is called so"]):
+        with pytest.raises(SystemExit):
+            compare.main(arguments)
+    assert "holds no fused_rope_attn" in capsys.readouterr().err

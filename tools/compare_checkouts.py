@@ -1,0 +1,284 @@
+"""Time two checkouts of the package against each other on a GPU, interleaved in one process.
+
+    git worktree add ../before COMMIT
+    python -m tools.compare_checkouts ../before                          kernels as CUDA graphs, and eager host time
+    python -m tools.compare_checkouts ../before --cases 4K --out rows.jsonl
+
+The other checkout is imported from a copy in which the package has another name, so that both register operators of
+their own. Each row holds the medians of all rounds, and the ratio is that of the medians: above 1, this checkout is the
+slower one. Both checkouts must give the same results up to rounding, or the row is not printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import random
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from bench.environment import environment
+from verification.table import format_table
+
+PACKAGE = "fused_rope_attn"
+COLUMNS = ("case", "part", "before", "after", "after / before")
+# Largest difference of two results, of the largest number among them: rounding to bfloat16 in another order.
+TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A causal call: (B, HQ, HKV, N, D), options of ``rope_attention``, or the name of another function."""
+
+    name: str
+    shape: tuple[int, int, int, int, int]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+    function: str = "rope_attention"
+
+
+PORTABLE = {"backend": "triton"}
+CASES = (
+    Case("Llama70B-1K", (2, 64, 64, 1024, 128)),
+    Case("Llama7B-2K", (2, 32, 32, 2048, 128)),
+    Case("Llama7B-4K", (2, 32, 32, 4096, 128)),
+    Case("Llama3-8B-4K", (2, 32, 8, 4096, 128)),
+    Case("Llama3-8B-16K", (1, 32, 8, 16384, 128)),
+    Case("Small-1K", (4, 8, 8, 1024, 64)),
+    Case("Small-512", (4, 8, 8, 512, 64)),
+    Case("Gemma-4K", (1, 16, 8, 4096, 256)),
+    Case("window 4K", (2, 32, 8, 4096, 128), {"window": (512, 0)}),
+    Case("softcap 4K", (2, 32, 8, 4096, 128), {"softcap": 30.0}),
+    Case("portable 4K", (2, 32, 8, 4096, 128), PORTABLE),
+    Case("portable 4K D64", (4, 8, 8, 4096, 64), PORTABLE),
+    Case("portable 2K D256", (1, 16, 8, 2048, 256), PORTABLE),
+    Case("portable float32", (1, 8, 8, 1024, 64), PORTABLE, torch.float32),
+    Case("portable window, cap", (2, 32, 8, 2048, 128), {**PORTABLE, "window": (512, 0), "softcap": 30.0}),
+    Case("tiny", (1, 4, 4, 128, 64)),
+    Case("packed", (64, 32, 8, 2048, 128), function="rope_attention_varlen"),
+    Case("packed, portable", (64, 32, 8, 2048, 128), PORTABLE, function="rope_attention_varlen"),
+    Case("step B8-4K", (8, 32, 8, 4096, 128), function="rope_attention_with_kvcache"),
+    Case("step B64-4K", (64, 32, 8, 4096, 128), function="rope_attention_with_kvcache"),
+    Case("rotation 4K", (2, 32, 8, 4096, 128), function="apply_rope_qk"),
+)
+# Calls that the host limits: eager, in microseconds.
+HOST_CASES = ("tiny", "Small-1K", "step B8-4K", "rotation 4K")
+
+
+def import_checkout(root: Path, name: str) -> ModuleType:
+    """The package of the checkout at ``root``, imported as ``name`` from a copy."""
+    folder = Path(tempfile.mkdtemp())
+    shutil.copytree(root / PACKAGE, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in folder.rglob("*.py"):
+        path.write_text(re.sub(rf"\b{PACKAGE}\b", name, path.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def make_call(case: Case, package: ModuleType, device: str = "cuda") -> tuple[Callable, list[torch.Tensor]]:
+    """(the call of leaves, q, k and v as leaves) on random data, the same for both packages."""
+    batch, heads_q, heads_kv, length, head_dim = case.shape
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=case.dtype, generator=generator)
+
+    function = getattr(package, case.function)
+    cos, sin = package.rope_tables(length, head_dim, device=device)
+    if case.function == "rope_attention_varlen":
+        counts = torch.randint(16, length, (batch,), generator=torch.Generator().manual_seed(0))
+        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
+        total, longest = int(counts.sum()), int(counts.max())
+        leaves = [normal(total, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv)]
+        return lambda *x: function(*x, cos, sin, ends, ends, longest, longest, True, **case.options), leaves
+    if case.function == "rope_attention_with_kvcache":
+        q, new = normal(batch, heads_q, 1, head_dim), normal(batch, heads_kv, 1, head_dim)
+        caches = [normal(batch, heads_kv, length, head_dim) for _ in range(2)]
+        lengths = torch.full((batch,), length - 8, dtype=torch.int32, device=device)
+        return lambda *x: function(x[0], *caches, cos, sin, new, new, cache_seqlens=lengths), [q]
+    leaves = [normal(batch, length, heads, head_dim).transpose(1, 2) for heads in (heads_q, heads_kv, heads_kv)]
+    if case.function == "apply_rope_qk":
+        return lambda *x: function(*x, cos, sin)[0], leaves[:2]
+    return lambda *x: function(*x, cos, sin, True, **case.options), leaves
+
+
+def parts_of(case: Case, package: ModuleType, device: str = "cuda") -> dict[str, Callable]:
+    """The functions to time by name: the forward pass without gradient and, where there is one, the backward pass."""
+    call, leaves = make_call(case, package, device)
+
+    def forward():
+        with torch.no_grad():
+            return (call(*leaves),)
+
+    if case.function in ("rope_attention_with_kvcache", "apply_rope_qk"):
+        return {"forward": forward}
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    o = call(*leaves)
+    do = torch.randn(o.shape, device=device, dtype=o.dtype, generator=torch.Generator(device=device).manual_seed(1))
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
+
+
+def largest_difference(before, after) -> float:
+    """Of two tuples of tensors, relative to the largest number of each."""
+    return max(
+        ((x.double() - y.double()).abs().max() / x.double().abs().max().clamp(min=1e-30)).item()
+        for x, y in zip(before, after, strict=True)
+    )
+
+
+def interleaved(functions: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each function returns in every round, the functions shuffled within a round."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name in random.sample(list(functions), len(functions)):
+            times[name].append(functions[name]())
+    return times
+
+
+def graph_clock(function: Callable, calls: int, stream) -> Callable[[], float]:
+    """A function that replays ``calls`` calls as a CUDA graph and returns milliseconds a call."""
+    with torch.cuda.stream(stream):
+        function()
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            function()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / calls
+
+    sample()
+    return sample
+
+
+def host_clock(function: Callable, calls: int = 100) -> Callable[[], float]:
+    """A function that makes ``calls`` eager calls and returns the host's microseconds a call."""
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        elapsed = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return elapsed / calls * 1e6
+
+    sample()
+    return sample
+
+
+def compare(case: Case, packages: dict[str, ModuleType], rounds: int, stream) -> list[dict]:
+    """The rows of one case: a row for each pass as CUDA graphs, and for host-limited cases the eager calls."""
+    with torch.cuda.stream(stream):
+        parts = {name: parts_of(case, package) for name, package in packages.items()}
+    torch.cuda.synchronize()
+    batch, heads_q, _, length, head_dim = case.shape
+    calls = max(1, min(50, int(2e12 / (4 * batch * heads_q * length**2 * head_dim))))
+    rows = []
+    for part in parts["before"]:
+        functions = {name: parts[name][part] for name in packages}
+        difference = largest_difference(*(function() for function in functions.values()))
+        row = {"case": case.name, "part": part, "unit": "ms", "difference": difference}
+        if not difference <= TOLERANCE:
+            rows.append(row | {"error": "the results differ"})
+            continue
+        clocks = {name: graph_clock(function, calls, stream) for name, function in functions.items()}
+        rows.append(row | interleaved(clocks, rounds))
+        if case.name in HOST_CASES:
+            clocks = {name: host_clock(function) for name, function in functions.items()}
+            rows.append(row | {"part": f"{part}, host", "unit": "us"} | interleaved(clocks, rounds))
+    return rows
+
+
+def compile_share(root: str, cases: list[Case], share: int, shares: int) -> None:
+    """Run every call once, so that the process that times finds all kernels compiled."""
+    packages = (import_checkout(Path(root), f"{PACKAGE}_before"), importlib.import_module(PACKAGE))
+    for i, case in enumerate(cases):
+        for j, package in enumerate(packages):
+            if (2 * i + j) % shares == share:
+                for function in parts_of(case, package).values():
+                    function()
+    torch.cuda.synchronize()
+
+
+def shown(row: dict) -> dict:
+    """A row as the table has it."""
+    if "error" in row:
+        return {"case": row["case"], "part": row["part"], "before": row["error"]}
+    before, after = statistics.median(row["before"]), statistics.median(row["after"])
+    figures = {"before": f"{before:.4g} {row['unit']}", "after": f"{after:.4g} {row['unit']}"}
+    return {"case": row["case"], "part": row["part"], **figures, "after / before": f"{after / before:.3f}"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compare_checkouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", type=Path, help="the root of the other checkout")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=11, help="samples of each (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile before (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="also append the rows there, a JSON object a line")
+    options = parser.parse_args(argv)
+    if not (options.before / PACKAGE / "__init__.py").exists():
+        parser.error(f"{options.before} holds no {PACKAGE}")
+    cases = [case for case in CASES if options.cases in case.name]
+    if not cases:
+        parser.error("no case matches")
+    if not torch.cuda.is_available():
+        print("this comparison needs a GPU")
+        return 2
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=compile_share, args=(str(options.before), cases, i, options.jobs))
+        for i in range(options.jobs)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    packages = {
+        "before": import_checkout(options.before, f"{PACKAGE}_before"),
+        "after": importlib.import_module(PACKAGE),
+    }
+    stream = torch.cuda.Stream()
+    facts = environment()
+    table, failed = [], False
+    for case in cases:
+        for row in compare(case, packages, options.rounds, stream):
+            table.append(shown(row))
+            failed |= "error" in row
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row | {"environment": facts}) + "\n")
+    print(format_table(COLUMNS, table))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
