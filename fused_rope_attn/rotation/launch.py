@@ -89,10 +89,10 @@ class RotationCall:
     def __call__(self, stream: int, call: RotationTensors) -> None:
         xs, outs, cos, sin, position_ids, cu_seqlens = call
         # A pointer that the kernel does not read must still be one.
-        x1, x2 = (*xs[1:], xs[0], xs[0])[:2]
-        out1, out2 = (*outs[1:], outs[0], outs[0])[:2]
+        x0, x1, x2 = (*xs, xs[0], xs[0])[:3]
+        out0, out1, out2 = (*outs, outs[0], outs[0])[:3]
         self.launch(
-            stream, x0_ptr=xs[0], x1_ptr=x1, x2_ptr=x2, out0_ptr=outs[0], out1_ptr=out1, out2_ptr=out2, cos_ptr=cos,
+            stream, x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, out0_ptr=out0, out1_ptr=out1, out2_ptr=out2, cos_ptr=cos,
             sin_ptr=sin, positions_ptr=cos if position_ids is None else position_ids,
             cu_seqlens_ptr=cos if cu_seqlens is None else cu_seqlens,
         )  # fmt: skip
@@ -118,6 +118,5 @@ _prepared = PreparedCalls(_prepare)
 
 def rotate(options: RotationOptions, tensors: RotationTensors, config: RotationConfig, stream: int) -> None:
     """Fill ``outs`` with the rotated ``xs``, in one launch on the current device; none of them is empty."""
-    key = (tensors.cos.device, options, len(tensors.xs))
-    flat = (*tensors.xs, *tensors.outs, *tensors[2:])
-    _prepared(key, flat, config)(stream, tensors)
+    xs, outs, *rest = tensors
+    _prepared((rest[0].device, options, len(xs)), (*xs, *outs, *rest), config)(stream, tensors)

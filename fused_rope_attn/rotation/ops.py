@@ -16,22 +16,25 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
-    sizes = [x.numel() for x in tensors.xs]
+    xs = tensors.xs
+    sizes = [x.numel() for x in xs]
     if 0 in sizes:
-        kept = [pair for pair in zip(tensors.xs, tensors.outs) if pair[0].numel()]
+        kept = [pair for pair in zip(xs, tensors.outs) if pair[0].numel()]
         if not kept:
             return
-        tensors = tensors._replace(xs=[x for x, _ in kept], outs=[out for _, out in kept])
-    where = tensors.xs[0].device
-    config = rotation(device.arch(where), max(sizes) * tensors.xs[0].element_size())
+        xs = [x for x, _ in kept]
+        tensors = tensors._replace(xs=xs, outs=[out for _, out in kept])
+    where = xs[0].device
+    config = rotation(device.arch(where), max(sizes) * xs[0].element_size())
     with device.guard(where):
         launch.rotate(options, tensors, config, device.current_stream(where))
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     # The memory order of the input, as any pointwise operation of PyTorch gives it.
-    outs = [torch.empty_like(x) for x in tensors.xs]
-    _launch(options, tensors._replace(outs=outs))
+    xs, _, cos, sin, position_ids, cu_seqlens = tensors
+    outs = [torch.empty_like(x) for x in xs]
+    _launch(options, RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens))
     return outs
 
 
