@@ -18,8 +18,25 @@ BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 5
 STRATEGIES = ("inline", "prepass")
 
 
+class TritonOptions:
+    """What the configuration of one Triton kernel says to its launch.
+
+    num_warps, num_stages: as Triton has them. max_registers: of a thread at most, or None: the compiler decides.
+    """
+
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+
+    @functools.cached_property
+    def launch_options(self) -> dict[str, int]:
+        """Keyword arguments of a Triton launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
 @dataclass(frozen=True)
-class Tile:
+class Tile(TritonOptions):
     """block_m query rows by block_n key rows; num_stages is the depth of the load pipeline.
 
     max_registers caps registers per thread so that one more block fits a multiprocessor; None: the compiler decides.
@@ -30,12 +47,6 @@ class Tile:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-
-    @functools.cached_property
-    def launch_options(self) -> dict[str, int]:
-        """Keyword arguments of a Triton launch."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.runtime.checks import (
-    INPUT_DTYPES,
     check_bounds,
+    check_queries_and_keys,
     check_scales,
     check_sinks,
     check_tables,
@@ -19,12 +19,8 @@ from fused_rope_attn.runtime.checks import (
     named,
     refuse_choice,
     refuse_device,
-    refuse_dtype,
-    refuse_heads,
     refuse_non_bool,
     refuse_non_tensor,
-    refuse_rank,
-    refuse_shapes,
     shown,
 )
 
@@ -77,23 +73,10 @@ def check_attention(
     ):
         refuse_non_bool(causal=causal, interleaved=interleaved, return_lse=return_lse, deterministic=deterministic)
 
+    check_queries_and_keys(q, k, v, cos, sin)
     dtype, device = q.dtype, q.device
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
-    if k.dtype != dtype or v.dtype != dtype:
-        refuse_dtype(dtype, k=k, v=v)
-    if k.device != device or v.device != device or cos.device != device or sin.device != device:
-        refuse_device(device, k=k, v=v, cos=cos, sin=sin)
-
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
-        refuse_rank("(B, HKV, NK, D)", q=q, k=k, v=v)
-    batch, heads_q, len_q, head_dim = q_shape
-    batch_k, heads_kv, len_k, head_dim_k = k_shape
-    if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
-        refuse_shapes(q_shape, k_shape, v_shape)
-    if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        refuse_heads(q_shape)
+    batch, heads_q, len_q, head_dim = q.shape
+    len_k = k.shape[2]
     if len_q > len_k and not causal and kv_lens is None and max_seqlen_k is None:
         raise ValueError(
             f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "

@@ -20,12 +20,13 @@ from fused_rope_attn.attention.configs import (
     PDL,
     SMALL,
     UNTIMED,
+    TritonOptions,
     find_row,
 )
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(TritonOptions):
     """How one generation step runs: tiles of block_n cached keys, ``num_stages`` deep in the load pipeline.
 
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
@@ -41,12 +42,6 @@ class DecodeConfig:
     combine_parts: int = 32
     max_registers: int | None = None
     pdl: bool = False
-
-    @functools.cached_property
-    def launch_options(self) -> dict[str, int]:
-        """Keyword arguments of a Triton launch."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,16 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.runtime.checks import (
-    INPUT_DTYPES,
     check_bounds,
+    check_queries_and_keys,
     check_scales,
     check_sinks,
     check_tables,
     check_window,
-    named,
     refuse_device,
     refuse_dtype,
-    refuse_heads,
     refuse_non_bool,
     refuse_non_tensor,
-    refuse_rank,
-    refuse_shapes,
     shown,
 )
 
@@ -73,23 +69,10 @@ def check_kvcache(
         refuse_non_bool(
             cache_is_rotated=cache_is_rotated, causal=causal, interleaved=interleaved, return_lse=return_lse
         )
+    check_queries_and_keys(q, k_cache, v_cache, cos, sin, suffix="_cache", form="(B, HKV, S_max, D)")
     dtype, device = q.dtype, q.device
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
-    if k_cache.dtype != dtype or v_cache.dtype != dtype:
-        refuse_dtype(dtype, k_cache=k_cache, v_cache=v_cache)
-    if k_cache.device != device or v_cache.device != device or cos.device != device or sin.device != device:
-        refuse_device(device, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
-
-    q_shape, cache_shape = q.shape, k_cache.shape
-    if len(q_shape) != 4 or len(cache_shape) != 4 or v_cache.ndim != 4:
-        refuse_rank("(B, HKV, S_max, D)", q=q, k_cache=k_cache, v_cache=v_cache)
-    batch, heads_q, len_q, head_dim = q_shape
-    batch_k, heads_kv, capacity, head_dim_k = cache_shape
-    if batch_k != batch or head_dim_k != head_dim or v_cache.shape != cache_shape or heads_kv < 1 or heads_q % heads_kv:
-        refuse_shapes(q_shape, cache_shape, v_cache.shape, "_cache")
-    if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        refuse_heads(q_shape)
+    batch, heads_q, len_q, head_dim = q.shape
+    _, heads_kv, capacity, _ = k_cache.shape
     if k is not None and v is not None:
         _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim))
     check_bounds("cache_seqlens", cache_seqlens, device, batch)

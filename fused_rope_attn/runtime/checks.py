@@ -15,6 +15,28 @@ from torch import Tensor
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def check_queries_and_keys(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, suffix: str = "", form: str = "(B, HKV, NK, D)"
+) -> None:
+    """Check dtypes, devices and shapes of q against k and v, whose names end in `suffix` and whose shape is `form`."""
+    dtype, device = q.dtype, q.device
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
+    if k.dtype != dtype or v.dtype != dtype:
+        refuse_dtype(dtype, **{f"k{suffix}": k, f"v{suffix}": v})
+    if k.device != device or v.device != device or cos.device != device or sin.device != device:
+        refuse_device(device, **{f"k{suffix}": k, f"v{suffix}": v, "cos": cos, "sin": sin})
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
+        refuse_rank(form, **{"q": q, f"k{suffix}": k, f"v{suffix}": v})
+    batch, heads_q, _, head_dim = q_shape
+    batch_k, heads_kv, _, head_dim_k = k_shape
+    if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
+        refuse_shapes(q_shape, k_shape, v_shape, suffix)
+    if heads_q < 1 or head_dim < 2 or head_dim % 2:
+        refuse_heads(q_shape)
+
+
 def check_rotary_dim(rotary_dim: Any, head_dim: int) -> None:
     if not isinstance(rotary_dim, (int, torch.SymInt)) or isinstance(rotary_dim, bool):
         raise TypeError(f"rotary_dim must be an int or None, but is {kind_of(rotary_dim)}")
