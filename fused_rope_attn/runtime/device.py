@@ -1,4 +1,4 @@
-"""Cached questions about devices. Nothing runs at import; no other file asks CUDA anything."""
+"""Cached questions about devices. Importing this asks CUDA nothing, and no other file asks it anything."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager
 import torch
 
 
-@functools.cache
-def is_interpreted() -> bool:
-    """True when Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before triton is first imported)."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
-
-
-# Found once, at import, so that torch.compile takes it for the constant that it is.
+# Both are found once, at import, so that torch.compile takes them for the constants that they are.
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """True when Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before this package is first imported)."""
+    return _IS_INTERPRETED
 
 
 def has_triton() -> bool:
