@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-
 # Both are found once, at import, so that torch.compile takes them for the constants that they are.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
