@@ -27,7 +27,7 @@ COMMANDS: dict[str, Command] = {
         Command("masks", "windows, packed sequences, and what other masks cost", "suites.masks.suite"),
         Command("rope", "the rotation alone", "suites.rotation.suite"),
         Command("decode", "a step of generation with a cache; --tune sweeps its configurations",
-                "suites.generation.suite"),
+                "suites.generation.command"),
         Command("models", "whole models of transformers, patched and not", "suites.models"),
         Command("corope", "Co-RoPE beside its definition in eager PyTorch", "suites.corope"),
         Command("tune", "sweep tile configurations of the portable kernels, propose rows of their table",

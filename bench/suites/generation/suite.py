@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import command, report
+from bench import report
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import dtype_name, length_name, short_dtype, words
 from bench.suite import Entry, Row, Suite, Times, Trial, pick, provider_table
@@ -194,11 +194,3 @@ def choose(names: list[str]) -> list[DecodeCase]:
     if not chosen:
         raise ValueError(f"no case has that name; there are {', '.join(case.name for case in CASES)}")
     return chosen
-
-
-def main(argv: list[str]) -> int:
-    if "--tune" in argv:
-        from bench.suites.generation import sweep
-
-        return command.main(sweep.Sweep, [word for word in argv if word != "--tune"])
-    return command.main(Generation, argv)
