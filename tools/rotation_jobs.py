@@ -58,7 +58,7 @@ class RotationJob:
         elif self.positions == "packed":
             ends = torch.empty(9, dtype=torch.int32, device="meta")
         options = RotationOptions(self.rotary_dim, self.interleaved, self.inverse, self.layout)
-        rotate(options, RotationTensors(xs, outs, cos, cos, ids, ends), self.config, 0)
+        rotate(options, RotationTensors(xs, outs, cos, cos, ids, ends), 0, self.config)
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import triton
 
-from fused_rope_attn.rotation.configs import RotationConfig
+from fused_rope_attn.rotation.configs import RotationConfig, rotation
 from fused_rope_attn.rotation.kernel import IDS, INDEX, PACKED, rotation_kernel
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS
+from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import table_strides
 
@@ -107,16 +108,20 @@ def _is_long(strides, rows: int, heads: int, head_dim: int) -> bool:
     return any(rows * row + heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
 
 
-def _prepare(key, flat: tuple, config: RotationConfig) -> RotationCall:
-    _, options, count = key
+def _prepare(key, flat: tuple, *config: RotationConfig) -> RotationCall:
+    where, options, count = key
     tensors = RotationTensors(list(flat[:count]), list(flat[count : 2 * count]), *flat[2 * count :])
-    return RotationCall(options, tensors, config)
+    size = max(x.numel() * x.element_size() for x in tensors.xs)
+    return RotationCall(options, tensors, *config or (rotation(device.arch(where), size),))
 
 
 _prepared = PreparedCalls(_prepare)
 
 
-def rotate(options: RotationOptions, tensors: RotationTensors, config: RotationConfig, stream: int) -> None:
-    """Fill ``outs`` with the rotated ``xs``, in one launch on the current device; none of them is empty."""
+def rotate(options: RotationOptions, tensors: RotationTensors, stream: int, *config: RotationConfig) -> None:
+    """Fill ``outs`` with the rotated ``xs``, in one launch on the current device; none of them is empty.
+
+    ``config`` is a ``RotationConfig`` to run instead of the table's.
+    """
     xs, outs, *rest = tensors
-    _prepared((rest[0].device, options, len(xs)), (*xs, *outs, *rest), config)(stream, tensors)
+    _prepared((rest[0].device, options, len(xs)), (*xs, *outs, *rest), *config)(stream, tensors)

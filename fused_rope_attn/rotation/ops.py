@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from fused_rope_attn.rotation import launch
-from fused_rope_attn.rotation.configs import rotation
 from fused_rope_attn.rotation.problem import SCHEMA, RotationOptions, RotationTensors, flatten, rebuild
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.registration import Operator, is_plain
@@ -17,22 +16,20 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 
 def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
     xs = tensors.xs
-    sizes = [x.numel() for x in xs]
-    if 0 in sizes:
+    if 0 in [x.numel() for x in xs]:
         kept = [pair for pair in zip(xs, tensors.outs) if pair[0].numel()]
         if not kept:
             return
         xs = [x for x, _ in kept]
         tensors = tensors._replace(xs=xs, outs=[out for _, out in kept])
     where = xs[0].device
-    config = rotation(device.arch(where), max(sizes) * xs[0].element_size())
     with device.guard(where):
-        launch.rotate(options, tensors, config, device.current_stream(where))
+        launch.rotate(options, tensors, device.current_stream(where))
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    # The memory order of the input, as any pointwise operation of PyTorch gives it.
     xs, _, cos, sin, position_ids, cu_seqlens = tensors
+    # The memory order of the input, as any pointwise operation of PyTorch gives it.
     outs = [torch.empty_like(x) for x in xs]
     _launch(options, RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens))
     return outs
