@@ -265,14 +265,17 @@ def _describe(
 
 def _describe_packed(
     q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, *,
-    convert=torch.Tensor.to, **options,
+    convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0,
+    sinks=None, return_lse=False, deterministic=False, backend="auto", strategy="auto",
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention_varlen`` and make records of them: one batch entry of all tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return _describe(
-        q, k, v, cos, sin, causal, convert=convert, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **options,
+        q, k, v, cos, sin, causal, convert=convert, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, strategy=strategy, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""`plan_with_kvcache`: what a generation step runs, said before it runs and without writing the caches."""
+
+import pytest
+import torch
+
+from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache
+from fused_rope_attn.generation import configs
+from fused_rope_attn.generation.planning import configured
+from fused_rope_attn.runtime import device
+
+
+def step_arguments(where="meta", dtype=torch.bfloat16):
+    """Positional and keyword arguments of a step of two sequences."""
+    q = torch.zeros(2, 8, 1, 64, device=where, dtype=dtype)
+    k_cache, v_cache = (torch.zeros(2, 2, 40, 64, device=where, dtype=dtype) for _ in range(2))
+    table = torch.zeros(40, 32, device=where)
+    new = torch.ones(2, 2, 1, 64, device=where, dtype=dtype)
+    lengths = torch.zeros(2, device=where, dtype=torch.int32)
+    return (q, k_cache, v_cache, table, table, new, new), {"cache_seqlens": lengths}
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_it_names_the_configuration_of_the_table(monkeypatch, rotated):
+    monkeypatch.setattr(device, "arch", lambda where: "sm_90")
+    arguments, options = step_arguments()
+    chosen = plan_with_kvcache(*arguments, **options, cache_is_rotated=rotated)
+    assert chosen.backend == "triton" and chosen.backward is None
+    assert chosen.forward == configs.decode("sm_90", 2, 64, rotated)
+    assert ("as they are" in chosen.reason) == rotated
+    other = configs.DecodeConfig(16, 1, 1)
+    with configured(other):
+        assert plan_with_kvcache(*arguments, **options, cache_is_rotated=rotated).forward == other
+    assert plan_with_kvcache(*arguments, **options, cache_is_rotated=rotated).forward != other
+
+
+def test_the_reference_is_named_and_nothing_is_written(monkeypatch):
+    monkeypatch.setattr(device, "arch", lambda where: "cpu")
+    arguments, options = step_arguments("cpu", torch.float32)
+    chosen = plan_with_kvcache(*arguments, **options)
+    assert chosen.backend == "reference" and chosen.reason
+    assert not arguments[1].any() and not arguments[2].any()
+
+
+def test_it_refuses_what_the_call_refuses():
+    arguments, options = step_arguments("cpu", torch.float32)
+    for function in (plan_with_kvcache, rope_attention_with_kvcache):
+        with pytest.raises(ValueError, match=r"^kv_starts must have shape \(B,\) = \(2,\)"):
+            function(*arguments, **options, kv_starts=torch.zeros(3, dtype=torch.int32))
