@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.generation import configs as generation_configs
 from tests.support.paths import ROOT
 from tools import aot
 from tools.compile_kernels import decode_jobs, hopper_jobs, mask_jobs, table_jobs
@@ -37,7 +38,7 @@ def test_every_configuration_fits(compiled, arch):
         assert row["registers"] <= (512 if arch == "gfx942" else 255)
     assert any(row["job"].startswith("rotation ") for row in rows)
     decode = [row for row in rows if row["job"].startswith("decode ")]
-    of_raw_keys = any(row.rotated is False and arch in row.archs for row in configs.DECODE)
+    of_raw_keys = any(row.rotated is False and arch in row.archs for row in generation_configs.DECODE)
     assert {" raw " in row["job"] for row in decode} == {False, arch in aot.THOROUGH or of_raw_keys}
     assert {row["kernel"] for row in decode} == {"decode_kernel", "combine_kernel"}
     # What is not loaded 16 bytes at a time is not pipelined, and takes no shared memory to speak of.
@@ -62,9 +63,9 @@ def test_no_row_is_left_out(arch):
         if arch in row.archs:
             of_row = [replace(row.config(arch, strategy), section_bytes=0) for strategy in row.strategies]
             assert any((direction, row.element_size, row.head_dim, config) in compiled for config in of_row), row
-    for row in configs.DECODE:
+    for row in generation_configs.DECODE:
         if arch in row.archs:
-            config = replace(row.config, pdl=arch in configs._PDL)
+            config = replace(row.config, pdl=arch in configs.PDL)
             assert ("decode", row.element_size, row.head_dim, config) in compiled, row
     for direction, table in (("forward", configs.HOPPER_FORWARD), ("backward", configs.HOPPER_BACKWARD)):
         for row in table if arch == "sm_90" else ():
