@@ -1,0 +1,104 @@
+"""torch's context parallelism is noticed in both its forms, and calls under it are refused."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed
+import torch.nn.functional as functional
+
+from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from tests.support.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of one rank, this process: torch patches its attention there as it does on many."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def context(mesh):
+    """torch's context manager over a buffer of its own."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    return lambda: context_parallel(mesh, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1])
+
+
+@pytest.fixture
+def dispatcher(mesh):
+    """Functions that switch on and off what the wrapping of modules needs."""
+    from torch.distributed.tensor.experimental import _attention as implementation
+
+    yield implementation._enable_context_parallel_dispatcher, implementation._disable_context_parallel_dispatcher
+    implementation._disable_context_parallel_dispatcher()
+
+
+def test_the_context_manager_is_seen_while_it_is_open(context):
+    assert not in_context_parallel()
+    with context():
+        assert in_context_parallel()
+    assert not in_context_parallel()
+    with pytest.raises(KeyError), context():
+        assert in_context_parallel()
+        raise KeyError
+    assert not in_context_parallel()
+
+
+def test_the_wrapping_of_modules_is_seen_while_it_is_enabled(dispatcher):
+    enable, disable = dispatcher
+    assert not in_context_parallel()
+    enable()
+    assert in_context_parallel()
+    disable()
+    assert not in_context_parallel()
+
+
+def test_an_attention_that_somebody_else_put_in_place_is_not_meant(context, monkeypatch):
+    original = functional.scaled_dot_product_attention
+
+    @functools.wraps(original)
+    def counted(*arguments, **options):
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
+    assert not in_context_parallel()
+    with context():
+        assert in_context_parallel()
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", functools.partial(original, is_causal=True))
+    assert not in_context_parallel()
+
+
+@pytest.mark.unpoisoned
+def test_compiled_code_sees_it_come_and_go(context, dispatcher):
+    enable, disable = dispatcher
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x):
+        return x + 1 if in_context_parallel() else x
+
+    x = torch.zeros(())
+    assert compiled(x) == 0
+    with context():
+        assert compiled(x) == 1
+    assert compiled(x) == 0
+    enable()
+    assert compiled(x) == 1
+    disable()
+    assert compiled(x) == 0
+
+
+def test_looking_imports_nothing():
+    program = """
+import sys
+from fused_rope_attn.runtime.context_parallel import in_context_parallel
+before = set(sys.modules)
+assert not in_context_parallel()
+assert set(sys.modules) == before
+assert "torch.distributed.tensor" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
