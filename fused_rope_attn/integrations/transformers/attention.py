@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, cast
 
 import torch
@@ -19,32 +20,31 @@ from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import rooms
 from fused_rope_attn.integrations.transformers.batch import (
     PAST_NAMES,
-    PLAIN,
     Batch,
     Kept,
     count_written,
+    describe_layer,
     may_be_written,
-    say_once,
     tokens_seen,
 )
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, convention_of
+from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
 from fused_rope_attn.rotation.api import rotate
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"
-# Where a module keeps the instance attribute that was its forward before.
-PREVIOUS = "_fused_rope_previous"
-_said_of_layers: set[str] = set()
+# Of attention modules that were called without their decoder: how often their own forward ran, by reason.
+_passes_of_layers: Counter[str] = Counter()
 # Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
 _MOST_TABLES = 8
 
 
-def forward(self: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Attention of hidden states (B, N, width): (output (B, N, width), None), as the module's own forward gives it.
 
     Called with the keywords that transformers' decoder layers use. Without a Batch (the layer was called, not the
-    model) and with more than plain causal attention to do, the module's own forward runs.
+    model) and with more than a plain mask to heed, the module's own forward runs.
     """
     batch = kwargs.pop(BATCH, None)
     past = None
@@ -52,30 +52,36 @@ def forward(self: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: 
         if past is None:
             past = kwargs.get(name)
     if batch is None:
-        plain = not args and past is None and kwargs.get("attention_mask") is None
-        plain = plain and not kwargs.get("output_attentions") and kwargs.get("is_causal") is not False
-        plain = plain and self.is_causal and not (self.training and self.attention_dropout)
-        batch = PLAIN if plain else Batch("a layer called with masks or caches and without its model")
-        if not plain:
-            say_once(_said_of_layers, batch.original)
+        batch = _batch_of_a_layer(module, bool(args) or past is not None, kwargs)
+    patch: Patch = getattr(module, PATCH)
+    patch.count(batch.original)
     if batch.original:
-        return _own_forward(self)(hidden_states, *args, **kwargs)
+        own = type(module).forward.__get__(module) if patch.previous is None else patch.previous
+        return own(hidden_states, *args, **kwargs)
 
-    convention = cast(Convention, convention_of(self))  # patch_model gives this forward to no other module
-    q, k, v = convention.project(self, hidden_states)
+    convention = cast(Convention, convention_of(module))  # patch_model gives this forward to no other module
+    q, k, v = convention.project(module, hidden_states)
     # A graph that looked at what eager passes keep would be made anew for each of them.
     kept = None if torch.compiler.is_compiling() else batch.kept
-    tables = _tables(self, convention, kwargs.get("position_embeddings"), q, kept)
+    tables = _tables(module, convention, kwargs.get("position_embeddings"), q, kept)
     if past is None:
-        o = _attend(self, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
-    elif tokens_seen(past, self.layer_idx) == 0:
+        o = _attend(module, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
+    elif tokens_seen(past, module.layer_idx) == 0:
         # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
         # write rotated queries and read them back.
-        o = _attend(self, convention, q, k, v, tables, batch, packed=batch.declared)
-        _begin_cache(k, v, tables, past, self.layer_idx, kept is not None, _cache_options(kwargs))
+        o = _attend(module, convention, q, k, v, tables, batch, packed=batch.declared)
+        _begin_cache(k, v, tables, past, module.layer_idx, kept is not None, _cache_options(kwargs))
     else:
-        o = attend_cache(self, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
-    return getattr(self, convention.output)(o.transpose(1, 2).flatten(2)), None
+        o = attend_cache(module, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
+    return getattr(module, convention.output)(o.transpose(1, 2).flatten(2)), None
+
+
+def _batch_of_a_layer(module: AttentionModule, more: bool, kwargs: dict[str, Any]) -> Batch:
+    """The Batch of a module that was called without its decoder. more: with a cache or with unnamed arguments."""
+    batch = describe_layer(module, kwargs, more)
+    if batch.original:
+        tell(_passes_of_layers, batch.original)
+    return batch
 
 
 class _Tables:
@@ -127,19 +133,27 @@ def _identity(rows: int, device: torch.device) -> _Tables:
     return _Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
 
 
-def _features(module: AttentionModule, convention: Convention, q: Tensor) -> dict[str, Any]:
+def _features(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
     """What all attention calls of a module have in common."""
     window = convention.window(module)
     sinks = module.sinks if convention.sinks else None
     if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
         sinks = sinks.float()
     return {
-        "causal": True,
+        "causal": batch.causal,
         "softmax_scale": float(module.scaling),
-        "window": None if window is None else (window - 1, 0),  # transformers counts the query's own key
+        "window": None if window is None else _window(window, batch),
         "softcap": float(module.attn_logit_softcapping or 0.0) if convention.softcap else 0.0,
         "sinks": sinks,
     }
+
+
+def _window(keys: int, batch: Batch) -> tuple[int, int]:
+    """(left, right) of a window that transformers gives as a number of keys, the query's own among them."""
+    if batch.causal:
+        return keys - 1, 0
+    reach = keys if batch.inclusive_window else keys - 1
+    return reach, reach
 
 
 def _attend(
@@ -153,12 +167,19 @@ def _attend(
     packed: bool,
 ) -> Tensor:
     """Attention of a batch whose keys are its own tokens: o (B, HQ, N, D)."""
-    options = tables.options | _features(module, convention, q)
+    options = tables.options | _features(module, convention, q, batch)
+    options["deterministic"] = getattr(module, PATCH).deterministic
     if not packed:
         return cast(Tensor, rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **options))
     size, _, length, _ = q.shape
-    # Tables by position, which all sequences share: scores depend on distances alone.
-    cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays)
+    if batch.rotates_first:
+        q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
+        unturned = _identity(1, q.device)
+        cos, sin = (table.squeeze(0) for table in unturned.long(batch.max_seqlen))
+        options |= unturned.options
+    else:
+        # Tables by position, which all sequences share: scores depend on distances alone.
+        cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
     o = cast(Tensor, rope_attention_varlen(q, k, v, cos, sin, cu_seqlens, cu_seqlens, longest, longest, **options))
@@ -213,7 +234,7 @@ def attend_cache(
     that knows how a step with a cache is computed: a few tokens by the generation step, which writes static caches
     itself, many by ``rope_attention``.
     """
-    layer, features = past.layers[module.layer_idx], _features(module, convention, q)
+    layer, features = past.layers[module.layer_idx], _features(module, convention, q, batch)
     step = _is_step(q, k, v, layer, features["sinks"])
     # Attention knows table rows by their place in the cache, transformers gives the new tokens'. One token's row can
     # stand for all places; several tokens are rotated beforehand, and attention turns nothing.
@@ -278,8 +299,3 @@ def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Te
         return batch.kv_starts
     dropped = cast(int, tokens_seen(past, layer_idx)) - keys.shape[2]  # sliding layers count on the host
     return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts
-
-
-def _own_forward(module: AttentionModule) -> Any:
-    previous = module.__dict__.get(PREVIOUS)
-    return type(module).forward.__get__(module) if previous is None else previous

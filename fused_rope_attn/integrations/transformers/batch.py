@@ -6,15 +6,22 @@ itself is given, a 2-D padding mask, position ids or cu_seqlens, before any mask
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn import cu_seqlens_from_position_ids
+from fused_rope_attn.integrations.transformers.obstacles import (
+    is_causal,
+    obstacle,
+    refuse_what_nobody_computes,
+    uses_flash,
+    uses_masks_by_default,
+)
 from fused_rope_attn.runtime.device import is_capturing
 
 PAST_NAMES = ("past_key_values", "layer_past", "past_key_value")
@@ -47,8 +54,11 @@ class Batch(NamedTuple):
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None where there are none.
     max_seqlen: bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest of them, whose table rows serve all.
-    declared: cu_seqlens were given as such, not found in position ids.
+    declared: cu_seqlens hold in passes with a cache, too: those that position ids mean do not.
     kept: None where every layer works for itself.
+    causal: False for bidirectional attention.
+    inclusive_window: a bidirectional window of w reaches keys at distance w, too; else w - 1, as a causal one.
+    rotates_first: the sequences in cu_seqlens have table rows of their own: q and k are rotated before attention.
     """
 
     original: str = ""
@@ -61,21 +71,12 @@ class Batch(NamedTuple):
     longest: Tensor | None = None
     declared: bool = False
     kept: Kept | None = None
+    causal: bool = True
+    inclusive_window: bool = False
+    rotates_first: bool = False
 
 
 PLAIN = Batch()
-
-
-def say_once(said: set[str], reason: str) -> None:
-    """Warn that a module's own attention runs, and why, unless `said` holds it already."""
-    if torch.compiler.is_compiling() or reason in said:
-        return
-    said.add(reason)
-    warnings.warn(
-        f"patch_model: {reason} is not served by the fused kernels; the model's own attention runs instead "
-        "(said once for each model and reason)",
-        stacklevel=3,
-    )
 
 
 def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> Batch:
@@ -85,31 +86,71 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     torch.compile, or where neither padding nor positions are given. Under torch.compile a padding mask is taken to
     have no holes.
     """
-    reason = _obstacle(attentions, config, given)
+    refuse_what_nobody_computes(attentions, given)
+    reason = obstacle(attentions, config, given)
     if reason:
         return Batch(reason)
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     size, length = tokens.shape[:2]
     past = given.get("past_key_values")
-    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     seen = 0 if past is None else tokens_seen(past)
+    causal = cast(bool, is_causal(attentions, config, given))
+    if not causal and (seen != 0 or _reused(past)):
+        return Batch("bidirectional attention with a cache that holds tokens, or is static,")
+    batch = _masked(given, tokens, seen, past, causal, uses_flash(config))
+    if batch.original:
+        return batch
+    if not causal:
+        batch = _bidirectional(batch, attentions, config)
+    return _with_cache(batch, past, given, 0 if batch.declared else seen, size, length, tokens.device)
+
+
+def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batch:
+    """What `given`, the keywords of an attention module's forward, mean to it, where no decoder has called it.
+
+    more: there is a cache, or arguments without a name. A mask, which has some implementation's form, and a cache,
+    whose padding nobody knows, are left to the module's own forward.
+    """
+    refuse_what_nobody_computes([module], given)
+    if more or given.get("attention_mask") is not None:
+        return Batch("a layer called with masks or caches and without its model")
+    reason = obstacle([module], module.config, given)
+    if not reason and not uses_masks_by_default(module.config):
+        reason = "a layer called without a mask, which hides no key from eager attention,"
+    if reason:
+        return Batch(reason)
+    causal = is_causal([module], module.config, given)
+    return PLAIN if causal else _bidirectional(PLAIN, [module], module.config)
+
+
+def _bidirectional(batch: Batch, attentions: list[nn.Module], config: Any) -> Batch:
+    # Where `is_causal` says so, transformers' masks reach one key further than where the module does.
+    inclusive = all(module.is_causal for module in attentions) and not uses_flash(config)
+    return batch._replace(causal=False, inclusive_window=inclusive)
+
+
+def _masked(
+    given: dict[str, Any], tokens: Tensor, seen: int | None, past: Cache | None, causal: bool, flash: bool
+) -> Batch:
+    """The batch as its padding mask, its cu_seqlens or its position ids have it."""
+    size, length = tokens.shape[:2]
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
             return Batch("cu_seq_lens with a cache that holds tokens")
         batch = _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
-        return _with_cache(batch, past, given, 0, size, length, tokens.device)
+        return batch if position_ids is None else _with_positions(batch, position_ids)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
             return Batch(f"an attention_mask of {mask.shape[1]} columns for {seen + length} keys")
-        batch = _padded(mask.to(tokens.device), past, length)
-        if batch.original:
-            return batch
-    elif position_ids is not None and past is None and position_ids.ndim == 2 and length > 1:
-        batch = _packed_by_position(position_ids.expand(size, -1), tokens)
-    else:
-        batch = PLAIN
-    return _with_cache(batch, past, given, seen, size, length, tokens.device)
+        mask = mask.to(tokens.device)
+        return _padded(mask, past, length) if causal else _padded_both_ways(mask)
+    # Of bidirectional masks only flash-attention's heed position ids, and only those of a single row.
+    heeded = causal or flash and size == 1
+    if heeded and position_ids is not None and past is None and position_ids.ndim == 2 and length > 1:
+        return _packed_by_position(position_ids.expand(size, -1), tokens)
+    return PLAIN
 
 
 def _with_cache(
@@ -126,14 +167,17 @@ def _with_cache(
     may_write = may_be_written(past)
     if may_write and not alone and any(type(layer) is DynamicLayer for layer in past.layers):
         batch = batch._replace(rows=seen)
-    # Layers that are reset keep their memory, and those that count on the device may hold tokens then.
-    reused = any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
-    if seen == 0 and not reused or batch.declared:
+    if seen == 0 and not _reused(past) or batch.declared:
         return batch
     kv_lens = _lengths(past, given, size, length, device)
     written = (StaticLayer,) if batch.rows is None else (StaticLayer, DynamicLayer)
     may_write = may_write and any(type(layer) in written for layer in past.layers)
     return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if may_write else None)
+
+
+def _reused(past: Cache | None) -> bool:
+    """Layers that are reset keep their memory, and those that count on the device may hold tokens then."""
+    return past is not None and any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
 
 
 def tokens_seen(past: Cache, layer_idx: int = 0) -> int | None:
@@ -150,35 +194,6 @@ def tokens_seen(past: Cache, layer_idx: int = 0) -> int | None:
     return layer.get_seq_length()
 
 
-def _obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> str:
-    """Why this call needs the original forward, "" where it does not. Looks at the host only."""
-    wanted = given.get("output_attentions")
-    if getattr(config, "output_attentions", False) if wanted is None else wanted:
-        return "output_attentions=True"
-    if any(module.training and module.attention_dropout for module in attentions):
-        return "attention dropout in training"
-    if given.get("is_causal") is False or not all(module.is_causal for module in attentions):
-        return "attention that is not causal"
-    if given.get("head_mask") is not None:
-        return "head_mask"
-    if given.get("cache") is not None or "paged" in str(getattr(config, "_attn_implementation", "")):
-        return "a paged cache"
-    mask = given.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        return "an attention_mask that is not (B, keys)"
-    past = given.get("past_key_values")
-    if past is not None and not _is_known(past):
-        return f"a cache of type {type(past).__name__}"
-    return ""
-
-
-def _is_known(past: Any) -> bool:
-    if not isinstance(past, Cache) or not all(isinstance(layer, (DynamicLayer, StaticLayer)) for layer in past.layers):
-        return False
-    # Of transformers 5: caches whose queries do not stand at the end of the keys.
-    return getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)
-
-
 # Of a cache: the shape of the mask described last, and whether a row of it is padded on the left. Only where the mask
 # had no holes and its last column was full: what generation appends to it is full too.
 _described: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -190,7 +205,7 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     Keys after a row's last token need no mask: causal attention hides them from all tokens there are.
     """
     present = mask != 0
-    if torch.compiler.is_compiling() or is_capturing(mask.device):
+    if _is_blind(mask):
         return Batch(kv_starts=_starts(present))
     shape, left = _described.get(past, (None, None)) if past is not None else (None, None)
     if shape is None or length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
@@ -209,6 +224,30 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     return Batch(kv_starts=_starts(present)) if left else PLAIN
 
 
+def _is_blind(x: Tensor) -> bool:
+    """Whether the host cannot look into a tensor: while a graph of either kind is made, and where there is no data."""
+    return torch.compiler.is_compiling() or is_capturing(x.device) or x.is_meta or isinstance(x, FakeTensor)
+
+
+def _padded_both_ways(mask: Tensor) -> Batch:
+    """A padding mask (B, keys) of bidirectional attention, to which padding behind a row's tokens is no more hidden
+    than padding before them: the tokens of every row become one sequence, and the padding between two rows another."""
+    present = mask != 0
+    size, length = present.shape
+    starts = _starts(present)
+    ends = torch.where(present.any(1), length - present.flip(1).int().argmax(1), length).int()
+    if not _is_blind(mask):
+        holes, full = torch.stack(((present.sum(1) != ends - starts).any(), present.all())).tolist()
+        if holes:
+            return Batch("an attention_mask with holes")
+        if full:
+            return PLAIN
+    rows = torch.arange(size, dtype=torch.int32, device=mask.device)[:, None] * length
+    limits = (torch.stack((starts, ends), 1) + rows).flatten()
+    cu_seqlens = torch.nn.functional.pad(torch.nn.functional.pad(limits, (1, 0)), (0, 1), value=size * length)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length, declared=True, rotates_first=True)
+
+
 def _starts(present: Tensor) -> Tensor:
     """(B,) int32: index of the first token of every row; the number of columns where there is none."""
     first = present.int().argmax(1)
@@ -217,11 +256,28 @@ def _starts(present: Tensor) -> Tensor:
 
 def _packed_by_position(position_ids: Tensor, tokens: Tensor) -> Batch:
     total = tokens.shape[0] * tokens.shape[1]
-    blind = torch.compiler.is_compiling() or is_capturing(tokens.device)
+    blind = _is_blind(position_ids)
     cu_seqlens, longest = cu_seqlens_from_position_ids(position_ids, max(total, 1) if blind else None)
     if cu_seqlens.shape[0] <= tokens.shape[0] + 1:
         return PLAIN  # one sequence in every row
     return _packed(cu_seqlens, longest, tokens)._replace(declared=False)
+
+
+def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
+    """A batch of packed sequences that came with position ids of any kind: (B, N) or, of images, (3, B, N) and more.
+
+    Attention rotates by the place within a sequence. That is right for positions that count up by one, of which the
+    device makes sure; any other kind of positions is rotated before.
+    """
+    if position_ids.ndim != 2:
+        return batch._replace(rotates_first=True)
+    positions, cu_seqlens = position_ids.flatten(), cast(Tensor, batch.cu_seqlens)
+    if positions.shape[0] > 1:
+        index = torch.arange(1, positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
+        begins = torch.isin(index, cu_seqlens.to(positions.device))
+        counts_up = (positions[1:] == positions[:-1] + 1) | begins
+        torch._assert_async(counts_up.all(), "position_ids must count up by one within every sequence of cu_seq_lens_q")
+    return batch
 
 
 def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:

@@ -3,83 +3,80 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention
-from fused_rope_attn.integrations.transformers.attention import BATCH, PREVIOUS
-from fused_rope_attn.integrations.transformers.batch import describe, say_once
 from fused_rope_attn.integrations.transformers.conventions import SUPPORTED, convention_of, looks_like_attention
+from fused_rope_attn.integrations.transformers.hooks import PREPARE, Preparation, decoder_in, describe_batch
+from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, Decoder, Patch, state_of
 
-_STATE = "_fused_rope"
-_PREPARE = "prepare_inputs_for_generation"
-_PREPARE_PREVIOUS = "_fused_rope_previous_prepare"
-
-
-class _State:
-    """Of a patched decoder: its forward's parameters, its attention modules, and what has been said about it."""
-
-    def __init__(self, decoder: nn.Module, attentions: list[nn.Module]):
-        self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
-        self.attentions = attentions
-        self.said: set[str] = set()
+# Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def patch_model(model: nn.Module) -> nn.Module:
+def patch_model(
+    model: nn.Module, *, unsupported: Literal["raise", "skip"] = "raise", deterministic: bool | None = None
+) -> nn.Module:
     """Replace the attention of a loaded transformers model by ``rope_attention``, in place, for this model only.
 
     Training, prefill and generation compute what they did before, up to rounding; ``unpatch_model`` undoes it. Weights,
     projections, norms and every other module stay as they are, so that Liger's patches, LoRA, gradient checkpointing,
-    torch.compile, Trainer and save_pretrained work as before. Patch after loading: a model made by ``from_pretrained``
-    is unpatched. A model that is patched already stays so.
+    FSDP2, torch.compile, Trainer, save_pretrained and pickling work as before. Patch after loading: a model made by
+    ``from_pretrained`` is unpatched. A model that is patched already stays so, with the options of the last call.
 
-    What the kernels do not serve takes the module's own forward, with one warning for each reason: attention weights
-    (``output_attentions``), attention dropout in training, 4-D and punctured attention masks, caches of unknown types.
+    Bidirectional models (``config.is_causal = False``) are served as such. What the kernels do not serve takes the
+    module's own forward, with a warning that gives the reason: attention weights (``output_attentions``), attention
+    dropout in training, 4-D and punctured attention masks, caches of unknown types and paged ones, and attention
+    functions that somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
     Outputs of padding tokens are unspecified, as they are in transformers.
 
     Args:
-        model: a model of transformers, or a module that contains one (PEFT, torch.compile), whose attention modules are
-            all supported: see ``conventions.SUPPORTED``.
+        model: a model of transformers, or a module that contains one (PEFT, torch.compile). Which attention modules are
+            supported is in ``families.SUPPORTED``.
+        unsupported: ``"raise"`` where the model has an attention module that is not supported (the vision tower of a
+            multimodal model, for example), or ``"skip"``: such modules are left alone, and all others patched.
+        deterministic: True for gradients that are bitwise equal from run to run, as ``rope_attention`` gives them with
+            ``deterministic=True``. Otherwise ``torch.use_deterministic_algorithms`` decides.
 
     Returns:
         the same model.
 
     Raises:
-        TypeError: model is not a module.
-        NotImplementedError: an attention module is not supported, or there is none; nothing has been changed then.
+        TypeError: model is not a module, or deterministic not a bool.
+        ValueError: unsupported is neither of the two.
+        NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not;
+            nothing has been changed then.
     """
     _check(model)
+    if unsupported not in ("raise", "skip"):
+        raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic must be a bool or None, but is {type(deterministic).__name__}")
     found = {path: module for path, module in model.named_modules() if looks_like_attention(module)}
-    unsupported = [f"{path or '(model)'} ({type(m).__name__})" for path, m in found.items() if not convention_of(m)]
-    names = ", ".join(name.rpartition(".")[2] for name in SUPPORTED)
-    if unsupported:
-        more = f" and {len(unsupported) - 3} more" if len(unsupported) > 3 else ""
-        raise NotImplementedError(
-            f"model must have supported attention modules only ({names}), but has {', '.join(unsupported[:3])}{more}"
-        )
-    if not found:
-        raise NotImplementedError(
-            f"model must have attention modules of transformers ({names}), but {type(model).__name__} has none"
-        )
+    supported = {path: module for path, module in found.items() if convention_of(module) is not None}
+    if not supported or unsupported == "raise" and len(supported) < len(found):
+        raise NotImplementedError(_refusal(model, found, supported))
     decoders: dict[nn.Module, list[nn.Module]] = {}
-    for path, module in found.items():
-        _set(module, _slot(module), PREVIOUS, types.MethodType(attention.forward, module))
-        decoder = _nearest(model, path, PreTrainedModel)
+    for path, module in supported.items():
+        _patch_module(module, bool(deterministic))
+        decoder = _decoder_around(model, path)
         if decoder is not None:
             decoders.setdefault(decoder, []).append(module)
     for decoder, modules in decoders.items():
-        if _STATE not in decoder.__dict__:
-            setattr(decoder, _STATE, _State(decoder, modules))
-            decoder.register_forward_pre_hook(_describe_batch, with_kwargs=True)
+        if state_of(decoder, DECODER) is None:
+            decoder.register_forward_pre_hook(describe_batch, with_kwargs=True)
+        others = sum(looks_like_attention(module) for module in decoder.modules()) > len(modules)
+        kinds = set(getattr(decoder.config, "layer_types", None) or ())
+        setattr(decoder, DECODER, Decoder(decoder, modules, others or not kinds <= _ATTENTION_LAYERS))
     for module in list(model.modules()):
-        if hasattr(type(module), _PREPARE) and isinstance(module, PreTrainedModel) and _decoder_in(module) is not None:
-            _set(module, _PREPARE, _PREPARE_PREVIOUS, _prepare_method(module))
+        if hasattr(type(module), PREPARE) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
+            previous = module.__dict__.get(PREPARE)
+            if not isinstance(previous, Preparation):
+                setattr(module, PREPARE, Preparation(module, previous))
     return model
 
 
@@ -94,17 +91,31 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     """
     _check(model)
     for module in model.modules():
-        for slot in ("forward", "_old_forward"):
-            method = module.__dict__.get(slot)
-            if getattr(method, "__func__", None) is attention.forward:
-                _restore(module, slot, PREVIOUS)
-        if getattr(module.__dict__.get(_PREPARE), "__func__", None) in _PREPARERS:
-            _restore(module, _PREPARE, _PREPARE_PREVIOUS)
-        if module.__dict__.pop(_STATE, None) is not None:
-            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _describe_batch]:
+        patch = state_of(module, PATCH)
+        if patch is not None:
+            slot = _slot(module)
+            if _is_fused(module.__dict__.get(slot)):
+                _restore(module, slot, patch.previous)
+            delattr(module, PATCH)
+        preparation = module.__dict__.get(PREPARE)
+        if isinstance(preparation, Preparation):
+            _restore(module, PREPARE, preparation.previous)
+        if state_of(module, DECODER) is not None:
+            delattr(module, DECODER)
+            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is describe_batch]:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
     return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether ``patch_model`` has replaced the attention of any module in a model.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    _check(model)
+    return any(state_of(module, PATCH) is not None for module in model.modules())
 
 
 def _check(model: Any) -> None:
@@ -112,22 +123,50 @@ def _check(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
 
 
+def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str, nn.Module]) -> str:
+    """Why a model with these attention modules, by their paths, cannot be patched as it was asked for."""
+    names = ", ".join(name.rpartition(".")[2] for name in SUPPORTED)
+    if not found:
+        return f"model must have attention modules of transformers ({names}), but {type(model).__name__} has none"
+    others = [f"{path or '(model)'} ({type(found[path]).__name__})" for path in found if path not in supported]
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    text = f"model must have supported attention modules only ({names}), but has {', '.join(others[:3])}{more}"
+    if not supported:
+        return text
+    # Of a multimodal model: where its text is decoded.
+    decoders = {id(decoder): decoder for path in supported if (decoder := _decoder_around(model, path)) is not None}
+    paths = [path for path, module in model.named_modules() if id(module) in decoders]
+    where = f" of {', '.join(paths)}" if paths and all(paths) else ""
+    return (
+        f"{text}: patch_model(model, unsupported='skip') leaves these alone and patches the {len(supported)} supported "
+        f"modules{where}"
+    )
+
+
+def _patch_module(module: nn.Module, deterministic: bool) -> None:
+    slot = _slot(module)
+    present, patch = module.__dict__.get(slot), state_of(module, PATCH)
+    if patch is None:
+        patch = Patch(present, deterministic)
+        setattr(module, PATCH, patch)
+    elif not _is_fused(present):  # somebody has put another forward there since
+        patch.previous = present
+    patch.deterministic = deterministic
+    if not _is_fused(present):
+        # A partial function, because a method in an instance's dict is pickled as its class's own.
+        setattr(module, slot, functools.partial(attention.forward, module))
+
+
+def _is_fused(forward: Any) -> bool:
+    return isinstance(forward, functools.partial) and forward.func is attention.forward
+
+
 def _slot(module: nn.Module) -> str:
     """The attribute that is the module's forward: accelerate's hooks wrap it and keep it under another name."""
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
-def _set(module: nn.Module, slot: str, keep: str, method: types.MethodType) -> None:
-    present = module.__dict__.get(slot)
-    if getattr(present, "__func__", None) is method.__func__:
-        return
-    if present is not None:
-        setattr(module, keep, present)
-    setattr(module, slot, method)
-
-
-def _restore(module: nn.Module, slot: str, kept: str) -> None:
-    previous = module.__dict__.pop(kept, None)
+def _restore(module: nn.Module, slot: str, previous: Callable | None) -> None:
     if previous is not None:
         setattr(module, slot, previous)
     elif slot == "_old_forward":  # accelerate's hook came after the patch and needs something to call
@@ -136,64 +175,10 @@ def _restore(module: nn.Module, slot: str, kept: str) -> None:
         delattr(module, slot)
 
 
-def _nearest(model: nn.Module, path: str, kind: type) -> nn.Module | None:
-    """The innermost module of a kind on the way from the model to one of its modules."""
-    module, nearest = model, model if isinstance(model, kind) else None
+def _decoder_around(model: nn.Module, path: str) -> nn.Module | None:
+    """The innermost PreTrainedModel on the way from the model to one of its modules."""
+    module, nearest = model, model if isinstance(model, PreTrainedModel) else None
     for name in path.split(".") if path else ():
         module = getattr(module, name)
-        nearest = module if isinstance(module, kind) else nearest
+        nearest = module if isinstance(module, PreTrainedModel) else nearest
     return nearest
-
-
-def _decoder_in(model: nn.Module) -> nn.Module | None:
-    """The patched decoder that a model consists of; None where there is none or more than one."""
-    decoders = [module for module in model.modules() if _STATE in module.__dict__]
-    return decoders[0] if len(decoders) == 1 else None
-
-
-def _describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Forward pre-hook of a decoder: its Batch as one more keyword, for the attention modules to find."""
-    state: _State = getattr(decoder, _STATE)
-    given = dict(zip(state.names, args)) | kwargs
-    batch = given.get(BATCH)
-    if batch is None:
-        batch = describe(state.attentions, decoder.config, given)
-    if batch.original:
-        say_once(state.said, batch.original)
-        return args, kwargs | {BATCH: batch}
-    # A mask of four dimensions is handed on as it is: none is built that nobody reads.
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
-    mask = torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
-    return (), given | {BATCH: batch, "attention_mask": mask}
-
-
-# Functions that `_prepare_method` made, by the class whose method they wrap: `unpatch_model` knows them by identity.
-@functools.cache
-def _prepare_function(cls: type) -> Callable[..., dict[str, Any]]:
-    own = getattr(cls, _PREPARE)
-
-    @functools.wraps(own)
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        previous = self.__dict__.get(_PREPARE_PREVIOUS)
-        inputs = own(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
-        given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
-        past = inputs.get("past_key_values")
-        decoder = _decoder_in(self)
-        # With a static cache the mask is replaced by one of four dimensions, which no longer says what it is made of.
-        made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
-        if decoder is None or past is None or not made or inputs.get("token_type_ids") is not None:
-            return inputs
-        state: _State = getattr(decoder, _STATE)
-        return inputs | {BATCH: describe(state.attentions, decoder.config, inputs | {"attention_mask": given})}
-
-    _PREPARERS.add(prepare_inputs_for_generation)
-    return prepare_inputs_for_generation
-
-
-_PREPARERS: set = set()
-
-
-def _prepare_method(module: nn.Module) -> types.MethodType:
-    cls: type = type(module)
-    return types.MethodType(_prepare_function(cls), module)

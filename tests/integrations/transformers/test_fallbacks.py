@@ -1,6 +1,7 @@
 """What the kernels do not serve takes the module's own forward, with one warning."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -58,8 +59,9 @@ def test_holes_that_appear_while_decoding(calls):
 
 
 def test_a_layer_without_its_model(monkeypatch):
-    monkeypatch.setattr(attention, "_said_of_layers", set())
+    monkeypatch.setattr(attention, "_passes_of_layers", Counter())
     model = patch_model(make_model("llama"))
+    model.config._attn_implementation = "sdpa"
     layer, x = model.model.layers[0], torch.randn(2, 10, SIZES["hidden_size"])
     tables = model.model.rotary_emb(x, torch.arange(10)[None])
     causal = torch.full((10, 10), float("-inf")).triu(1)[None, None]

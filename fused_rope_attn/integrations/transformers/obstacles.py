@@ -1,0 +1,143 @@
+"""Why a forward pass takes the modules' own attention, or is refused: everything that the host can see beforehand."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils, modeling_utils
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from fused_rope_attn.runtime.context_parallel import in_context_parallel
+
+# Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
+# Before, each of them read something else or nothing.
+_READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
+# The attention functions of transformers that compute what the fused kernels do, under whatever name they are
+# registered; kernels of its hub are arguments of the second. Not among them are its block-sparse ones.
+_ATTENTION = {"sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward"}
+
+
+def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, Any]) -> None:
+    """Raise where neither the fused kernels nor the modules' own forward would compute what the caller means."""
+    if in_context_parallel():
+        raise NotImplementedError(
+            "a patched model was called under torch's context_parallel, where every rank holds a shard of the sequence "
+            "and fused attention would attend to nothing but the shard: call unpatch_model(model) before, with "
+            "attn_implementation='sdpa', or run the patched model on whole sequences outside of the context manager"
+        )
+    mask = given.get("attention_mask")
+    if isinstance(mask, BlockMask):
+        implementation = _implementation(attentions[0].config)
+        if implementation.removeprefix("paged|") != "flex_attention":
+            raise ValueError(
+                "attention_mask is a BlockMask, which attn_implementation='flex_attention' takes, but the model's is "
+                f"{implementation!r}: call model.set_attn_implementation('flex_attention')"
+            )
+
+
+def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> str:
+    """Why a call needs the modules' own forward, "" where it does not.
+
+    Args:
+        attentions: the patched attention modules of a decoder.
+        config: the decoder's.
+        given: the arguments of the decoder's forward by their names.
+    """
+    if given.get("cache") is not None or "paged" in _implementation(config):
+        return "a paged cache (continuous batching)"
+    foreign = foreign_implementation(attentions[0])
+    if foreign:
+        return foreign
+    wanted = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if wanted is None else wanted:
+        return "output_attentions=True"
+    if any(module.training and module.attention_dropout for module in attentions):
+        return "attention dropout in training"
+    if is_causal(attentions, config, given) is None:
+        return "attention that is causal in some modules and not in others"
+    if given.get("is_causal", getattr(config, "is_causal", None)) is False and not _READS_IS_CAUSAL:
+        return f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)"
+    if given.get("head_mask") is not None:
+        return "head_mask"
+    mask = given.get("attention_mask")
+    if isinstance(mask, BlockMask):
+        return "a BlockMask"
+    if isinstance(mask, dict):
+        return "a mask for each type of layer, made outside of the decoder (blocks of image tokens)"
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "an attention_mask that is not (B, keys)"
+    past = given.get("past_key_values")
+    if past is not None and not _is_known(past):
+        return f"a cache of type {type(past).__name__}"
+    return ""
+
+
+def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
+    """Whether the modules attend causally, in this call; None where they are not of one mind.
+
+    A call's ``is_causal`` comes before the config's, and the config's before the modules' own (Gemma 3's
+    ``use_bidirectional_attention``).
+    """
+    wanted = given.get("is_causal", getattr(config, "is_causal", None))
+    own = {bool(module.is_causal) for module in attentions}
+    if len(own) > 1 or wanted is True and own == {False}:
+        return None
+    return bool(own.pop() if wanted is None else wanted)
+
+
+def foreign_implementation(module: nn.Module) -> str:
+    """What a module's attention implementation is, where it is not transformers' own; "" where it is.
+
+    Users and libraries register functions with ``AttentionInterface``, under new names or in the place of known ones
+    (sequence parallelism wraps what it finds there). They may compute anything, so that nothing takes their place.
+    """
+    name = _implementation(module.config).removeprefix("paged|")
+    modeling = sys.modules.get(type(module).__module__)
+    functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    function = _unwrapped(functions.get(name))
+    if function is not None:
+        origin = str(getattr(function, "__module__", ""))
+        if not origin.startswith("transformers.") or getattr(function, "__name__", "") not in _ATTENTION:
+            return f"the attention function {_described(function)}, registered as {name!r},"
+    function = _unwrapped(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(name))
+    if function is not None and getattr(function, "__module__", "") != masking_utils.__name__:
+        return f"the mask function {_described(function)}, registered as {name!r},"
+    return ""
+
+
+def uses_flash(config: Any) -> bool:
+    """Whether the modules' own attention would be one of the flash-attention implementations."""
+    return "flash" in _implementation(config)
+
+
+def uses_masks_by_default(config: Any) -> bool:
+    """Whether the modules' own attention is causal where no mask is given: flash-attention and SDPA are."""
+    return _implementation(config) not in ("eager", "flex_attention")
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _described(function: Any) -> str:
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', '')}.{name}"
+
+
+def _implementation(config: Any) -> str:
+    return str(getattr(config, "_attn_implementation", None) or "eager")
+
+
+def _is_known(past: Any) -> bool:
+    if not isinstance(past, Cache) or not all(isinstance(layer, (DynamicLayer, StaticLayer)) for layer in past.layers):
+        return False
+    # Of transformers 5: caches whose queries do not stand at the end of the keys.
+    return getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)

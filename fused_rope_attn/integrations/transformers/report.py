@@ -1,0 +1,99 @@
+"""``patch_report``: what became of every attention module of a model, and how often it ran where."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import NamedTuple
+
+from torch import nn
+
+from fused_rope_attn.integrations.transformers.conventions import convention_of, looks_like_attention, name_of
+from fused_rope_attn.integrations.transformers.state import PATCH, Patch, state_of
+
+_HEADER = ("module", "class", "patched", "calls served here", "calls of its own forward")
+
+
+class ModuleReport(NamedTuple):
+    """Of one attention module.
+
+    path: within the model; "" where the model is the module.
+    name: of its class.
+    patched: whether ``rope_attention`` stands in the place of its attention.
+    reason: why it is not patched; "" where it is.
+    served: calls that ran here since it was patched.
+    own: calls that took the module's own forward since then, by reason.
+    """
+
+    path: str
+    name: str
+    patched: bool
+    reason: str
+    served: int
+    own: dict[str, int]
+
+
+class PatchReport(tuple[ModuleReport, ...]):
+    """A ModuleReport of every attention module of a model, in the model's order. As a string, a table.
+
+    The table has one line for layers that are all alike: ``model.layers.{0-31}.self_attn``.
+    """
+
+    def __str__(self) -> str:
+        if not self:
+            return "the model has no attention modules"
+        alike: dict[tuple, list[ModuleReport]] = {}
+        for row in self:
+            # Layers are counted by the last number in a path.
+            key = (re.sub(r"\d+(?=\D*$)", "{}", row.path), *row[1:5], tuple(sorted(row.own.items())))
+            alike.setdefault(key, []).append(row)
+        table = [_HEADER, *(_line(rows) for rows in alike.values())]
+        widths = [max(len(line[i]) for line in table) for i in range(len(_HEADER))]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append("Calls in graphs of torch.compile and replays of CUDA graphs are not counted.")
+        return "\n".join(lines)
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """What became of every attention module of a model, and how often it ran here or took its own forward, and why.
+
+    Args:
+        model: patched or not.
+
+    Returns:
+        a tuple of ``ModuleReport``, which prints as a table.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    return PatchReport(_report(path, m) for path, m in model.named_modules() if looks_like_attention(m))
+
+
+def _report(path: str, module: nn.Module) -> ModuleReport:
+    patch: Patch | None = state_of(module, PATCH)
+    if patch is not None:
+        return ModuleReport(path, type(module).__name__, True, "", patch.served, dict(patch.own))
+    reason = f"{name_of(type(module))} is not supported"
+    if convention_of(module) is not None:
+        reason = "patch_model has not been called since the module came into the model"
+    return ModuleReport(path, type(module).__name__, False, reason, 0, {})
+
+
+def _line(rows: list[ModuleReport]) -> tuple[str, ...]:
+    """A line of the table for modules that differ in nothing but the last number of their paths."""
+    row, path = rows[0], rows[0].path or "(model)"
+    if len(rows) > 1:
+        numbers = [int(re.findall(r"\d+(?=\D*$)", row.path)[0]) for row in rows]
+        path = re.sub(r"\d+(?=\D*$)", "{" + _ranges(numbers) + "}", row.path)
+    own = "; ".join(f"{count}: {reason}" for reason, count in row.own.items())
+    return path, row.name, "yes" if row.patched else f"no: {row.reason}", str(row.served), own or "0"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted numbers as people write them: 0-3, 5."""
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

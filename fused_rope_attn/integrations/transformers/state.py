@@ -1,0 +1,82 @@
+"""What ``patch_model`` leaves on the modules of a model. Plain objects: they are copied and pickled with the model."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# Where a patched attention module has its Patch, and a decoder with such modules its Decoder.
+PATCH = "_fused_rope_patch"
+DECODER = "_fused_rope_decoder"
+# A reason is told at its first forward pass, and again at every power of ten from here on.
+_TELL_AGAIN = 100
+
+
+class Patch:
+    """Of one attention module.
+
+    previous: the instance attribute that was its forward before; None where the class's own forward was in use.
+    deterministic: as ``patch_model`` was told.
+    served: calls that fused attention has served.
+    own: calls that the module's own forward has served, by reason.
+
+    Calls within a graph of torch.compile are not counted: the graph would be made anew for each of them.
+    """
+
+    def __init__(self, previous: Callable | None, deterministic: bool):
+        self.previous = previous
+        self.deterministic = deterministic
+        self.served = 0
+        self.own: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        """Count a call that was served, with "" for a reason, or that its own forward takes."""
+        if torch.compiler.is_compiling():
+            return
+        if reason:
+            self.own[reason] += 1
+        else:
+            self.served += 1
+
+
+class Decoder:
+    """Of one decoder.
+
+    names: of its forward's parameters.
+    attentions: its patched modules.
+    reads_masks: something in it besides them reads the mask that it hands to its layers.
+    passes: forward passes that took the modules' own attention, by reason.
+    """
+
+    def __init__(self, decoder: nn.Module, attentions: list[nn.Module], reads_masks: bool):
+        self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
+        self.attentions = attentions
+        self.reads_masks = reads_masks
+        self.passes: Counter[str] = Counter()
+
+
+def tell(passes: Counter[str], reason: str) -> None:
+    """Count a pass that takes the modules' own attention, and warn of it: the first time, and now and then."""
+    if torch.compiler.is_compiling():
+        return
+    passes[reason] += 1
+    count = passes[reason]
+    if count > 1 and (count < _TELL_AGAIN or str(count).strip("0") != "1"):
+        return
+    again = "" if count == 1 else f", for the {count}th time"
+    warnings.warn(
+        f"patch_model: {reason} is not served by the fused kernels; the model's own attention runs instead{again} "
+        "(patch_report(model) counts such calls)",
+        stacklevel=3,
+    )
+
+
+def state_of(module: nn.Module, kind: str) -> Any:
+    """A module's PATCH or DECODER; None where it has none."""
+    return module.__dict__.get(kind)
