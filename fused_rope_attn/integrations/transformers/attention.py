@@ -27,7 +27,8 @@ from fused_rope_attn.integrations.transformers.batch import (
     say_once,
     tokens_seen,
 )
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, convention_of
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
+from fused_rope_attn.integrations.transformers.families import convention_of
 from fused_rope_attn.rotation.api import rotate
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 

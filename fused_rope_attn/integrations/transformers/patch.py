@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fused_rope_attn.integrations.transformers import attention
 from fused_rope_attn.integrations.transformers.attention import BATCH, PREVIOUS
 from fused_rope_attn.integrations.transformers.batch import describe, say_once
-from fused_rope_attn.integrations.transformers.conventions import SUPPORTED, convention_of, looks_like_attention
+from fused_rope_attn.integrations.transformers.families import SUPPORTED, convention_of, looks_like_attention
 
 _STATE = "_fused_rope"
 _PREPARE = "prepare_inputs_for_generation"
@@ -45,7 +45,7 @@ def patch_model(model: nn.Module) -> nn.Module:
 
     Args:
         model: a model of transformers, or a module that contains one (PEFT, torch.compile), whose attention modules are
-            all supported: see ``conventions.SUPPORTED``.
+            all supported: see ``families.SUPPORTED``.
 
     Returns:
         the same model.
