@@ -27,7 +27,7 @@ from fused_rope_attn.integrations.transformers.batch import (
     may_be_written,
     tokens_seen,
 )
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, convention_of
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
 from fused_rope_attn.rotation.api import rotate
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
@@ -59,7 +59,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         own = type(module).forward.__get__(module) if patch.previous is None else patch.previous
         return own(hidden_states, *args, **kwargs)
 
-    convention = cast(Convention, convention_of(module))  # patch_model gives this forward to no other module
+    convention = patch.convention
     q, k, v = convention.project(module, hidden_states)
     # A graph that looked at what eager passes keep would be made anew for each of them.
     kept = None if torch.compiler.is_compiling() else batch.kept

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention
-from fused_rope_attn.integrations.transformers.conventions import SUPPORTED, convention_of, looks_like_attention
+from fused_rope_attn.integrations.transformers.conventions import Convention
+from fused_rope_attn.integrations.transformers.families import SUPPORTED, convention_of, looks_like_attention
 from fused_rope_attn.integrations.transformers.hooks import PREPARE, Preparation, decoder_in, describe_batch
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, Decoder, Patch, state_of
 
@@ -57,12 +58,13 @@ def patch_model(
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, but is {type(deterministic).__name__}")
     found = {path: module for path, module in model.named_modules() if looks_like_attention(module)}
-    supported = {path: module for path, module in found.items() if convention_of(module) is not None}
+    conventions = {path: convention_of(module) for path, module in found.items()}
+    supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
     if not supported or unsupported == "raise" and len(supported) < len(found):
         raise NotImplementedError(_refusal(model, found, supported))
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():
-        _patch_module(module, bool(deterministic))
+        _patch_module(module, cast(Convention, conventions[path]), bool(deterministic))
         decoder = _decoder_around(model, path)
         if decoder is not None:
             decoders.setdefault(decoder, []).append(module)
@@ -143,11 +145,11 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
     )
 
 
-def _patch_module(module: nn.Module, deterministic: bool) -> None:
+def _patch_module(module: nn.Module, convention: Convention, deterministic: bool) -> None:
     slot = _slot(module)
     present, patch = module.__dict__.get(slot), state_of(module, PATCH)
     if patch is None:
-        patch = Patch(present, deterministic)
+        patch = Patch(convention, present, deterministic)
         setattr(module, PATCH, patch)
     elif not _is_fused(present):  # somebody has put another forward there since
         patch.previous = present

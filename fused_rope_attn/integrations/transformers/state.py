@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_rope_attn.integrations.transformers.conventions import Convention
+
 # Where a patched attention module has its Patch, and a decoder with such modules its Decoder.
 PATCH = "_fused_rope_patch"
 DECODER = "_fused_rope_decoder"
@@ -21,6 +23,7 @@ _TELL_AGAIN = 100
 class Patch:
     """Of one attention module.
 
+    convention: of its class.
     previous: the instance attribute that was its forward before; None where the class's own forward was in use.
     deterministic: as ``patch_model`` was told.
     served: calls that fused attention has served.
@@ -29,7 +32,8 @@ class Patch:
     Calls within a graph of torch.compile are not counted: the graph would be made anew for each of them.
     """
 
-    def __init__(self, previous: Callable | None, deterministic: bool):
+    def __init__(self, convention: Convention, previous: Callable | None, deterministic: bool):
+        self.convention = convention
         self.previous = previous
         self.deterministic = deterministic
         self.served = 0

@@ -1,0 +1,66 @@
+"""Which classes `convention_of` knows: those of the table, and subclasses that change nothing of them."""
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from fused_rope_attn.integrations.transformers import families, patch_model
+from tests.support.hf_models import attentions_of, make_ids, make_model
+from tests.support.hf_runs import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+KNOWN = f"{LlamaAttention.__module__}.{LlamaAttention.__qualname__}".removeprefix("transformers.models.")
+
+
+class Mixin:
+    """What FSDP2 puts in front of a module's own class."""
+
+    def unshard(self):
+        raise AssertionError
+
+
+class Double(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_subclass_that_changes_nothing(calls):
+    model = make_model("llama")
+    for module, cls in zip(attentions_of(model), (type("Plain", (LlamaAttention,), {}), None)):
+        module.__class__ = cls or type("FSDPLlamaAttention", (Mixin, LlamaAttention), {"__deepcopy__": None})
+        assert families.convention_of(module) is families.SUPPORTED[KNOWN]
+    assert_same(model, make_ids(2, 9), grad=True, use_cache=False)
+    assert calls == {"rope_attention": 2}
+
+
+def test_parametrized(calls):
+    """torch gives a parametrized module a class of its own, whose property is the tensor."""
+    model = make_model("gpt_oss")
+    module = attentions_of(model)[0]
+    parametrize.register_parametrization(module, "sinks", Double())
+    assert type(module).__name__ == "ParametrizedGptOssAttention"
+    assert_same(model, make_ids(2, 9), use_cache=False)
+    assert calls == {"rope_attention": 2}
+
+
+def test_what_changes_something_is_another_class(monkeypatch):
+    model = make_model("llama")
+    module = attentions_of(model)[0]
+
+    def forward(self, *args, **kwargs):
+        return LlamaAttention.forward(self, *args, **kwargs)
+
+    module.__class__ = type("Overriding", (LlamaAttention,), {"forward": forward})
+    assert families.convention_of(module) is None
+    # Behind the supported class nothing of it can be overridden, in front of it a mixin can.
+    module.__class__ = type("Mixed", (type("Other", (), {"forward": forward}), LlamaAttention), {})
+    assert families.convention_of(module) is None
+    module.__class__ = LlamaAttention
+    assert families.convention_of(module) is not None
+    monkeypatch.setattr(LlamaAttention, "forward", forward)  # as libraries do that replace attention for all models
+    assert families.convention_of(module) is None
+    with pytest.raises(NotImplementedError, match="self_attn"):
+        patch_model(model)
+    monkeypatch.undo()
+    assert families.convention_of(module) is not None
