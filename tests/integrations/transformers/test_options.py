@@ -1,0 +1,89 @@
+"""`patch_model`'s options: what is not supported may be skipped, gradients may be asked to be deterministic."""
+
+import pytest
+import torch
+import transformers
+
+from fused_rope_attn.integrations.transformers import attention, is_patched, patch_model, patch_report, unpatch_model
+from tests.support.hf_models import WINDOW, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def test_skipped_modules_are_left_alone(calls):
+    both = torch.nn.ModuleDict({"one": make_model("llama"), "two": torch.nn.MultiheadAttention(8, 2)})
+    with pytest.raises(
+        NotImplementedError, match=r"two \(MultiheadAttention\).*unsupported='skip'.* 2 supported modules of one.model$"
+    ):
+        patch_model(both)
+    assert not is_patched(both)
+    assert patch_model(both, unsupported="skip") is both and not is_patched(both["two"])
+    both["one"](make_ids(1, 5))
+    x = torch.randn(3, 8)
+    both["two"](x, x, x)
+    assert calls == {"rope_attention": 2}
+    last = patch_report(both)[-1]
+    assert last.path == "two" and not last.patched and "MultiheadAttention is not supported" in last.reason
+    assert not is_patched(unpatch_model(both))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decoder_with_attention_of_both_kinds(padded, calls):
+    """The modules that are left alone need the mask that the decoder makes; those that are patched do not read it."""
+
+    class Other(transformers.models.llama.modeling_llama.LlamaAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model, ids = make_model("llama"), make_ids(2, LENGTH)
+    model.model.layers[0].self_attn.__class__ = Other
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, : WINDOW if padded else 0] = 0
+    inputs = {"attention_mask": mask} if padded else {}
+    expected = run(model, ids, **inputs)[0]
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False, **inputs)
+    patch_model(model, unsupported="skip")
+    assert_close(run(model, ids, **inputs)[0][mask != 0], expected[mask != 0], 1e-5)
+    assert calls == {"rope_attention": 1}
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, **inputs), tokens)
+    assert [row.patched for row in patch_report(model)] == [False, True]
+
+
+def test_nothing_to_patch_is_refused_either_way():
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(NotImplementedError, match="GPT2Attention"):
+        patch_model(gpt2, unsupported="skip")
+    with pytest.raises(NotImplementedError, match="Linear has none"):
+        patch_model(torch.nn.Linear(2, 2), unsupported="skip")
+
+
+def test_options_are_checked():
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="unsupported must be 'raise' or 'skip', but is 'ignore'"):
+        patch_model(model, unsupported="ignore")
+    with pytest.raises(TypeError, match="deterministic must be a bool or None, but is int"):
+        patch_model(model, deterministic=1)
+    assert not is_patched(model)
+
+
+def test_deterministic_reaches_every_call(monkeypatch):
+    seen = []
+    for name in ("rope_attention", "rope_attention_varlen"):
+        monkeypatch.setattr(attention, name, _recording(getattr(attention, name), seen))
+    model, ids = make_model("llama"), make_ids(1, LENGTH)
+    positions = torch.cat((torch.arange(9), torch.arange(LENGTH - 9)))[None]
+    for given, expected in ((None, False), (True, True), (False, False)):
+        patch_model(model, deterministic=given)  # the last call decides
+        model(ids)
+        model(ids, position_ids=positions, use_cache=False)
+        assert seen == [expected] * 4
+        seen.clear()
+
+
+def _recording(operator, seen):
+    def recorded(*args, **kwargs):
+        seen.append(kwargs["deterministic"])
+        return operator(*args, **kwargs)
+
+    return recorded
