@@ -17,6 +17,11 @@ PREPARE = "prepare_inputs_for_generation"
 
 def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Forward pre-hook of a decoder: its Batch as one more keyword, for the attention modules to find."""
+    if getattr(decoder, "_is_replica", False):
+        raise NotImplementedError(
+            "a patched model was called by torch.nn.DataParallel, whose replicas would all compute with the attention "
+            "modules of the first: use torch.nn.parallel.DistributedDataParallel"
+        )
     state: Decoder = getattr(decoder, DECODER)
     given = dict(zip(state.names, args)) | kwargs
     batch = given.get(BATCH)

@@ -53,3 +53,11 @@ def test_context_parallel_is_refused(mesh):
         with pytest.raises(NotImplementedError, match="context_parallel"):
             model.model.layers[0](torch.randn(2, 16, 64), position_embeddings=(torch.ones(1, 16, 16),) * 2)
     assert model(ids).logits.shape[:2] == (2, 16)
+
+
+def test_data_parallel_is_refused():
+    model, ids = patch_model(make_model("llama")), make_ids(2, 5)
+    replica = model.model._replicate_for_data_parallel()  # what DataParallel makes one of for every device
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        replica(ids)
+    assert model(ids).logits.shape[:2] == (2, 5)
