@@ -10,6 +10,8 @@ from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.axes import from_heads_first
+from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.device import has_triton
 
 if has_triton():  # elsewhere planning sends every call to the reference
@@ -32,6 +34,7 @@ def rope_attention(
     sinks: torch.Tensor | None = None,
     kv_starts: torch.Tensor | None = None,
     kv_lens: torch.Tensor | None = None,
+    layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -59,6 +62,9 @@ def rope_attention(
         softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
         kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist.
+        layout: ``"bhsd"``, or ``"bshd"``: q is ``(B, NQ, HQ, D)``, k and v are ``(B, NK, HKV, D)`` and o is
+            ``(B, NQ, HQ, D)``, as flash-attn has them; lse keeps its shape. The tensors are viewed, not copied, and o
+            and the gradients are contiguous where the inputs are.
         return_lse: also return the log-sum-exp of every row (not differentiable).
         deterministic: bitwise equal gradients from run to run. The portable kernels' always are; those of sm_90 add dq
             in any order, so that the portable backward takes their place.
@@ -78,10 +84,10 @@ def rope_attention(
     """
     problem, tensors = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, layout=layout,
+        return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
-    o, lse = _attend(problem, tensors)
+    o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
 
 
@@ -133,8 +139,7 @@ def rope_attention_varlen(
         rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap, sinks=sinks,
         return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
-    o, lse = _attend(problem, tensors)
-    o = o.squeeze(0).transpose(0, 1)
+    o, lse = _attend(problem, tensors, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
 
 
@@ -195,6 +200,7 @@ def plan(
     sinks: torch.Tensor | None = None,
     kv_starts: torch.Tensor | None = None,
     kv_lens: torch.Tensor | None = None,
+    layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -206,10 +212,10 @@ def plan(
     """
     described = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy, convert=stand_in,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, layout=layout,
+        return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy, convert=stand_in,
     )  # fmt: skip
-    return _plan(*described, v)
+    return _plan(*described, v if layout == "bhsd" else v.transpose(1, 2))
 
 
 def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
@@ -232,19 +238,22 @@ def _plan(problem: Problem, tensors: Tensors, v: torch.Tensor) -> planning.Plan:
 
 def _describe(
     q, k, v, cos, sin, causal=False, *, convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None,
-    interleaved=False, window=None, softcap=0.0, sinks=None, kv_starts=None, kv_lens=None, return_lse=False,
-    deterministic=False, backend="auto", strategy="auto", cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-    max_seqlen_k=None,
+    interleaved=False, window=None, softcap=0.0, sinks=None, kv_starts=None, kv_lens=None, layout="bhsd",
+    return_lse=False, deterministic=False, backend="auto", strategy="auto", cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=None, max_seqlen_k=None,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention`` and make records of them; ``convert`` as in ``autocast``.
 
-    With cu_seqlens and max_seqlen, which ``check_packed`` has seen, the call has packed sequences.
+    With cu_seqlens and max_seqlen, which ``check_packed`` has seen, the call has packed sequences. The records have
+    (B, H, N, D) whatever the layout.
     """
+    if layout != "bhsd" and cu_seqlens_q is None:
+        q, k, v = heads_first(layout, q=q, k=k, v=v)
     q, k, v = autocast(q, k, v, convert)
     rotary_dim = check_attention(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy, max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic, backend=backend, strategy=strategy, layout=layout, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k)
     problem = describe(
@@ -273,17 +282,18 @@ def _describe_packed(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return _describe(
         q, k, v, cos, sin, causal, convert=convert, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, layout="thd", return_lse=return_lse,
         deterministic=deterministic, backend=backend, strategy=strategy, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
 
 
-def _attend(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a described call, by the backend that planning chooses."""
+def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o in the layout, lse) of a described call, by the backend that planning chooses."""
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
-        return ops.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
+        o, lse = ops.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
+        return from_heads_first(o, layout), lse
     q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
     options = {
         "softmax_scale": problem.softmax_scale,
@@ -301,4 +311,4 @@ def _attend(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
         o, lse = reference.packed_attention(
             q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, problem.causal, **options
         )  # fmt: skip
-    return o, lse.detach()
+    return from_heads_first(o, layout, contiguous=True), lse.detach()

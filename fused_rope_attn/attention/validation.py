@@ -48,10 +48,12 @@ def check_attention(
     deterministic: bool,
     backend: str,
     strategy: str,
+    layout: str = "bhsd",
     max_seqlen_k: int | None = None,
 ) -> int:
     """Check the arguments of `rope_attention` as its caller gave them, and return the rotary dim R.
 
+    layout: the order of the axes that the caller has, for messages; q, k and v come as (B, H, N, D) in any case.
     max_seqlen_k: of packed sequences, which `check_packed` has seen: the table rows that they need.
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
@@ -73,7 +75,7 @@ def check_attention(
     ):
         refuse_non_bool(causal=causal, interleaved=interleaved, return_lse=return_lse, deterministic=deterministic)
 
-    check_queries_and_keys(q, k, v, cos, sin)
+    check_queries_and_keys(q, k, v, cos, sin, layout=layout)
     dtype, device = q.dtype, q.device
     batch, heads_q, len_q, head_dim = q.shape
     len_k = k.shape[2]

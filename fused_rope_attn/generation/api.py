@@ -10,6 +10,8 @@ from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.problem import Tensors, cache_of, describe_step
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.axes import from_heads_first
+from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.device import has_triton
 
 if has_triton():  # elsewhere planning sends every call to the reference
@@ -28,6 +30,7 @@ def rope_attention_with_kvcache(
     cache_seqlens: torch.Tensor,
     cache_is_rotated: bool = True,
     kv_starts: torch.Tensor | None = None,
+    layout: str = "bhsd",
     causal: bool = True,
     softmax_scale: float | None = None,
     rotary_dim: int | None = None,
@@ -67,6 +70,8 @@ def rope_attention_with_kvcache(
         cache_seqlens: ``(B,)`` int32 on q's device: keys in the caches before this call.
         cache_is_rotated: whether the keys in the cache are, and hence whether k is rotated before it is written.
         kv_starts: ``(B,)`` int32: keys before it do not exist (left-padded prompts).
+        layout: ``"bhsd"``, or ``"bshd"``: q and o are ``(B, NQ, HQ, D)``, the caches ``(B, S_max, HKV, D)``, the new k
+            and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors are viewed, not copied; lse keeps its shape.
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
         softmax_scale, rotary_dim, interleaved, window, softcap, sinks, return_lse: as in ``rope_attention``.
 
@@ -79,10 +84,10 @@ def rope_attention_with_kvcache(
     """
     problem, tensors = _describe(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
-        causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
-        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse,
+        kv_starts=kv_starts, layout=layout, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
-    o, lse = attend_step(problem, tensors)
+    o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
 
 
@@ -97,26 +102,32 @@ def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
 
 
 def run_step(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, backend: str = "auto", **options
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, backend: str = "auto",
+    layout: str = "bhsd", **options
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``rope_attention_with_kvcache`` by a backend of choice, for verification and tests; returns (o, lse)."""
-    return attend_step(*_describe(q, k_cache, v_cache, *arguments, backend=backend, **options))
+    described = _describe(q, k_cache, v_cache, *arguments, backend=backend, layout=layout, **options)
+    return _attend(*described, layout)
 
 
 def _describe(
     q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
     softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None, return_lse=False,
-    kv_starts=None, backend="auto", convert=torch.Tensor.to,
+    kv_starts=None, layout="bhsd", backend="auto", convert=torch.Tensor.to,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention_with_kvcache`` and make records of them.
 
-    ``backend`` and ``convert`` as in ``rope_attention`` and ``autocast``.
+    ``backend`` and ``convert`` as in ``rope_attention`` and ``autocast``. The records have (B, H, N, D) whatever the
+    layout.
     """
+    if layout != "bhsd":
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+        q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **given)
     q, k, v = autocast(q, k, v, convert)
     rotary_dim = check_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
         causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
-        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse,
+        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse, layout=layout,
     )  # fmt: skip
     tensors = Tensors(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)
     problem = describe_step(
@@ -133,15 +144,17 @@ def _describe(
     return problem, tensors
 
 
-def attend_step(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a described step, by the backend that planning chooses."""
+def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o in the layout, lse) of a described step, by the backend that planning chooses."""
     chosen, _ = choose_backend(problem)
     if chosen != "reference":
-        return ops.attention_with_kvcache(problem, tensors)
+        o, lse = ops.attention_with_kvcache(problem, tensors)
+        return from_heads_first(o, layout), lse
     q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
-    return reference.attention_with_kvcache(
+    o, lse = reference.attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
         causal=problem.causal, softmax_scale=problem.softmax_scale, rotary_dim=problem.rotary_dim,
         interleaved=problem.interleaved, window=problem.window, softcap=problem.softcap, sinks=sinks,
         kv_starts=kv_starts,
     )  # fmt: skip
+    return from_heads_first(o, layout, contiguous=True), lse

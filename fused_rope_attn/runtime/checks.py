@@ -11,14 +11,35 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fused_rope_attn.runtime.axes import LAYOUTS, form_of, in_layout
+
 # float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: Tensor | None) -> tuple[Any, ...]:
+    """Views (B, H, N, D) of tensors that the caller has in another layout; None stays None.
+
+    `suffix` and `length` as in `check_queries_and_keys`; new tokens, k and v without the suffix, have q's length.
+    """
+    if layout not in LAYOUTS:
+        refuse_choice("layout", layout, LAYOUTS)
+    given = {name: x for name, x in arguments.items() if x is not None}
+    check_kinds(**given)
+    for name, x in given.items():
+        if x.ndim != 4:
+            refuse_rank(layout, length if name.endswith(suffix) else "NQ", **{name: x})
+    return tuple(None if x is None else x.transpose(1, 2) for x in arguments.values())
+
+
 def check_queries_and_keys(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, suffix: str = "", form: str = "(B, HKV, NK, D)"
-) -> None:
-    """Check dtypes, devices and shapes of q against k and v, whose names end in `suffix` and whose shape is `form`."""
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, suffix: str = "", length: str = "NK",
+    layout: str = "bhsd",
+) -> None:  # fmt: skip
+    """Check dtypes, devices and shapes of q against k and v, whose names end in `suffix` and which have `length` rows.
+
+    All are (B, H, N, D) here, whatever `layout` the caller has, in which messages show them.
+    """
     dtype, device = q.dtype, q.device
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
@@ -28,13 +49,13 @@ def check_queries_and_keys(
         refuse_device(device, **{f"k{suffix}": k, f"v{suffix}": v, "cos": cos, "sin": sin})
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
-        refuse_rank(form, **{"q": q, f"k{suffix}": k, f"v{suffix}": v})
+        refuse_rank(layout, length, **{"q": q, f"k{suffix}": k, f"v{suffix}": v})
     batch, heads_q, _, head_dim = q_shape
     batch_k, heads_kv, _, head_dim_k = k_shape
     if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
-        refuse_shapes(q_shape, k_shape, v_shape, suffix)
+        refuse_shapes(q_shape, k_shape, v_shape, suffix, layout)
     if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        refuse_heads(q_shape)
+        refuse_heads(q_shape, layout)
 
 
 def check_rotary_dim(rotary_dim: Any, head_dim: int) -> None:
@@ -143,6 +164,13 @@ def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> No
         raise ValueError(f"{name} must have shape (B,) = ({batch},), but has {shown(bounds.shape)}")
 
 
+def check_kinds(**arguments: Any) -> None:
+    """Check that each is a tensor of the kind that attention is defined for: strided, of one device."""
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            refuse_non_tensor(**{name: x})
+
+
 def refuse_non_tensor(**arguments: Any) -> NoReturn:
     name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, Tensor))
     raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(value)}")
@@ -163,27 +191,29 @@ def refuse_dtype(dtype: torch.dtype, **arguments: Tensor) -> NoReturn:
     raise TypeError(f"{name} must have q's dtype {named(dtype)}, but is {named(value.dtype)}")
 
 
-def refuse_rank(keys: str, **arguments: Tensor) -> NoReturn:
-    """`keys`: the shape that whatever is not q must have."""
+def refuse_rank(layout: str, length: str, **arguments: Tensor) -> NoReturn:
+    """`length`: the name of the rows of whatever is not q."""
     name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
-    form = "(B, HQ, NQ, D)" if name == "q" else keys
+    form = form_of("HQ", "NQ", layout) if name == "q" else form_of("HKV", length, layout)
     raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {shown(value.shape)}")
 
 
-def refuse_heads(q_shape: torch.Size) -> NoReturn:
+def refuse_heads(q_shape: torch.Size, layout: str) -> NoReturn:
     raise ValueError(
-        f"q must have at least one head and an even head dim of at least 2, but has shape {shown(q_shape)}"
+        "q must have at least one head and an even head dim of at least 2, but has shape "
+        f"{shown(in_layout(q_shape, layout))}"
     )
 
 
-def refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str = "") -> NoReturn:
+def refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str, layout: str) -> NoReturn:
     """`kind` goes behind k and v: "_cache" for caches."""
     if k[0] != q[0]:
         raise ValueError(f"k{kind} must have q's batch size {q[0]}, but has {k[0]}")
     if k[3] != q[3]:
         raise ValueError(f"k{kind} must have q's head dim {q[3]}, but has {k[3]}")
     if v != k:
-        raise ValueError(f"v{kind} must have k{kind}'s shape {shown(k)}, but has {shown(v)}")
+        k_shape, v_shape = (shown(in_layout(shape, layout)) for shape in (k, v))
+        raise ValueError(f"v{kind} must have k{kind}'s shape {k_shape}, but has {v_shape}")
     raise ValueError(f"k{kind} has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
 
 
