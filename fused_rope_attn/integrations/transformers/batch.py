@@ -87,7 +87,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     have no holes.
     """
     refuse_what_nobody_computes(attentions, given)
-    reason = obstacle(attentions, config, given)
+    causal = is_causal(attentions, config, given)
+    reason = obstacle(attentions, config, given, causal)
     if reason:
         return Batch(reason)
     tokens = given.get("input_ids")
@@ -95,10 +96,9 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     size, length = tokens.shape[:2]
     past = given.get("past_key_values")
     seen = 0 if past is None else tokens_seen(past)
-    causal = cast(bool, is_causal(attentions, config, given))
     if not causal and (seen != 0 or _reused(past)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
-    batch = _masked(given, tokens, seen, past, causal, uses_flash(config))
+    batch = _masked(given, tokens, seen, past, bool(causal), config)
     if batch.original:
         return batch
     if not causal:
@@ -115,12 +115,12 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     refuse_what_nobody_computes([module], given)
     if more or given.get("attention_mask") is not None:
         return Batch("a layer called with masks or caches and without its model")
-    reason = obstacle([module], module.config, given)
+    causal = is_causal([module], module.config, given)
+    reason = obstacle([module], module.config, given, causal)
     if not reason and not uses_masks_by_default(module.config):
         reason = "a layer called without a mask, which hides no key from eager attention,"
     if reason:
         return Batch(reason)
-    causal = is_causal([module], module.config, given)
     return PLAIN if causal else _bidirectional(PLAIN, [module], module.config)
 
 
@@ -131,7 +131,7 @@ def _bidirectional(batch: Batch, attentions: list[nn.Module], config: Any) -> Ba
 
 
 def _masked(
-    given: dict[str, Any], tokens: Tensor, seen: int | None, past: Cache | None, causal: bool, flash: bool
+    given: dict[str, Any], tokens: Tensor, seen: int | None, past: Cache | None, causal: bool, config: Any
 ) -> Batch:
     """The batch as its padding mask, its cu_seqlens or its position ids have it."""
     size, length = tokens.shape[:2]
@@ -147,7 +147,7 @@ def _masked(
         mask = mask.to(tokens.device)
         return _padded(mask, past, length) if causal else _padded_both_ways(mask)
     # Of bidirectional masks only flash-attention's heed position ids, and only those of a single row.
-    heeded = causal or flash and size == 1
+    heeded = causal or size == 1 and uses_flash(config)
     if heeded and position_ids is not None and past is None and position_ids.ndim == 2 and length > 1:
         return _packed_by_position(position_ids.expand(size, -1), tokens)
     return PLAIN

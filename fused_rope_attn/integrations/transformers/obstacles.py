@@ -41,17 +41,19 @@ def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, An
             )
 
 
-def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> str:
+def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
     """Why a call needs the modules' own forward, "" where it does not.
 
     Args:
         attentions: the patched attention modules of a decoder.
         config: the decoder's.
         given: the arguments of the decoder's forward by their names.
+        causal: as ``is_causal`` says of these.
     """
-    if given.get("cache") is not None or "paged" in _implementation(config):
+    implementation = _implementation(attentions[0].config)
+    if given.get("cache") is not None or "paged" in implementation:
         return "a paged cache (continuous batching)"
-    foreign = foreign_implementation(attentions[0])
+    foreign = _foreign_function(attentions[0], implementation)
     if foreign:
         return foreign
     wanted = given.get("output_attentions")
@@ -59,9 +61,9 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         return "output_attentions=True"
     if any(module.training and module.attention_dropout for module in attentions):
         return "attention dropout in training"
-    if is_causal(attentions, config, given) is None:
+    if causal is None:
         return "attention that is causal in some modules and not in others"
-    if given.get("is_causal", getattr(config, "is_causal", None)) is False and not _READS_IS_CAUSAL:
+    if not causal and not _READS_IS_CAUSAL and all(module.is_causal for module in attentions):
         return f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)"
     if given.get("head_mask") is not None:
         return "head_mask"
@@ -91,13 +93,12 @@ def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -
     return bool(own.pop() if wanted is None else wanted)
 
 
-def foreign_implementation(module: nn.Module) -> str:
-    """What a module's attention implementation is, where it is not transformers' own; "" where it is.
+def _foreign_function(module: nn.Module, name: str) -> str:
+    """What the implementation of that name is to a module, where it is not transformers' own; "" where it is.
 
     Users and libraries register functions with ``AttentionInterface``, under new names or in the place of known ones
     (sequence parallelism wraps what it finds there). They may compute anything, so that nothing takes their place.
     """
-    name = _implementation(module.config).removeprefix("paged|")
     modeling = sys.modules.get(type(module).__module__)
     functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", modeling_utils.ALL_ATTENTION_FUNCTIONS)
     function = _unwrapped(functions.get(name))
