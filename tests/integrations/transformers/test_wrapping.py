@@ -1,0 +1,44 @@
+"""What is put around a model after it was patched: adapters, exported programs, devices without data."""
+
+import pytest
+import torch
+
+from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from tests.support.hf_models import make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, run
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def test_adapters_around_a_patched_model(calls):
+    """PEFT puts its layers into the modules that are patched, and takes them out again when it merges."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model, ids = patch_model(make_model("llama")), make_ids(2, LENGTH)
+    plain = run(model, ids)[0]
+    calls.clear()
+    model = peft.get_peft_model(model, config).eval()
+    logits, grads = run(model, ids, grad=True, use_cache=False)
+    assert calls == {"rope_attention": 2} and not torch.allclose(logits, plain, atol=0.01)
+    unpatch_model(model)
+    expected, expected_grads = run(model, ids, grad=True, use_cache=False)
+    assert_close(logits, expected, 1e-5)
+    assert grads.keys() == expected_grads.keys() and all("lora_" in name for name in grads)
+    for name, grad in grads.items():
+        assert_close(grad, expected_grads[name], 1e-4, name)
+    merged = patch_model(model).merge_and_unload()
+    assert_close(run(merged, ids)[0], expected, 1e-4)
+    assert calls == {"rope_attention": 4} and len(patch_report(merged)) == 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_exported(padded):
+    model, ids = make_model("mistral"), make_ids(2, LENGTH)
+    inputs = {"use_cache": False}
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    if padded:
+        mask[0, :5] = 0
+        inputs["attention_mask"] = mask
+    expected = model(ids, **inputs).logits
+    program = torch.export.export(patch_model(model), (ids,), kwargs=inputs, strict=False).module()
+    assert_close(program(ids, **inputs).logits[mask != 0], expected[mask != 0], 1e-5)
