@@ -11,6 +11,8 @@ shift is compared with that of a cache which is written anew: every kept key rot
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from torch import Tensor
 
@@ -65,8 +67,11 @@ def stream(length: int = 300, device: str = "cpu", dtype: torch.dtype = torch.fl
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--length", type=int, default=300, help="tokens of the stream")
+    length = parser.parse_args().length
     on_gpu = torch.cuda.is_available()
     setting = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    shifts, worst = stream(300, *setting)
-    print(f"{shifts} shifts of a cache of {ROWS} rows in 300 tokens, on {setting[0]} in {setting[1]}")
+    shifts, worst = stream(length, *setting)
+    print(f"{shifts} shifts of a cache of {ROWS} rows in {length} tokens, on {setting[0]} in {setting[1]}")
     print(f"largest difference from recomputing the rotated keys: {worst:.2g}")

@@ -1,6 +1,7 @@
 """Co-RoPE against RoPE where distance should be counted in content: recall the n-th marked token before the end.
 
-    python examples/corope_counting.py          a few minutes on a CPU; writes examples/corope_counting.png
+    python examples/corope_counting.py          a few minutes on a CPU; writes examples/corope_counting.png, where
+                                                matplotlib is installed
 
 A sequence is random letters, some of which are marked, and ends in a query "n". The answer is the n-th marked letter
 from the end: a head that measures distance in marked letters finds it at distance n, however many unmarked ones lie
@@ -14,7 +15,6 @@ import argparse
 import time
 from pathlib import Path
 
-import matplotlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from fused_rope_attn import rope_attention, rope_tables
 from fused_rope_attn.experimental import corope_attention
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 LETTERS, MOST = 8, 4  # letters to choose from; n is 1 to MOST
 HEADS, HEADS_KV, WIDTH = 4, 2, 64
+COLORS = {"RoPE": "tab:gray", "Co-RoPE": "tab:blue"}
 
 
 def batch(size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -119,33 +117,46 @@ def train(kind: str, seed: int, options: argparse.Namespace) -> tuple[list[int],
     return steps, curve, lengths
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--length", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plot", type=Path, default=Path(__file__).with_suffix(".png"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # tensors are small: more threads would wait for one another
+def plot(runs: list[tuple[str, int, tuple]], options: argparse.Namespace) -> None:
+    """Write the figure of all runs: (kind, seed, what ``train`` returned)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for kind, color in (("RoPE", "tab:gray"), ("Co-RoPE", "tab:blue")):
-        for seed in range(options.seeds):
-            steps, curve, lengths = train(kind, seed, options)
-            label = kind if seed == 0 else None
-            left.plot(steps, curve, color=color, label=label)
-            right.plot(list(lengths), list(lengths.values()), "o-", color=color, label=label)
+    for kind, seed, (steps, curve, lengths) in runs:
+        label = kind if seed == 0 else None
+        left.plot(steps, curve, color=COLORS[kind], label=label)
+        right.plot(list(lengths), list(lengths.values()), "o-", color=COLORS[kind], label=label)
+        right.set(xticks=list(lengths))
     for axis in (left, right):
         axis.axhline(1 / LETTERS, color="black", linewidth=0.7, linestyle=":")
         axis.set_ylim(0, 1)
     left.set(title=f"while training, {options.length} tokens", xlabel="step", ylabel="accuracy")
-    right.set(title="trained model, other lengths", xlabel="tokens", xticks=list(lengths))
+    right.set(title="trained model, other lengths", xlabel="tokens")
     right.legend()
     figure.suptitle(f"The n-th marked letter from the end: 2 layers, {options.seeds} seeds, dotted: chance")
     figure.savefig(options.plot, dpi=120)
-    print(f"plot written to {options.plot}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=400, help="of training, for each model")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
+    parser.add_argument("--length", type=int, default=24, help="tokens of a training sequence")
+    parser.add_argument("--seeds", type=int, default=2, help="models of each kind")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--plot", type=Path, default=Path(__file__).with_suffix(".png"), help="where it is written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # tensors are small: more threads would wait for one another
+
+    runs = [(kind, seed, train(kind, seed, options)) for kind in COLORS for seed in range(options.seeds)]
+    try:
+        plot(runs, options)
+        print(f"plot written to {options.plot}")
+    except ModuleNotFoundError as missing:
+        print(f"no plot was written, since {missing.name} is not installed")
 
 
 if __name__ == "__main__":

@@ -3,26 +3,27 @@
     python examples/train_llama.py                            # on a GPU, about a minute; writes train_llama.png
     python examples/train_llama.py --steps 20 --small         # on a CPU
 
-The text is this repository's own notes on its experiments, byte by byte. Needs matplotlib and
-`pip install 'fused-rope-attn[hf]'`.
+The text is this repository's own notes on its experiments, byte by byte. Needs the extra `hf`, which is
+transformers, and matplotlib for the plot: `pip install '.[hf]' matplotlib` in a checkout.
 """
 
 import argparse
 import time
 from pathlib import Path
 
-import torch
-import transformers
-
-from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
-
 ROOT = Path(__file__).resolve().parent.parent
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--text", type=Path, default=ROOT / "docs" / "experiments", help="a file, or a folder of .md files")
-parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--steps", type=int, default=300, help="of training, for each model")
 parser.add_argument("--small", action="store_true", help="a model and batches that a CPU can train")
-parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="the plot")
 args = parser.parse_args()
+
+# Behind the arguments, so that --help needs none of them.
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from fused_rope_attn.integrations.transformers import patch_model, unpatch_model  # noqa: E402
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -89,19 +90,27 @@ for change in (patch_model, unpatch_model):
     out = model.generate(prompt, do_sample=False, **options)
     print(f"\n{change.__name__}: {bytes(out[0].tolist()).decode(errors='replace')}")
 
+
 # %% both curves
-import matplotlib  # noqa: E402
+def plot():
+    import matplotlib
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(3, 1), layout="constrained")
-left.plot(plain_losses, color="0.6", linewidth=4, label="sdpa")
-left.plot(losses, color="tab:blue", linewidth=1, label="patch_model")
-left.set(xlabel="step", ylabel="loss, nats a byte", title=f"Llama, {layers} layers of {width}, {length} tokens")
-left.legend()
-bars = right.bar(["sdpa", "patch_model"], [plain_speed / 1e3, speed / 1e3], color=["0.6", "tab:blue"])
-right.bar_label(bars, fmt="%.0f")
-right.set(title="1000 tokens/s", ylim=(0, 1.15 * max(plain_speed, speed) / 1e3))
-figure.savefig(args.out, dpi=120)
-print(f"wrote {args.out}")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(3, 1), layout="constrained")
+    left.plot(plain_losses, color="0.6", linewidth=4, label="sdpa")
+    left.plot(losses, color="tab:blue", linewidth=1, label="patch_model")
+    left.set(xlabel="step", ylabel="loss, nats a byte", title=f"Llama, {layers} layers of {width}, {length} tokens")
+    left.legend()
+    bars = right.bar(["sdpa", "patch_model"], [plain_speed / 1e3, speed / 1e3], color=["0.6", "tab:blue"])
+    right.bar_label(bars, fmt="%.0f")
+    right.set(title="1000 tokens/s", ylim=(0, 1.15 * max(plain_speed, speed) / 1e3))
+    figure.savefig(args.out, dpi=120)
+
+
+try:
+    plot()
+    print(f"wrote {args.out}")
+except ModuleNotFoundError as missing:
+    print(f"no plot was written, since {missing.name} is not installed")

@@ -7,17 +7,21 @@ from dataclasses import replace
 import torch
 
 from fused_rope_attn.attention import planning, reference
+from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
 from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first
+from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
+from fused_rope_attn.runtime.keywords import explain_keywords
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import ops
 
 
+@explain_keywords(ATTENTION)
 def rope_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,8 +70,9 @@ def rope_attention(
             ``(B, NQ, HQ, D)``, as flash-attn has them; lse keeps its shape. The tensors are viewed, not copied, and o
             and the gradients are contiguous where the inputs are.
         return_lse: also return the log-sum-exp of every row (not differentiable).
-        deterministic: bitwise equal gradients from run to run. The portable kernels' always are; those of sm_90 add dq
-            in any order, so that the portable backward takes their place.
+        deterministic: bitwise equal gradients from run to run; ``torch.use_deterministic_algorithms(True)`` asks for
+            the same. The portable kernels' always are; those of sm_90 add dq in any order, so that the portable
+            backward takes their place.
         backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
             kernels: float16 and bfloat16, K rotated once).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
@@ -91,6 +96,7 @@ def rope_attention(
     return (o, lse) if return_lse else o
 
 
+@explain_keywords(VARLEN)
 def rope_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -184,6 +190,7 @@ def cu_seqlens_from_position_ids(
     return cu_seqlens.scatter_(0, slot, index)[:-1], length
 
 
+@explain_keywords(ATTENTION)
 def plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -218,6 +225,7 @@ def plan(
     return _plan(*described, v if layout == "bhsd" else v.transpose(1, 2))
 
 
+@explain_keywords(VARLEN, of=rope_attention_varlen)
 def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
     """What ``rope_attention_varlen`` would run for the same arguments, as ``plan`` says it of ``rope_attention``."""
     problem, tensors = _describe_packed(q, k, v, *arguments, convert=stand_in, **options)
@@ -247,6 +255,8 @@ def _describe(
     With cu_seqlens and max_seqlen, which ``check_packed`` has seen, the call has packed sequences. The records have
     (B, H, N, D) whatever the layout.
     """
+    if in_context_parallel():
+        refuse_context_parallel("rope_attention" if cu_seqlens_q is None else "rope_attention_varlen")
     if layout != "bhsd" and cu_seqlens_q is None:
         q, k, v = heads_first(layout, q=q, k=k, v=v)
     q, k, v = autocast(q, k, v, convert)
@@ -265,7 +275,7 @@ def _describe(
         rotary_dim=rotary_dim,
         interleaved=interleaved,
         softcap=float(softcap),
-        deterministic=deterministic,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         backend=backend,
         strategy=strategy,
     )

@@ -232,7 +232,8 @@ def _plan(
         if backward_obstacle is not None:
             backward = (False, backward_obstacle[1])
         elif deterministic:
-            backward = (False, "deterministic=True, and the sm_90 kernels add dQ in any order")
+            asked = "deterministic=True or torch.use_deterministic_algorithms asks for equal gradients in every run"
+            backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
 
     why, backward_strategy = "strategy asked for", strategy
     if strategy == "auto":

@@ -7,6 +7,7 @@ and a fallback, not a fast path.
 Symbols: B batch, HQ/HKV query/key-value heads, NQ/NK query/key lengths, D head dim, R rotary dim, S table rows.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -142,8 +143,10 @@ def attend(
 
     # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
     q = q.masked_fill(dead, 0)
-    # Under autocast the dtypes are the caller's choice already: no product here may be cast a second time.
-    with torch.autocast(q.device.type, enabled=False):
+    # Under autocast the dtypes are the caller's choice already: no product here may be cast a second time. Of tensors
+    # without data autocast knows nothing, not even how to be off.
+    on_meta = q.device.type == "meta"
+    with contextlib.nullcontext() if on_meta else torch.autocast(q.device.type, enabled=False):
         grouped = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
         folded = visible.repeat(1, 1, rows["g"], 1) if apart else None
         scores = _VisibleScores.apply(grouped, k, folded) if apart else torch.matmul(grouped, k.transpose(-1, -2))

@@ -6,10 +6,13 @@ attributes and compares them, and builds a message only once it has found the fa
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
+from fused_rope_attn.runtime.axes import in_layout
 from fused_rope_attn.runtime.checks import (
+    are_ordinary,
     check_bounds,
+    check_kinds,
     check_queries_and_keys,
     check_scales,
     check_sinks,
@@ -22,6 +25,7 @@ from fused_rope_attn.runtime.checks import (
     refuse_non_bool,
     refuse_non_tensor,
     shown,
+    warn_once,
 )
 
 BACKENDS = ("auto", "reference", "triton", "hopper")
@@ -60,13 +64,11 @@ def check_attention(
     """
     # Types first: everything below reads attributes of tensors.
     if not (
-        isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
-        and isinstance(cos, Tensor)
-        and isinstance(sin, Tensor)
+        type(q) is type(k) is type(v) is type(cos) is type(sin) is Tensor
+        and q.layout is k.layout is v.layout is strided
+        and not q.is_nested
     ):
-        refuse_non_tensor(q=q, k=k, v=v, cos=cos, sin=sin)
+        check_kinds(q=q, k=k, v=v, cos=cos, sin=sin)
     if not (
         isinstance(causal, bool)
         and isinstance(interleaved, bool)
@@ -79,11 +81,8 @@ def check_attention(
     dtype, device = q.dtype, q.device
     batch, heads_q, len_q, head_dim = q.shape
     len_k = k.shape[2]
-    if len_q > len_k and not causal and kv_lens is None and max_seqlen_k is None:
-        raise ValueError(
-            f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "
-            "with the end of the keys, and the first ones would have negative positions"
-        )
+    if len_q > len_k and kv_lens is None and max_seqlen_k is None:
+        _check_more_queries(q, k, causal, layout)
 
     rows = len_k if max_seqlen_k is None else max_seqlen_k
     rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "q", "k")
@@ -104,13 +103,36 @@ def check_attention(
     return rotary_dim
 
 
+def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str) -> None:
+    """Refuse more queries than keys where there is no diagonal, and else say, once, that the first ones see nothing.
+
+    It is what tensors in another layout look like that have fewer key heads than query heads.
+    """
+    other = "bshd" if layout == "bhsd" else "bhsd"
+    len_q, len_k = q.shape[2], k.shape[2]
+    if not causal:
+        raise ValueError(
+            f"q must have at most k's {len_k} positions where causal is False, but has {len_q}: queries are aligned "
+            "with the end of the keys, and the first ones would have negative positions; did you mean "
+            f"layout={other!r}?"
+        )
+    if not torch.compiler.is_compiling():
+        shapes = [shown(in_layout(x.shape, layout)) for x in (q, k)]
+        warn_once(
+            "more queries than keys",
+            f"q {shapes[0]} has {len_q} positions and k {shapes[1]} has {len_k} in layout {layout!r}: queries are "
+            f"aligned with the end of the keys, so that the first {len_q - len_k} rows see no key and give zeros; did "
+            f"you mean layout={other!r}?",
+        )
+
+
 def check_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
     """Check what `rope_attention_varlen` has and `rope_attention` has not; what cu_seqlens hold stays on the device."""
+    if not are_ordinary(q, k, v):
+        check_kinds(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            refuse_non_tensor(**{name: x})
         if x.ndim != 3:
             form = "(T_q, HQ, D)" if name == "q" else "(T_k, HKV, D)"
             raise ValueError(f"{name} must have shape {form}, but has {x.ndim} dimensions: {shown(x.shape)}")
@@ -143,6 +165,10 @@ def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
         refuse_non_tensor(position_ids=position_ids)
     if position_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"position_ids must be int32 or int64, but is {named(position_ids.dtype)}")
+    if position_ids.device.type == "meta" and max_sequences is None:
+        raise NotImplementedError(
+            "max_sequences must be given for position_ids on the device meta, which have no data to count sequences in"
+        )
     if position_ids.ndim not in (1, 2):
         raise ValueError(f"position_ids must have shape (N,) or (B, N), but has {shown(position_ids.shape)}")
     if max_sequences is not None:

@@ -7,17 +7,21 @@ import torch
 from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning, reference
+from fused_rope_attn.generation.keywords import KVCACHE
 from fused_rope_attn.generation.problem import Tensors, cache_of, describe_step
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first
+from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
+from fused_rope_attn.runtime.keywords import explain_keywords
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.generation import ops
 
 
+@explain_keywords(KVCACHE)
 def rope_attention_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -91,6 +95,7 @@ def rope_attention_with_kvcache(
     return (o, lse) if return_lse else o
 
 
+@explain_keywords(KVCACHE, of=rope_attention_with_kvcache)
 def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **options) -> Plan:
     """What ``rope_attention_with_kvcache`` would run for the same arguments, as ``plan`` says it of ``rope_attention``.
 
@@ -120,6 +125,8 @@ def _describe(
     ``backend`` and ``convert`` as in ``rope_attention`` and ``autocast``. The records have (B, H, N, D) whatever the
     layout.
     """
+    if in_context_parallel():
+        refuse_context_parallel("rope_attention_with_kvcache")
     if layout != "bhsd":
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **given)

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
+    are_ordinary,
     check_bounds,
+    check_kinds,
     check_queries_and_keys,
     check_scales,
     check_sinks,
@@ -14,7 +16,6 @@ from fused_rope_attn.runtime.checks import (
     refuse_device,
     refuse_dtype,
     refuse_non_bool,
-    refuse_non_tensor,
     shown,
 )
 
@@ -50,19 +51,9 @@ def check_kvcache(
     if append and (k is None or v is None):
         given, lacking = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"{lacking} must be given where {given} is: both are appended, or neither")
-    if not (
-        isinstance(q, Tensor)
-        and isinstance(k_cache, Tensor)
-        and isinstance(v_cache, Tensor)
-        and isinstance(cos, Tensor)
-        and isinstance(sin, Tensor)
-        and isinstance(cache_seqlens, Tensor)
-        and (not append or (isinstance(k, Tensor) and isinstance(v, Tensor)))
-    ):
+    if not (are_ordinary(q, k_cache, v_cache, cos, sin, cache_seqlens) and (not append or are_ordinary(k, v))):
         new = {"k": k, "v": v} if append else {}
-        refuse_non_tensor(
-            q=q, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, cache_seqlens=cache_seqlens, **new
-        )  # fmt: skip
+        check_kinds(q=q, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, cache_seqlens=cache_seqlens, **new)
     if not (
         isinstance(cache_is_rotated, bool)
         and isinstance(causal, bool)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 
 from fused_rope_attn.rotation import reference
+from fused_rope_attn.rotation.keywords import ROTATION
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
+from fused_rope_attn.runtime.keywords import explain_keywords
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.rotation import ops
 
 
+@explain_keywords(ROTATION)
 def apply_rope(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -57,6 +60,7 @@ def apply_rope(
     return turned
 
 
+@explain_keywords(ROTATION)
 def apply_rope_qk(
     q: torch.Tensor,
     k: torch.Tensor,

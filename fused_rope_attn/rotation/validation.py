@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fused_rope_attn.runtime.checks import (
     INPUT_DTYPES,
+    are_ordinary,
+    check_kinds,
     check_rotary_dim,
     check_tables,
     kind_of,
@@ -14,7 +16,6 @@ from fused_rope_attn.runtime.checks import (
     refuse_choice,
     refuse_device,
     refuse_non_bool,
-    refuse_non_tensor,
     shown,
 )
 
@@ -44,8 +45,8 @@ def check_rotation(
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
-    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and all(isinstance(x, Tensor) for x in xs.values())):
-        refuse_non_tensor(**xs, cos=cos, sin=sin)
+    if not are_ordinary(*xs.values(), cos, sin):
+        check_kinds(**xs, cos=cos, sin=sin)
     if not (isinstance(interleaved, bool) and isinstance(inverse, bool)):
         refuse_non_bool(interleaved=interleaved, inverse=inverse)
     if not isinstance(layout, str) or layout not in LAYOUTS:

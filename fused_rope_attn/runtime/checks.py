@@ -5,11 +5,13 @@ the argument, what was expected and what came.
 """
 
 import math
+import sys
+import warnings
 from numbers import Real
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
 from fused_rope_attn.runtime.axes import LAYOUTS, form_of, in_layout
 
@@ -165,10 +167,52 @@ def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> No
 
 
 def check_kinds(**arguments: Any) -> None:
-    """Check that each is a tensor of the kind that attention is defined for: strided, of one device."""
+    """Check that each is a tensor, and neither nested, nor sparse, nor distributed."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             refuse_non_tensor(**{name: x})
+        if x.is_nested:
+            raise NotImplementedError(
+                f"{name} must not be a nested tensor: sequences of different lengths are for rope_attention_varlen, "
+                f"or for apply_rope with layout 'thd'; of a jagged tensor (B, N, H, D) these take {name}.values(), and "
+                f"{name}.offsets().int() as cu_seqlens"
+            )
+        if x.layout is not strided:
+            raise TypeError(f"{name} must be a dense tensor, but has the layout {named(x.layout)}; call to_dense()")
+        if _is_distributed(x):
+            raise NotImplementedError(
+                f"{name} must be a tensor of this process, but is a DTensor: pass {name}.to_local() where heads or "
+                "batch entries are sharded, and gather a sharded sequence first"
+            )
+
+
+def are_ordinary(first: Any, *others: Any) -> bool:
+    """Whether these are plain dense tensors, which `check_kinds` would not refuse: quick, and False where in doubt."""
+    for x in others:
+        if type(x) is not Tensor or x.layout is not strided:
+            return False
+    return type(first) is Tensor and first.layout is strided and not first.is_nested
+
+
+def _is_distributed(x: Tensor) -> bool:
+    # Who has a DTensor has imported its module.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+_said: set[str] = set()
+
+
+def warn_once(subject: str, message: str) -> None:
+    """A UserWarning at the line that called the public function, once per process and subject."""
+    if subject in _said:
+        return
+    _said.add(subject)
+    package = __name__.partition(".")[0]
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, UserWarning, stacklevel=depth)
 
 
 def refuse_non_tensor(**arguments: Any) -> NoReturn:
@@ -233,7 +277,7 @@ def kind_of(value: Any) -> str:
     return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def named(dtype: torch.dtype) -> str:
+def named(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 

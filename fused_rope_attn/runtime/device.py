@@ -33,10 +33,10 @@ def _gpu_arch(index: int) -> str:
 
 
 def arch(device: torch.device) -> str:
-    """Architecture name of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"`` or ``"cpu"``."""
+    """Architecture name of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"``, or its type, as ``"cpu"``."""
     if device.type == "cuda":
         return _gpu_arch(torch.cuda.current_device() if device.index is None else device.index)
-    return "interpreter" if is_interpreted() else device.type
+    return "interpreter" if is_interpreted() and device.type == "cpu" else device.type
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as functional
 
+import fused_rope_attn as package
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from tests.support.paths import ROOT
 
@@ -102,3 +103,25 @@ assert set(sys.modules) == before
 assert "torch.distributed.tensor" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
+
+
+def test_attention_is_refused_in_it(context):
+    """Whatever is called, with what to do instead; the rotation, which looks at one token at a time, is served."""
+    q, cos, sin = torch.ones(1, 2, 4, 16), torch.ones(4, 8), torch.zeros(4, 8)
+    packed, ends = q[0].transpose(0, 1), torch.tensor([0, 4], dtype=torch.int32)
+    calls = {
+        "rope_attention": lambda: package.rope_attention(q, q, q, cos, sin, True),
+        "rope_attention_varlen": lambda: package.rope_attention_varlen(
+            packed, packed, packed, cos, sin, ends, ends, 4, 4, True
+        ),
+        "rope_attention_with_kvcache": lambda: package.rope_attention_with_kvcache(
+            q, q, q, cos, sin, cache_seqlens=ends[1:]
+        ),
+    }
+    for name, call in calls.items():
+        call()
+        with context(), pytest.raises(NotImplementedError, match=f"^{name} was called under torch's context_parallel"):
+            call()
+        call()
+    with context():
+        torch.testing.assert_close(package.apply_rope(q, cos, sin), q)

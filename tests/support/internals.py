@@ -9,6 +9,7 @@ from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of
 
@@ -135,3 +136,20 @@ def count_prepared_steps():
 def rotate_without_the_kernel(monkeypatch):
     """The rotation takes its reference, as on a CPU without the interpreter."""
     monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
+
+
+def forget_warnings():
+    """What is said once per process is said again."""
+    checks._said.clear()
+
+
+def described_problems(monkeypatch):
+    """A list to which the forward operator of attention, which then runs as before, adds its problems."""
+    seen, run = [], ops._run_forward
+
+    def note(problem, tensors):
+        seen.append(problem)
+        return run(problem, tensors)
+
+    monkeypatch.setattr(ops, "_run_forward", note)
+    return seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from numbers import Real
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.experimental.corope.configs import HEAD_DIMS
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.autocast import is_autocast_on
 
 if device.has_triton():  # elsewhere every call takes the reference
     from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
@@ -45,9 +47,10 @@ def corope_attention(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range or device.
         NotImplementedError: ``create_graph=True`` through the kernels.
+        RuntimeError: their backward pass under ``torch.use_deterministic_algorithms(True)``.
     """
     _check(q, k, v, base, softmax_scale)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
+    if is_autocast_on(q.device.type) and q.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     base, scale = float(base), q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -72,9 +75,23 @@ class CoRopeAttention(torch.autograd.Function):
     def backward(ctx, do):
         if torch.is_grad_enabled():  # by create_graph: the kernels would leave no graph, and a second pass zeros
             raise NotImplementedError("corope_attention: double backward (create_graph=True) is not supported")
+        _refuse_determinism()
         with device.guard(do.device):
             gradients = corope_backward(do, *ctx.saved_tensors, **ctx.options)
         return *(g if need else None for g, need in zip(gradients, ctx.needs_input_grad)), None, None
+
+
+def _refuse_determinism() -> None:
+    """What PyTorch's own operators do whose backward pass is not deterministic: an error, or a warning if so chosen."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return
+    message = (
+        "the backward pass of corope_attention has no deterministic kernels, which "
+        "torch.use_deterministic_algorithms(True) asks for: its gradients are summed by atomics"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(f"{message}; warn_only=True lets them run")
+    warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _check(q, k, v, base, softmax_scale) -> None:

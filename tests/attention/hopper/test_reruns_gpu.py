@@ -5,7 +5,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
+from fused_rope_attn.testing import make_inputs, run_op
+from tests.support.attention import assert_equal
 from tests.support.gpu import MANY_TILES
 from tests.support.hopper import check_reruns, needs_sm_90
 from tests.support.paths import ROOT
@@ -59,6 +62,19 @@ def test_nothing_hangs():
         pytest.fail(f"not finished after {late.timeout} s; the last lines: {(late.stdout or b'')[-500:]!r}")
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
     assert "all agree" in result.stdout
+
+
+def test_the_setting_of_the_process_gives_the_same_bits():
+    """`torch.use_deterministic_algorithms(True)` keeps off the sm_90 backward, which adds in any order."""
+    inputs = make_inputs(MANY_TILES, "cuda")
+    try:
+        torch.use_deterministic_algorithms(True)
+        runs = [run_op(inputs, MANY_TILES, backend="auto") for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    runs.append(run_op(inputs, MANY_TILES, backend="auto", deterministic=True))
+    for run in runs[1:]:
+        assert_equal(runs[0], run)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Keywords of other attention functions, and what does the same in this package's."""
+
+from __future__ import annotations
+
+SDPA, FLASH, TRANSFORMERS, FLEX = "scaled_dot_product_attention's", "flash-attn's", "transformers'", "flex_attention's"
+MODULE, FLASHINFER, LLAMA = "nn.MultiheadAttention's", "flashinfer's", "Meta's Llama's"
+STEP, PACKED = "rope_attention_with_kvcache's", "rope_attention_varlen's"
+
+_MASK = "use causal and window for bands and kv_starts and kv_lens for padding; other masks are not served"
+_PADDING = "use kv_starts and kv_lens, the first key and the number of keys of every batch entry"
+_NO_DROPOUT = "there is no dropout here, leave it out"
+_TABLES = "pass the table as cos or sin, the fourth and fifth argument"
+_POSITIONS = "key j takes row j of the tables: pass the rows themselves, cos[position_ids] and sin[position_ids]"
+_PAGES = "paged caches are not served by this function"
+
+# Of every function of attention; the tables below differ where a function has not what is named here.
+ATTENTION: dict[str, tuple[str, str]] = {
+    "query": (SDPA, "it is q here"),
+    "key": (SDPA, "it is k here"),
+    "value": (SDPA, "it is v here"),
+    "attn_mask": (SDPA, _MASK),
+    "is_causal": (SDPA, "use causal, which is aligned with the last key"),
+    "scale": (SDPA, "use softmax_scale"),
+    "dropout_p": (SDPA, _NO_DROPOUT),
+    "enable_gqa": (SDPA, "k and v may always have fewer heads than q, leave it out"),
+    "score_mod": (FLEX, "use softcap, sinks or window; other changes of the scores are not served"),
+    "block_mask": (FLEX, _MASK),
+    "key_padding_mask": (MODULE, _PADDING),
+    "need_weights": (MODULE, "no probabilities are kept; return_lse gives their normaliser"),
+    "attention_mask": (TRANSFORMERS, _MASK),
+    "position_ids": (TRANSFORMERS, _POSITIONS),
+    "position_embeddings": (TRANSFORMERS, "pass its two tables as cos and sin"),
+    "scaling": (TRANSFORMERS, "use softmax_scale"),
+    "sliding_window": (TRANSFORMERS, "use window=(sliding_window - 1, 0)"),
+    "dropout": (TRANSFORMERS, _NO_DROPOUT),
+    "s_aux": (TRANSFORMERS, "use sinks"),
+    "output_attentions": (TRANSFORMERS, "no probabilities are kept; return_lse gives their normaliser"),
+    "window_size": (FLASH, "use window, with the same meaning"),
+    "alibi_slopes": (FLASH, "ALiBi is not served: positions are the rotation's"),
+    "learnable_sink": (FLASH, "use sinks"),
+    "return_attn_probs": (FLASH, "no probabilities are kept; return_lse gives their normaliser"),
+    "return_softmax_lse": (FLASH, "use return_lse"),
+    "rotary_cos": (FLASH, _TABLES),
+    "rotary_sin": (FLASH, _TABLES),
+    "rotary_interleaved": (FLASH, "use interleaved"),
+    "num_splits": (FLASH, "the work is divided by the plan, leave it out"),
+    "seqused_k": (FLASH, "use kv_lens"),
+    "cache_leftpad": (FLASH, "use kv_starts"),
+    "cache_batch_idx": (FLASH, "index the caches"),
+    "logits_soft_cap": (FLASHINFER, "use softcap"),
+    "sm_scale": (FLASHINFER, "use softmax_scale"),
+    "softmax_temp": ("flash-attn's of old", "use softmax_scale"),
+    "freqs_cis": (LLAMA, "pass freqs_cis.real and freqs_cis.imag as cos and sin, with interleaved=True"),
+    "cu_seqlens": (PACKED, "packed sequences are that function's, as cu_seqlens_q and cu_seqlens_k"),
+    "cu_seqlens_q": (PACKED, "packed sequences are that function's"),
+    "cu_seqlens_k": (PACKED, "packed sequences are that function's"),
+    "max_seqlen_q": (PACKED, "packed sequences are that function's"),
+    "max_seqlen_k": (PACKED, "packed sequences are that function's"),
+    "cache_seqlens": (STEP, "call it to append to a cache, or use kv_lens here, the number of keys"),
+    "k_cache": (STEP, "it is k here"),
+    "v_cache": (STEP, "it is v here"),
+    "block_table": (STEP, _PAGES),
+}
+
+_BOUNDS = "cu_seqlens_k says where the keys of every sequence begin and end"
+_BANDS = "use causal and window for bands; other masks are not served, and padding is left out of packed tensors"
+VARLEN = ATTENTION | {
+    "attn_mask": (SDPA, _BANDS),
+    "block_mask": (FLEX, _BANDS),
+    "attention_mask": (TRANSFORMERS, _BANDS),
+    "key_padding_mask": (MODULE, "padding is left out of packed tensors"),
+    "seqused_k": (FLASH, _BOUNDS),
+    "cache_leftpad": (FLASH, _BOUNDS),
+    "position_ids": (
+        TRANSFORMERS,
+        "positions restart in every sequence; cu_seqlens_from_position_ids makes cu_seqlens",
+    ),
+    "cu_seqlens": (TRANSFORMERS, "pass it as cu_seqlens_q and as cu_seqlens_k"),
+    "max_seqlen": (TRANSFORMERS, "pass it as max_seqlen_q and as max_seqlen_k"),
+    "cache_seqlens": (STEP, _BOUNDS),
+    "kv_starts": ("rope_attention's", _BOUNDS),
+    "kv_lens": ("rope_attention's", _BOUNDS),
+    "layout": ("rope_attention's", "packed tensors are always (T, H, D), leave it out"),
+}
