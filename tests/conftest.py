@@ -18,7 +18,7 @@ from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
 if is_interpreted():
-    from tests.support.interpreter import remember_builtins
+    from verification.interpreter import remember_builtins
 
     remember_builtins()
 

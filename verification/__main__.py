@@ -4,6 +4,9 @@ On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the
 what it serves. Without one the real kernels run in
 Triton's interpreter on the small cases, in float16 and float32. Exit status 0: all within tolerance; 1: some are not;
 2: usage.
+
+``--random N`` draws N calls over the whole contract instead, illegal ones among them, and runs each on the backends
+that serve it. A failure prints the command that runs its call alone.
 """
 
 from __future__ import annotations
@@ -39,9 +42,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--large", action="store_true", help="only the large cases")
     add("--filter", default="", metavar="TEXT", help="only cases whose name contains this")
     add("--jobs", type=int, metavar="N", help="processes; 0: all in this one (debuggers, compute-sanitizer)")
-    add("--json", default="out/verification.json", metavar="FILE", help="default: %(default)s; '' for none")
+    add("--json", metavar="FILE", help="default: out/verification.json (out/random.json with --random); '' for none")
     add("--list", action="store_true", help="name the cases and run nothing")
+    drawn = parser.add_argument_group("random calls")
+    drawn.add_argument("--random", type=int, metavar="N", help="draw and run the calls 0 to N - 1 instead of the cases")
+    drawn.add_argument("--seed", type=int, default=0, metavar="S", help="of the drawing; default: %(default)s")
+    drawn.add_argument("--only", type=int, metavar="I", help="run the call I alone, in this process")
+    drawn.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes, and say how many calls ran")
     options = parser.parse_args(argv)
+    check_random(parser, options)
 
     on_gpu = options.device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
@@ -63,8 +72,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if "bfloat16" in options.dtype and not on_gpu and options.backend != ["reference"]:
         parser.error("--dtype bfloat16: Triton's interpreter computes it wrongly; on a CPU use --backend reference")
     if options.jobs is None:
-        options.jobs = min(16, os.cpu_count() or 1) if on_gpu else min(4, os.cpu_count() or 1)
+        of_cpu = 1 if options.random is not None else 4
+        options.jobs = min(16 if on_gpu else of_cpu, os.cpu_count() or 1)
+    if options.json is None:
+        options.json = "out/verification.json" if options.random is None else "out/random.json"
     return options
+
+
+def check_random(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What goes with ``--random`` and what does not; notes in ``options.given`` what the user chose."""
+    options.given = {
+        name for name in ("device", "backend", "dtype") if getattr(options, name) != parser.get_default(name)
+    }
+    if options.random is None:
+        for name in ("only", "minutes"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name}: needs --random")
+        return
+    if options.random < 1:
+        parser.error(f"--random: must be 1 or more, but is {options.random}")
+    for name in ("strategy", "small", "large", "filter", "list"):
+        if getattr(options, name):
+            parser.error(f"--{name}: is for the cases, not for --random")
 
 
 def make_tasks(options: argparse.Namespace) -> list:
@@ -109,6 +138,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cpu":
         # Read when triton is imported, by this process and by those it starts.
         os.environ["TRITON_INTERPRET"] = "1"
+    if options.random is not None:
+        from verification.random.command import run
+
+        return run(options)
     from tqdm import tqdm
 
     from verification import report

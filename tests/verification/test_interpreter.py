@@ -16,9 +16,9 @@ def builtins(package):
 def test_every_builtin_is_replaced_and_comes_back():
     from triton.runtime import interpreter
 
-    from tests.support.interpreter import PACKAGES
+    from verification.interpreter import PACKAGES
 
-    assert interpreter._patch_builtin.__module__ == "tests.support.interpreter"
+    assert interpreter._patch_builtin.__module__ == "verification.interpreter"
     before = [builtins(package) for package in PACKAGES]
     assert all(before) and {"load", "dot"} <= before[0].keys()
     scope = interpreter._LangPatchScope()
