@@ -72,7 +72,7 @@ def prepare_process(machine: Machine) -> None:
     """Once in each process, before its first call."""
     torch.set_num_threads(1)
     if machine.has_gpu:
-        torch.cuda.set_device(machine.device)
+        torch.cuda.set_device(torch.device(machine.device).index or 0)
     elif machine.arch == "interpreter":
         from verification.interpreter import remember_builtins
 
