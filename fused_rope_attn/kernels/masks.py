@@ -11,6 +11,9 @@ import triton.language as tl
 
 from fused_rope_attn.kernels.records import record
 
+# Behind every query row, and far enough from 2**31 that tiles can be counted from it.
+NO_ROW = tl.constexpr(2**30)
+
 
 @record
 class Mask:
@@ -68,13 +71,15 @@ def first_key(starts_ptr, batch, q_offset, num_keys, left):
 
 @triton.jit
 def first_query(mask, q_offset):
-    """The first query row that sees a key: the rows before it, and no others, see nothing (first_key < num_keys)."""
+    """The first query row that sees a key: the rows before it, and no others, see nothing. NO_ROW where none sees one
+    because there are no keys from first_key on."""
     row = tl.maximum(0, -q_offset)
     if mask.first_key is not None:
         if mask.IS_CAUSAL:
             row = tl.maximum(row, mask.first_key - q_offset)
         if mask.right is not None:
             row = tl.maximum(row, mask.first_key - mask.right - q_offset)
+        row = tl.where(mask.first_key < mask.num_keys, row, NO_ROW)
     return row
 
 

@@ -28,7 +28,7 @@ from verification.random.common import (
     refusal,
     same_bits,
 )
-from verification.random.layouts import SHARED, draw_layout, lay, lay_table
+from verification.random.layouts import ADDRESSABLE, SHARED, draw_layout, lay, lay_table
 from verification.random.shapes import (
     draw_bounds,
     draw_group,
@@ -271,6 +271,10 @@ class Attention:
             softcap=rng.choice([2.0, 15.0, 50.0]) if masks and chance(rng, 0.25) else 0.0,
             sinks=masks and chance(rng, 0.3), sinks_dtype=dtype if chance(rng, 0.3) else torch.float32,
         )  # fmt: skip
+        variants = _draw_variants(rng, machine)
+        layouts = {name: draw_layout(rng, gradient=name == "do") for name in ("q", "k", "v", "do")}
+        if any(backend == "hopper" for backend, _ in variants) and chance(rng, 0.85):
+            layouts["v"] = rng.choice(ADDRESSABLE)  # most calls would only be refused otherwise
         most = pick(rng, {600: 14, 1024: 1, 3000: 1}) if machine.has_gpu else 90
         return Setting(
             case=case,
@@ -278,12 +282,12 @@ class Attention:
             window=draw_window_kind(rng) if masks else "none",
             starts=starts,
             lens=lens,
-            layouts=tuple((name, draw_layout(rng, gradient=name == "do")) for name in ("q", "k", "v", "do")),
+            layouts=tuple(layouts.items()),
             table_layout=pick(rng, {"plain": 8, "columns": 1, "odd": 1}),
             lead=chance(rng, 0.2),
             most=most,
             deterministic=chance(rng, 0.12),
-            variants=_draw_variants(rng, machine),
+            variants=variants,
         )
 
     def draw_call(self, rng: random.Random, setting: Setting, machine: Machine) -> AttentionCall:

@@ -257,7 +257,7 @@ class Generation:
         return Setting(
             case=case,
             group=draw_group(rng, machine, 0.7),
-            len_q=pick(rng, {1: 10, rng.randint(2, 8): 4, rng.randint(9, 40): 1.5}),
+            len_q=pick(rng, {1: 10, rng.randint(2, 8): 4, rng.randint(9, 40 if machine.has_gpu else 20): 1}),
             window=draw_window_kind(rng) if masks else "none",
             starts=masks and chance(rng, 0.35),
             is_rotated=chance(rng, 0.6),
@@ -278,7 +278,7 @@ class Generation:
             capacity = rng.randint(len_q, max(len_q, pick(rng, {setting.most: 2, 40: 1})))
             # In the interpreter each row of the output has a program of its own.
             rows = batch * heads_q * len_q
-            fits = heads_kv * batch * capacity < 1_000_000 if machine.has_gpu else rows <= 12 or batch * heads_kv == 1
+            fits = heads_kv * batch * capacity < 300_000 if machine.has_gpu else rows <= 16 or batch * heads_kv == 1
             if fits and is_affordable(machine, batch * heads_q, len_q, capacity):
                 break
         room = capacity - len_q if setting.appends else capacity

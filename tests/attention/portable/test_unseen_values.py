@@ -19,6 +19,7 @@ from tests.support.marks import both_strategies, cases, ignore_overflow, interpr
 @cases(
     replace(TWO_BATCHES, kv_starts=(10, 70), kv_lens=(100, 105), dtype=F32),
     replace(TWO_BATCHES, kv_starts=(10, 70), kv_lens=(100, 105), dtype=F32, causal=False),
+    replace(TWO_BATCHES, kv_starts=(105, 70), kv_lens=(100, 105), dtype=F32, causal=False),
     Case(1, 1, 1, 10, 140, 16, window=(50, 0), dtype=F32),
     packed((20, 33), behind=(40, 70), dtype=F32),
 )
@@ -37,8 +38,8 @@ def test_nan_in_keys_that_nobody_reaches(case, backend, strategy):
         else:
             k[b, :, : case.kv_starts[b]], v[b, :, : case.kv_starts[b]] = math.nan, math.inf
             k[b, :, case.kv_lens[b] :], v[b, :, case.kv_lens[b] :] = math.inf, math.nan
-            if case.causal:
-                dead = case.kv_starts[b] - case.kv_lens[b] + case.len_q
+            dead = case.kv_starts[b] - case.kv_lens[b] + case.len_q
+            if case.causal or dead > case.len_q:
                 q[b, :, : max(0, dead)], do[b, :, : max(0, dead)] = math.nan, math.nan
     out = run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **choice)
     for name, x, y in zip(out._fields, out, expected):
