@@ -261,3 +261,18 @@ def test_poison_empty_and_back():
     with pytest.raises(RuntimeError, match="inside"), poison_empty():
         raise RuntimeError("inside")
     assert (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty) == originals
+
+
+def test_noise_of_what_is_zero_grows_with_what_adds_it_up():
+    case = Case(1, 8, 2, 16, 16, 256, tables="random")
+    inputs = testing.make_inputs(case)
+    tables = float((inputs.cos.square() + inputs.sin.square()).mean())
+    assert tables > 1.0
+    noise = {name: testing.noise_of_zero(name, case, inputs) for name in ("o", "dq", "dk", "dv")}
+    assert noise == pytest.approx({"o": 2.0, "dq": 2.0 * tables, "dk": 4.0 * tables, "dv": 4.0})
+    small = dataclasses.replace(case, heads_q=2, head_dim=32, tables="rope")
+    assert testing.noise_of_zero("dk", small, testing.make_inputs(small)) == pytest.approx(1.0)
+    zero, wrong = torch.zeros(1, 1, 4, 8, dtype=torch.float64), torch.full((1, 1, 4, 8), 1e-5)
+    for factor, holds in ((1.0, False), (4.0, True)):
+        found = testing.compare("dk", wrong, zero, zero.half(), grad=True, dtype=torch.float16, zero=factor)
+        assert found.ok is holds

@@ -95,8 +95,9 @@ class Problem(NamedTuple):
 
     @property
     def reads_lengths(self) -> bool:
-        """Whether the number of keys is read on the device, or keys may begin after the first."""
-        return self.has_kv_starts or self.has_kv_lens or self.sequences is not None
+        """Whether queries may lie before position 0, or keys begin after the first: by lengths that the device reads,
+        or because there are more queries than keys."""
+        return self.has_kv_starts or self.has_kv_lens or self.sequences is not None or self.len_q > self.len_k
 
     @property
     def has_masks(self) -> bool:

@@ -92,7 +92,7 @@ def _rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     if cos.shape[1] == 0:
         cos, sin = F.pad(cos, (0, 0, 0, 1)), F.pad(sin, (0, 0, 0, 1))
     rows = position.long().clamp(0, cos.shape[1] - 1)
-    batch = torch.arange(max(rows.shape[0], cos.shape[0]), device=cos.device).unsqueeze(1) if cos.shape[0] > 1 else 0
+    batch = 0 if cos.shape[0] == 1 else torch.arange(cos.shape[0], device=cos.device).unsqueeze(1)
     cos_rows, sin_rows = (table[batch, rows].masked_fill(missing, float("nan")).unsqueeze(1) for table in (cos, sin))
     return cos_rows, sin_rows
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_rope_attn import rope_tables
+from fused_rope_attn import apply_rope, rope_tables
 from fused_rope_attn.rotation import reference
 from tests.support.loop_attention import complex_rotation, normal, tables
 
@@ -71,3 +71,14 @@ def test_the_rotation_is_the_reference_of_attention_too():
     """`reference.rotation` without positions is `reference.rotate`, by which the attention is defined."""
     x, (cos, sin) = normal(2, 3, 9, 16), rope_tables(9, 12)
     assert torch.equal(reference.rotation(x, cos, sin, rotary_dim=12), reference.rotate(x, cos, sin))
+
+
+@pytest.mark.parametrize("batch, batch_of_tables", [(0, 0), (0, 1), (2, 2)])
+def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables):
+    """Also of an empty one, whose tables have no entry either."""
+    x, ids = torch.randn(batch, 3, 5, 8), torch.randint(0, 7, (batch, 5))
+    cos, sin = torch.randn(batch_of_tables, 7, 4), torch.randn(batch_of_tables, 7, 4)
+    rotated = apply_rope(x, cos, sin, position_ids=ids)
+    assert rotated.shape == x.shape
+    for b in range(batch):
+        assert torch.equal(rotated[b], apply_rope(x[b : b + 1], cos[b][ids[b]], sin[b][ids[b]])[0])

@@ -210,8 +210,9 @@ class AttentionCall:
                 if x.shape != eager[name].shape:
                     continue
                 compared = testing.compare(
-                    name, x, ref64[name], eager[name], grad=name.startswith("d"), dtype=case.dtype, draws=draws.of(name)
-                )
+                    name, x, ref64[name], eager[name], grad=name.startswith("d"), dtype=case.dtype,
+                    draws=draws.of(name), zero=testing.noise_of_zero(name, case, inputs),
+                )  # fmt: skip
                 yield Finding.of(label, compared)
             touched = changed(arguments, before)
             yield Finding.that(label, "inputs", not touched, f"{', '.join(touched)} changed")

@@ -21,7 +21,7 @@ FAMILIES: dict[Family, tuple[float, float]] = {
     Rotation(several=True): (2, 2),
     CoRope(): (1, 0.7),
 }
-CALLS_OF_A_SETTING = 12
+CALLS_OF_A_SETTING = 30
 ILLEGAL = 1 / 6
 
 

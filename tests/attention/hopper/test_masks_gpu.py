@@ -120,6 +120,19 @@ def test_nan_in_keys_that_nobody_reaches(case):
     assert_same_but_dq(run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **ON_SM_90), expected)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+def test_nan_in_queries_before_the_first_key(head_dim):
+    """There are more queries than keys, and no lengths: the first rows see nothing, whatever they and their dO hold."""
+    case = replace(ODD_LENGTHS, len_q=433, len_k=130, head_dim=head_dim)
+    inputs = make_inputs(case, "cuda")
+    expected = run_op(inputs, case, **ON_SM_90)
+    q, do, dead = inputs.q.clone(), inputs.do.clone(), case.len_q - case.len_k
+    q[:, :, :dead], do[:, :, :dead] = math.nan, math.inf
+    out = run_op(inputs._replace(q=q, do=do), case, **ON_SM_90)
+    assert_same_but_dq(out, expected)
+    assert not out.o[:, :, :dead].any() and not out.dq[:, :, :dead].any()
+
+
 def test_masked_passes_of_different_backends_fit_together():
     case = replace(PADDED, window=(150, 0), softcap=30.0, kv_starts=(0, 300), kv_lens=(700, 600), sinks=True)
     inputs = make_inputs(case, "cuda")

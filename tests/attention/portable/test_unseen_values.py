@@ -44,3 +44,25 @@ def test_nan_in_keys_that_nobody_reaches(case, backend, strategy):
     out = run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **choice)
     for name, x, y in zip(out._fields, out, expected):
         assert torch.equal(x, y), name
+
+
+@interpreted
+@ignore_overflow
+@both_strategies
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@cases(
+    Case(2, 4, 2, 70, 33, 16, dtype=F32),
+    Case(1, 2, 1, 129, 35, 32, window=(18, -1), interleaved=True, dtype=F32),
+    Case(1, 2, 2, 65, 1, 16, softcap=5.0, sinks=True, dtype=F32),
+)
+def test_nan_in_queries_before_the_first_key(case, backend, strategy):
+    """There are more queries than keys, and no lengths: the first rows see nothing, whatever they and their dO hold."""
+    inputs = make_inputs(case)
+    choice = {"backend": backend, "strategy": strategy if backend == "triton" else "auto"}
+    expected = run_op(inputs, case, **choice)
+    q, do, dead = inputs.q.clone(), inputs.do.clone(), case.len_q - case.len_k
+    q[:, :, :dead], do[:, :, :dead] = math.nan, math.inf
+    out = run_op(inputs._replace(q=q, do=do), case, **choice)
+    for name, x, y in zip(out._fields, out, expected):
+        assert torch.equal(x, y), name
+    assert not out.o[:, :, :dead].any() and not out.dq[:, :, :dead].any()
