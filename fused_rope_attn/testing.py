@@ -533,7 +533,8 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
 
     The noise is that of two sums over D products, and the tensor cores cut off a little at every step, so that it grows
     with D. dk and dv add it up over the heads of a group, with random signs; dq and dk carry it through rotated vectors
-    and back through the rotation, which lengthens them twice where a table is not of unit norm.
+    and back through the rotation, which lengthens them twice where a table is not of unit norm, and are multiples of
+    the softmax scale, which is D ** -0.5 by default.
     """
     factor = max(1.0, case.head_dim / 128)
     if name in ("dk", "dv"):
@@ -541,6 +542,8 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
     if name in ("dq", "dk") and inputs.cos.numel():
         norms = inputs.cos.float().square() + inputs.sin.float().square()
         factor *= max(1.0, float(norms.mean()))
+        if case.softmax_scale is not None:
+            factor *= max(1.0, abs(case.softmax_scale) * case.head_dim**0.5)
     return factor
 
 
@@ -634,7 +637,8 @@ class RandomRounding(TorchDispatchMode):
             return self._product(func, *args)
         if func is aten._to_copy.default and args[0].dtype in (torch.float32, torch.float64):
             dtype = kwargs.get("dtype")
-            if dtype in _PRECISION and dtype.itemsize < args[0].dtype.itemsize:
+            stays = kwargs.get("device") in (None, args[0].device)
+            if stays and dtype in _PRECISION and dtype.itemsize < args[0].dtype.itemsize:
                 return self._round(args[0], dtype)
         result = func(*args, **kwargs)
         if func is aten._softmax.default:

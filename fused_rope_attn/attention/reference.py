@@ -290,5 +290,5 @@ def query_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tens
     rows = position.clamp(min=0)
     if rows.shape[0] == 1:
         return cos[:, rows[0]].unsqueeze(1), sin[:, rows[0]].unsqueeze(1)
-    batch = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) if cos.shape[0] > 1 else 0
+    batch = 0 if cos.shape[0] == 1 else torch.arange(cos.shape[0], device=rows.device).unsqueeze(1)
     return cos[batch, rows].unsqueeze(1), sin[batch, rows].unsqueeze(1)

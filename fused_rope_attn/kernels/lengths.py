@@ -67,13 +67,22 @@ def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr, LAYOUT: tl.
 
 
 @triton.jit
+def rows_of_sequence(sequence, num_sequences, num_rows):
+    """How many of num_rows rows belong to a packed sequence: none of those behind the last one.
+
+    There may be more of them than rows in the tables, which have as many as the longest sequence.
+    """
+    return tl.where(sequence < num_sequences, num_rows, 0)
+
+
+@triton.jit
 def packed_partner(cu_ptr, sequence, num_sequences, N):
     """(first row, number of rows) of the keys of a sequence of queries, or of the queries of a sequence of keys.
 
     Rows behind the last sequence have none.
     """
     first_row, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
-    return first_row, tl.where(sequence < num_sequences, rows, 0)
+    return first_row, rows_of_sequence(sequence, num_sequences, rows)
 
 
 @triton.jit

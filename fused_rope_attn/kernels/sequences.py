@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile
+from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, rows_of_sequence
 from fused_rope_attn.kernels.masks import Mask, sequence_mask
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import scheduled_tile
@@ -121,4 +121,7 @@ def sequence_of_queries(tile, NK, masks):
 def sequence_of_keys(tile, NQ, masks):
     """The ``Sequence`` of a tile of keys, with NQ rows of queries in the tensor."""
     first_q, num_queries = partner_rows(tile, masks.cu_q_ptr, masks.num_sequences, NQ)
-    return described_sequence(tile.origin.batch, first_q, num_queries, tile.origin.row, tile.num_rows, masks)
+    num_rows = tile.num_rows
+    if masks.cu_k_ptr is not None:
+        num_rows = rows_of_sequence(tile.sequence, masks.num_sequences, num_rows)
+    return described_sequence(tile.origin.batch, first_q, num_queries, tile.origin.row, num_rows, masks)

@@ -12,6 +12,9 @@ from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import table_strides
 
+# Columns that pass through, as a multiple of those that rotate, up to which a tile's size does not count them.
+_MOST_TAIL = 4
+
 
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
@@ -49,7 +52,10 @@ class RotationCall:
 
         # One token (a step of decoding) is all heads, however they lie.
         heads_inner = x_strides[0][1] < x_strides[0][2] or length == 1
-        rows, block_heads = tile_shape(config, 2 * block_p * xs[0].element_size(), min(heads), heads_inner)
+        # A tile also holds what passes through, which is much where few columns of many rotate.
+        block_tail = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1
+        columns = max(2 * block_p, block_tail // _MOST_TAIL)
+        rows, block_heads = tile_shape(config, columns * xs[0].element_size(), min(heads), heads_inner)
         chunks = sum(triton.cdiv(h, block_heads) for h in heads)
         missing = 3 - len(xs)
         strides = {
@@ -77,7 +83,7 @@ class RotationCall:
             BLOCK_TOKENS=rows,
             BLOCK_HEADS=block_heads,
             BLOCK_PAIRS=block_p,
-            BLOCK_TAIL=_power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1,
+            BLOCK_TAIL=block_tail,
             INTERLEAVED=interleaved,
             CONJUGATE=conjugate,
             FULL_WIDTH=cos.shape[-1] == width,

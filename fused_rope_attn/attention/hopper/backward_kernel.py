@@ -34,7 +34,14 @@ from fused_rope_attn.attention.hopper.backward_load import Destinations, Existin
 from fused_rope_attn.attention.hopper.dq import Progress, reduce
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, KEYS
-from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
+from fused_rope_attn.kernels.lengths import (
+    count_tiles,
+    existing_keys,
+    packed_partner,
+    packed_tile,
+    padded_row,
+    rows_of_sequence,
+)
 from fused_rope_attn.kernels.masks import Mask, sequence_mask
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
@@ -100,6 +107,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     num_rows = NQ if IS_PACKED else pitch
     start_n = tile * BLOCK_N
     num_keys = existing_keys(lens_ptr, batch, NK)
+    if IS_PACKED:
+        num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_N)
     num_begun = queries.count

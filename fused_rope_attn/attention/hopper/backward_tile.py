@@ -78,10 +78,10 @@ def store_dv(rows, dv, stage):
 
 
 @jit
-def store_dk(rows, dk, room, keys, NK, gradients, FIRST_PAIR: gl.constexpr):
+def store_dk(rows, dk, room, keys, num_keys, gradients, FIRST_PAIR: gl.constexpr):
     """Rotate dk (KEYS, columns) float32 of ``keys`` back, and write it to ``Rows`` as ``store_dv`` does.
 
-    ``room``: KEYS * columns * 2 bytes of shared memory. FIRST_PAIR: the rotation pair that the columns begin with.
+    Only the first num_keys keys of the sequence have rows in the tables. ``room``: KEYS * columns * 2 bytes of shared memory. FIRST_PAIR: the rotation pair that the columns begin with.
     """
     COLUMNS: gl.constexpr = dk.shape[1]
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -94,8 +94,8 @@ def store_dk(rows, dk, room, keys, NK, gradients, FIRST_PAIR: gl.constexpr):
     stage.store(second)
     second = stage.load(PAIRS)
     rotation = head_rotation(
-        gradients.cos_ptr, gradients.sin_ptr, gradients.cos_strides, gradients.sin_strides, keys.batch.to(gl.int64), NK,
-        gradients.R, gradients.INTERLEAVED,
+        gradients.cos_ptr, gradients.sin_ptr, gradients.cos_strides, gradients.sin_strides, keys.batch.to(gl.int64),
+        num_keys, gradients.R, gradients.INTERLEAVED,
     )  # fmt: skip
     offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
     pairs = None
@@ -128,4 +128,4 @@ def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room,
         k_scale *= scale.cap_scale
     if dk_room_empty is not None:
         mbarrier.wait(dk_room_empty, (dk_room_uses & 1) ^ 1)
-    store_dk(dk_rows, dk * k_scale, dk_room, keys, NK, gradients, FIRST_COLUMN // 2)
+    store_dk(dk_rows, dk * k_scale, dk_room, keys, mask.num_keys, gradients, FIRST_COLUMN // 2)
