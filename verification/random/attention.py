@@ -120,11 +120,7 @@ class AttentionCall:
         position, low, high = reference.visible_range(
             case.len_q, case.len_k, case.causal, window=case.window, device=torch.device(device), **bounds
         )
-        # Where lengths lie on the device, dead queries are padding, and may hold anything. Those of NQ > NK alone the
-        # caller has made: what they hold is finite.
-        dead = (
-            low >= high if case.kv_starts is not None or case.kv_lens is not None else torch.zeros_like(low, dtype=bool)
-        )
+        dead = low >= high
         absent = reference.absent_keys(case.len_k, position, window=case.window, **bounds)
         return {"q": dead, "do": dead} | ({} if absent is None else {"k": absent, "v": absent})
 
