@@ -114,6 +114,63 @@ def test_a_correct_kernel_passes_on_small_shapes(changes, dtype):
             assert result.ok, (case.name, result)
 
 
+def eager_draws(inputs, case):
+    """What `compare` takes as its draws, of each tensor."""
+    with testing.RandomRounding(torch.Generator().manual_seed(0)):
+        results = [run_reference(inputs, case) for _ in range(testing.DRAWS)]
+    return {name: lambda name=name: (getattr(draw, name) for draw in results) for name in TENSORS}
+
+
+def second_opinions(out, ref64, eager, inputs, case):
+    draws = eager_draws(inputs, case)
+    return {
+        name: compare(
+            name, getattr(out, name), getattr(ref64, name), getattr(eager, name), grad=name[0] == "d",
+            dtype=case.dtype, draws=draws[name],
+        )
+        for name in TENSORS
+    }  # fmt: skip
+
+
+def test_draws_excuse_a_lucky_eager():
+    """One key and a sink: dq and dk are multiples of one number, whose error eager may have escaped by luck."""
+    refused = 0
+    for seed in (48, 56):
+        case = Case(2, 3, 1, 1, 1, 40, seed=seed, sinks=True)
+        inputs = make_inputs(case)
+        ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+        out = flash(inputs, case)
+        refused += not all(result.ok for result in verdicts(out, ref64, eager, case.dtype).values())
+        for result in second_opinions(out, ref64, eager, inputs, case).values():
+            assert result.ok, result
+    assert refused == 2
+
+
+@pytest.mark.parametrize("bug", [{"shifted_rows": 64}, {"dropped_rows": 24}], ids=str)
+def test_draws_excuse_no_local_bug(bug):
+    """What the row rule is for: many roundings make a row's error, and no draw of eager's comes near."""
+    case = Case(1, 1, 1, 320, 320, 64, dtype=torch.bfloat16)
+    inputs = make_inputs(case)
+    ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+    results = second_opinions(flash(inputs, case, **bug), ref64, eager, inputs, case)
+    assert all(not results[name].ok and results[name].row_ratio > 4.0 for name in ("o", "dq", "dk", "dv")), results
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_random_rounding_goes_to_a_neighbour_and_keeps_the_mean(dtype):
+    exponent = torch.arange(-8, 9, dtype=torch.float64).repeat_interleave(20)
+    x = -(1 + torch.rand(exponent.shape, dtype=torch.float64)) * 2**exponent
+    unit = torch.finfo(dtype).eps * 2**exponent
+    with testing.RandomRounding(torch.Generator().manual_seed(0)):
+        rounded = x.repeat(1000, 1).to(dtype).double()
+        subnormal = torch.full((1000,), 0.3 * 2.0**-24, dtype=torch.float64).half().double()
+        odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0], dtype=torch.float64).to(dtype)
+    assert torch.equal(torch.minimum(rounded.amax(0) - rounded.amin(0), unit), rounded.amax(0) - rounded.amin(0))
+    assert ((rounded - x).abs() < unit).all() and ((rounded.mean(0) - x).abs() < 0.08 * unit).all()
+    assert set(subnormal.tolist()) == {0.0, 2.0**-24} and abs(float(subnormal.mean()) * 2**24 - 0.3) < 0.08
+    assert odd[0].isnan() and odd[1:].tolist() == [math.inf, -math.inf, 0.0]
+
+
 def test_rows_that_see_nothing_do_not_make_their_neighbours_suspicious():
     """Next to them, a row with one key and a sink: eager's error there is far less than that of delta from the rounded
     o, and around it half of the rows are zero."""

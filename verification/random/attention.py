@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -42,7 +41,6 @@ from verification.random.shapes import (
     is_affordable,
 )
 
-HAS_LAYOUT = "layout" in inspect.signature(fused_rope_attn.rope_attention).parameters
 GRADIENTS = ("q", "k", "v", "sinks")
 Variant = tuple[str, str]  # backend, strategy
 
@@ -311,7 +309,7 @@ class Attention:
             return_lse=chance(rng, 0.5),
             explicit_rotary_dim=ambiguous or chance(rng, 0.4),
             poison=chance(rng, 0.5),
-            bshd=HAS_LAYOUT and not self.packed and chance(rng, 0.3),
+            bshd=not self.packed and chance(rng, 0.3),
             max_seqlens=max_seqlens,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -41,7 +40,6 @@ from verification.random.shapes import (
     is_affordable,
 )
 
-HAS_LAYOUT = "layout" in inspect.signature(fused_rope_attn.rope_attention_with_kvcache).parameters
 CACHES = ("k_cache", "v_cache")
 
 
@@ -158,8 +156,6 @@ class GenerationCall:
             if backend == "auto":
                 function: Callable[..., Any] = fused_rope_attn.rope_attention_with_kvcache
             else:  # the choice of a backend is not public, and gives lse in any case
-                if "layout" not in inspect.signature(run_step).parameters:
-                    passed = given
                 function = _with_backend(backend)
             obstacle = self._expected_obstacle(machine, backend)
             if obstacle is not None:
@@ -171,7 +167,7 @@ class GenerationCall:
             with testing.poison_empty():
                 returned = function(**passed)
             o, *lse = returned if isinstance(returned, tuple) else (returned,)
-            out = {"o": o.transpose(1, 2) if "layout" in passed else o, **{name: given[name] for name in CACHES}}
+            out = {"o": o.transpose(1, 2) if self.bshd else o, **{name: given[name] for name in CACHES}}
             if lse:
                 out["lse"] = lse[0]
             yield from self._compare(backend, self._judged(out, written), expected, near, draws)
@@ -303,5 +299,5 @@ class Generation:
             return_lse=chance(rng, 0.5),
             explicit_rotary_dim=ambiguous or chance(rng, 0.4),
             poison=chance(rng, 0.6),
-            bshd=HAS_LAYOUT and chance(rng, 0.3),
+            bshd=chance(rng, 0.3),
         )  # fmt: skip
