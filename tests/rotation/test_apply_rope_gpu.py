@@ -241,3 +241,17 @@ def test_reruns_are_bitwise_equal():
     first = apply_rope_qk(q, k, cos, sin)
     for _ in range(50):
         assert all(torch.equal(x, y) for x, y in zip(apply_rope_qk(q, k, cos, sin), first))
+
+
+def test_a_short_rotation_with_a_long_tail():
+    """Two sections of one pair each, and 124 columns that pass through, which a tile holds as well."""
+    shape, generator = (2, 310, 12, 128), torch.Generator("cuda").manual_seed(3)
+    q, k = (normal(*shape, dtype=F32, seed=seed).requires_grad_() for seed in (1, 2))
+    cos, sin = torch.randn(2, 408, 1, generator=generator, device="cuda").unbind()
+    ids = torch.randint(0, 408, (2, 2, 310), generator=generator, device="cuda")
+    options = {"rotary_dim": 4, "interleaved": True, "layout": "bshd", "position_ids": ids}
+    do = torch.full((2, 310, 12, 256), math.nan, device="cuda")[..., :128].copy_(normal(*shape, dtype=F32, seed=4))
+    rotated = apply_rope_qk(q, k, cos, sin, **options)
+    gradients = torch.autograd.grad(rotated, (q, k), (do, do))
+    for x, out in ((q, rotated[0]), (k, rotated[1]), *((do, dx) for dx in gradients)):
+        assert torch.equal(out[..., 4:], x[..., 4:]) and bool(out.isfinite().all())

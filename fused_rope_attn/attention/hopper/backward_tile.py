@@ -81,7 +81,8 @@ def store_dv(rows, dv, stage):
 def store_dk(rows, dk, room, keys, num_keys, gradients, FIRST_PAIR: gl.constexpr):
     """Rotate dk (KEYS, columns) float32 of ``keys`` back, and write it to ``Rows`` as ``store_dv`` does.
 
-    Only the first num_keys keys of the sequence have rows in the tables. ``room``: KEYS * columns * 2 bytes of shared memory. FIRST_PAIR: the rotation pair that the columns begin with.
+    Only the first num_keys keys of the sequence have rows in the tables. ``room``: KEYS * columns * 2 bytes of shared
+    memory. FIRST_PAIR: the rotation pair that the columns begin with.
     """
     COLUMNS: gl.constexpr = dk.shape[1]
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])

@@ -13,6 +13,7 @@ from tests.support.dtypes import BF16, F16
 from tests.support.gpu import assert_alike, assert_same_but_dq, capture
 from tests.support.hopper import EMPTY, ON_SM_90, UNEVEN, check_in_dtype, check_reruns, needs_sm_90, packed
 from tests.support.internals import run_operators
+from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
 
 pytestmark = needs_sm_90
 PACKINGS = (
@@ -139,3 +140,11 @@ def test_packed_lengths_change_under_a_graph():
         whole = [x.transpose(0, 1)[None] for x in (o, *rest)]
         seqlens = tuple((n, n) for n in lengths)
         assert_matches_float64(replace(case, seqlens=seqlens), inputs, Results(whole[0], lse[None], *whole[1:]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_rows_behind_the_last_sequence_read_no_table_rows(name, head_dim, causal):
+    options = {"causal": causal, **ON_SM_90}
+    assert_nothing_reads_behind_the_tables(name, head_dim, F16, "cuda", **options)

@@ -11,6 +11,7 @@ from tests.support.attention import run_and_compare
 from tests.support.cases import PACKINGS, packed
 from tests.support.dtypes import F32
 from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
 
 
 @interpreted
@@ -72,3 +73,13 @@ def test_packed_sequences_compile():
         o = function(*tensors)
         results.append((o, *torch.autograd.grad(o, tensors, inputs.do[0].transpose(0, 1))))
     assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+@interpreted
+@ignore_overflow
+@both_strategies
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_rows_behind_the_last_sequence_read_no_table_rows(name, causal, strategy):
+    options = {"causal": causal, "backend": "triton", "strategy": strategy}
+    assert_nothing_reads_behind_the_tables(name, 16, F32, "cpu", **options)
