@@ -60,10 +60,15 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         return own(hidden_states, *args, **kwargs)
 
     convention = patch.convention
-    q, k, v = convention.project(module, hidden_states)
+    q, k, v, *gate = convention.project(module, hidden_states)
+    if convention.query_scale is not None:
+        q = q * convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
     # A graph that looked at what eager passes keep would be made anew for each of them.
     kept = None if torch.compiler.is_compiling() else batch.kept
     tables = _tables(module, convention, kwargs.get("position_embeddings"), q, kept)
+    if convention.after_rotation is not None:
+        q, k = convention.after_rotation(module, *apply_rope_qk(q, k, *tables.arrays, **tables.options))
+        tables = _identity(q.shape[2], q.device)
     if past is None:
         o = _attend(module, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
     elif tokens_seen(past, module.layer_idx) == 0:
@@ -73,7 +78,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         _begin_cache(k, v, tables, past, module.layer_idx, kept is not None, _cache_options(kwargs))
     else:
         o = attend_cache(module, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
-    return getattr(module, convention.output)(o.transpose(1, 2).flatten(2)), None
+    return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
 
 
 def _batch_of_a_layer(module: AttentionModule, more: bool, kwargs: dict[str, Any]) -> Batch:
@@ -105,7 +110,7 @@ def _tables(module: AttentionModule, convention: Convention, embeddings: Any, q:
 
     A layer that does not rotate leaves them unread; they may then be None.
     """
-    if convention.rotates_perhaps and not module.use_rope:
+    if not convention.rotates(module, embeddings):
         return _identity(q.shape[2], q.device)
     if kept is None:
         return _tables_of(convention, embeddings, q.dtype)

@@ -5,59 +5,261 @@ A class is written as ``folder.Class`` for ``transformers.models.folder.modeling
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import transformers
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fused_rope_attn.integrations.transformers.conventions import (
-    Convention,
-    as_is,
-    fused,
-    fused_by_head,
-    heads_normed,
-    heads_normed_perhaps,
-    pairs,
-    rows_normed,
-    window_of_layer,
-    window_of_model,
-)
+from fused_rope_attn.integrations.transformers import conventions as on
+from fused_rope_attn.integrations.transformers.conventions import Convention
 
 _PREFIX = "transformers.models."
 # A scale of its own (Gemma, Granite) is each module's `scaling`, partial rotation the width of its tables, so that
 # neither is a difference here.
 _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
-    (Convention(), ("llama.LlamaAttention", "granite.GraniteAttention")),
     (
-        Convention(window=window_of_model),
-        ("mistral.MistralAttention", "mixtral.MixtralAttention"),
+        Convention(),
+        (
+            "arcee.ArceeAttention",
+            "aria.AriaTextAttention",
+            "bamba.BambaAttention",
+            "emu3.Emu3Attention",
+            "gemma.GemmaAttention",
+            "granite.GraniteAttention",
+            "granitemoe.GraniteMoeAttention",
+            "granitemoeshared.GraniteMoeSharedAttention",
+            "hyperclovax.HyperCLOVAXAttention",
+            "jais2.Jais2Attention",
+            "llama.LlamaAttention",
+            "solar_open.SolarOpenAttention",
+        ),
     ),
-    (Convention(window=window_of_layer), ("qwen2.Qwen2Attention",)),
-    (Convention(window=window_of_layer, rotates_perhaps=True), ("smollm3.SmolLM3Attention",)),
-    (Convention(window=window_of_layer, softcap=True), ("gemma2.Gemma2Attention",)),
-    (Convention(heads_normed, window=window_of_layer), ("gemma3.Gemma3Attention", "qwen3.Qwen3Attention")),
-    (Convention(rows_normed), ("olmo2.Olmo2Attention",)),
-    (Convention(fused, window=window_of_model), ("phi3.Phi3Attention",)),
-    (Convention(fused_by_head, output="dense"), ("gpt_neox.GPTNeoXAttention",)),
-    (Convention(heads_normed_perhaps, pairs, interleaved=True), ("cohere.CohereAttention",)),
-    # GLM writes its table for halves and reads the first half of it for pairs.
-    (Convention(interleaved=True), ("glm4.Glm4Attention",)),
-    (Convention(half_width=as_is, window=window_of_layer, sinks=True), ("gpt_oss.GptOssAttention",)),
+    (
+        Convention(window=on.window_of_model),
+        ("minimax.MiniMaxAttention", "mistral.MistralAttention", "mixtral.MixtralAttention", "phimoe.PhimoeAttention"),
+    ),
+    (Convention(window=on.window_of_model, query_scale=on.llama4_scale), ("ministral3.Ministral3Attention",)),
+    (Convention(window=on.window_of_model, finish=on.o_proj_with_dropout), ("starcoder2.Starcoder2Attention",)),
+    (Convention(finish=on.o_proj_with_dropout), ("seed_oss.SeedOssAttention",)),
+    (Convention(finish=on.normed_o_proj), ("bitnet.BitNetAttention",)),
+    (Convention(on.keys_multiplied), ("falcon_h1.FalconH1Attention",)),
+    (Convention(on.clipped), ("olmo.OlmoAttention",)),
+    (
+        Convention(rotates=on.where_tables_are_given),
+        ("granitemoehybrid.GraniteMoeHybridAttention",),
+    ),
+    (
+        Convention(rotates=on.where_tables_are_given, window=on.window_of_layer, sinks=True),
+        ("granite_swa.GraniteSWAAttention", "granitemoe_swa.GraniteMoeSWAAttention"),
+    ),
+    (
+        Convention(after_rotation=on.query_key_layernorms),
+        ("hunyuan_v1_dense.HunYuanDenseV1Attention", "hunyuan_v1_moe.HunYuanMoEV1Attention"),
+    ),
+    (
+        Convention(window=on.window_of_layer),
+        ("cwm.CwmAttention", "ministral.MinistralAttention", "qwen2.Qwen2Attention", "qwen2_moe.Qwen2MoeAttention"),
+    ),
+    (Convention(window=on.window_of_layer, rotates=on.where_module_says), ("smollm3.SmolLM3Attention",)),
+    (
+        Convention(window=on.window_of_layer, softcap=True),
+        ("gemma2.Gemma2Attention", "vaultgemma.VaultGemmaAttention"),
+    ),
+    (Convention(on.heads_normed), ("apertus.ApertusAttention", "hy_v3.HYV3Attention")),
+    (
+        Convention(on.heads_normed, window=on.window_of_layer),
+        (
+            "dots1.Dots1Attention",
+            "gemma3.Gemma3Attention",
+            "mellum.MellumAttention",
+            "qwen3.Qwen3Attention",
+            "qwen3_moe.Qwen3MoeAttention",
+        ),
+    ),
+    (
+        Convention(on.heads_normed, window=on.window_of_sliding_layer, rotates=on.where_sliding_or_all),
+        ("exaone4.Exaone4Attention", "exaone_moe.ExaoneMoeAttention", "kolibri1.Kolibri1Attention"),
+    ),
+    (
+        Convention(on.heads_normed, window=on.window_of_layer, rotates=on.where_windowed, sinks=True),
+        ("flint.FlintAttention",),
+    ),
+    (Convention(on.heads_normed_perhaps), ("glm4_moe.Glm4MoeAttention",)),
+    (
+        Convention(on.heads_normed_gate_beside_q, finish=on.gated_o_proj),
+        (
+            "qwen3_5.Qwen3_5Attention",
+            "qwen3_5_moe.Qwen3_5MoeAttention",
+            "qwen3_next.Qwen3NextAttention",
+        ),
+    ),
+    (
+        Convention(
+            on.heads_normed_gate_proj, window=on.window_of_layer, rotates=on.where_local, finish=on.gated_o_proj
+        ),
+        ("afmoe.AfmoeAttention",),
+    ),
+    (
+        Convention(on.heads_normed_g_proj, window=on.window_of_layer, finish=on.softplus_gated_o_proj),
+        ("laguna.LagunaAttention",),
+    ),
+    (Convention(on.heads_layernormed, finish=on.out_proj), ("lfm2.Lfm2Attention", "lfm2_moe.Lfm2MoeAttention")),
+    (Convention(on.heads_layernormed_perhaps, finish=on.dense), ("phi.PhiAttention",)),
+    (
+        Convention(on.rows_normed),
+        ("flex_olmo.FlexOlmoAttention", "minimax_m2.MiniMaxM2Attention", "olmo2.Olmo2Attention"),
+    ),
+    (Convention(on.rows_normed, rotates=on.where_tables_are_given), ("olmo_hybrid.OlmoHybridAttention",)),
+    (Convention(on.rows_normed, window=on.window_of_layer), ("olmo3.Olmo3Attention",)),
+    (Convention(on.rows_normed_clipped), ("olmoe.OlmoeAttention",)),
+    (
+        Convention(on.fused, window=on.window_of_model),
+        ("phi3.Phi3Attention",),
+    ),
+    (Convention(on.fused_clipped, finish=on.out_proj), ("dbrx.DbrxAttention",)),
+    (Convention(on.fused_by_head, finish=on.dense), ("gpt_neox.GPTNeoXAttention",)),
+    (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense), ("persimmon.PersimmonAttention",)),
+    (Convention(on.heads_normed_perhaps, on.pairs, interleaved=True), ("cohere.CohereAttention",)),
+    (
+        Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed),
+        ("cohere2.Cohere2Attention",),
+    ),
+    (
+        Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed_or_told),
+        ("cohere2_moe.Cohere2MoeAttention",),
+    ),
+    # These write their tables for halves and read the first half of them for pairs.
+    (
+        Convention(interleaved=True),
+        (
+            "ernie4_5.Ernie4_5Attention",
+            "ernie4_5_moe.Ernie4_5_MoeAttention",
+            "glm.GlmAttention",
+            "glm4.Glm4Attention",
+            "helium.HeliumAttention",
+        ),
+    ),
+    (Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True), ("gpt_oss.GptOssAttention",)),
 )
-_REASONS: tuple[tuple[str, tuple[str, ...]], ...] = ()
+# Attention by its name only: recurrences, which stay as they are beside a model's attention.
+_RECURRENT = {"minimax.modeling_minimax.MiniMaxLightningAttention"}
+_REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "its decoder layer hands no further keywords to it, by which a patched model says what a batch's padding means",
+        ("nemotron.NemotronAttention", "stablelm.StableLmAttention"),
+    ),
+    (
+        "its values have another head dimension than its queries and keys (multi-head latent attention)",
+        (
+            "axk1.AXK1Attention",
+            "axk2.AXK2Attention",
+            "bailing_hybrid.BailingHybridAttention",
+            "deepseek_v2.DeepseekV2Attention",
+            "deepseek_v3.DeepseekV3Attention",
+            "deepseek_v32.DeepseekV32Attention",
+            "dots3_note.Dots3NoteTextAttention",
+            "glm4_moe_lite.Glm4MoeLiteAttention",
+            "glm_moe_dsa.GlmMoeDsaAttention",
+            "hy_v4.HYV4Attention",
+            "kimi_linear.KimiLinearAttention",
+            "longcat_flash.LongcatFlashMLA",
+            "minicpm3.MiniCPM3Attention",
+            "mistral4.Mistral4Attention",
+            "youtu.YoutuAttention",
+        ),
+    ),
+    ("its values have another head dimension than its queries and keys", ("mimo_v2_flash.MiMoV2FlashAttention",)),
+    ("its keys and values are compressed, and are one and the same", ("deepseek_v4.DeepseekV4Attention",)),
+    (
+        "some of its layers attend to the keys and values of others",
+        ("gemma3n.Gemma3nTextAttention", "gemma4.Gemma4TextAttention", "gemma4_unified.Gemma4UnifiedTextAttention"),
+    ),
+    (
+        "it looks its angles up by position in a table of its own",
+        ("codegen.CodeGenAttention", "gptj.GPTJAttention"),
+    ),
+    (
+        "it makes its tables by itself, from positions",
+        (
+            "kyutai_speech_to_text.KyutaiSpeechToTextAttention",
+            "moshi.MoshiAttention",
+            "recurrent_gemma.RecurrentGemmaAttention",
+        ),
+    ),
+    ("it does not rotate", ("jamba.JambaAttention", "nemotron_h.NemotronHAttention")),
+    ("it rotates in the opposite direction", ("nanochat.NanoChatAttention",)),
+    ("its output is the difference of two attentions", ("diffllama.DiffLlamaAttention",)),
+    ("it masks keys by what their values are", ("doge.DogeAttention",)),
+    ("its queries are projected by experts, several for each token", ("jetmoe.JetMoeAttention",)),
+    ("it attends within chunks of the sequence", ("llama4.Llama4TextAttention",)),
+    ("it adds ALiBi's bias where the config asks for it", ("falcon.FalconAttention",)),
+    ("it returns a bias for its layer to add", ("gpt_neox_japanese.GPTNeoXJapaneseAttention",)),
+    (
+        "one module serves several layers, with a place in the cache for each",
+        ("hrm_text.HrmTextAttention", "zamba2.Zamba2Attention"),
+    ),
+    ("convolutions stand between its projections and the rotation", ("zaya.ZayaAttention",)),
+    ("queries of its layers without rotation are scaled by position", ("beam.BeamAttention",)),
+    ("its model decodes patches of bytes, by several decoders", ("blt.BltSelfAttention",)),
+    (
+        "its model has an encoder, whose attention is none of the supported",
+        ("t5gemma.T5GemmaSelfAttention", "t5gemma2.T5Gemma2SelfAttention"),
+    ),
+    (
+        "it computes what a supported class does, but in a model of images or of speech that no test here covers",
+        (
+            "cosmos3_edge.Cosmos3EdgeTextAttention",
+            "csm.CsmAttention",
+            "deepseek_ocr2.DeepseekOcr2TextAttention",
+            "gradium_phonon_tts.GradiumPhononTTSAttention",
+            "granite4_vision.Granite4VisionTextAttention",
+            "granite_docling.GraniteDoclingTextAttention",
+            "higgs_audio_v2.HiggsAudioV2Attention",
+            "phi4_multimodal.Phi4MultimodalAttention",
+            "pocket_tts.PocketTTSAttention",
+            "qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention",
+            "qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention",
+            "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention",
+            "voxtral_realtime.VoxtralRealtimeAttention",
+            "voxtral_realtime.VoxtralRealtimeTextAttention",
+        ),
+    ),
+)
+# Before transformers 5 the decoders of these lose further keywords on the way, or make caches of a type of their own.
+SINCE_5 = (
+    "dbrx.DbrxAttention",
+    "falcon_h1.FalconH1Attention",
+    "flex_olmo.FlexOlmoAttention",
+    "granitemoe.GraniteMoeAttention",
+    "granitemoeshared.GraniteMoeSharedAttention",
+    "lfm2.Lfm2Attention",
+    "olmoe.OlmoeAttention",
+    "phimoe.PhimoeAttention",
+    "qwen2_moe.Qwen2MoeAttention",
+    "qwen3_next.Qwen3NextAttention",
+)
 
 
-def _path(row: str) -> str:
+def path_of(row: str) -> str:
+    """The path below transformers.models of a row ``folder.Class``."""
     folder, name = row.split(".")
     return f"{folder}.modeling_{folder}.{name}"
 
 
 # By path below transformers.models, as `name_of` gives it.
-SUPPORTED = {_path(row): convention for convention, rows in _GROUPS for row in rows}
-# The same of classes that are not served: one sentence that says why.
-UNSUPPORTED = {_path(row): reason for reason, rows in _REASONS for row in rows}
+SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows}
+# Of classes that are not served, why; the sentence is about the class.
+UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows}
+if transformers.__version__ < "5":
+    for row in SINCE_5:
+        UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
+        del SUPPORTED[path_of(row)]
 
 # Of a class: its forward when it was looked up, and what came of it.
 _found: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], Convention | None]] = weakref.WeakKeyDictionary()
@@ -97,6 +299,27 @@ def name_of(cls: type) -> str:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """True for what is attention by its name or by what transformers' attention modules have in common."""
+    """True for what is attention by its name or by what transformers' attention modules have in common.
+
+    Of modules within each other, such as a block that DBRX calls after the attention in it, the innermost is meant.
+    """
+    if convention_of(module) is not None:
+        return True
+    return _has_the_name(module) and not any(_has_the_name(m) for m in module.modules() if m is not module)
+
+
+def _has_the_name(module: nn.Module) -> bool:
+    if isinstance(module, GradientCheckpointingLayer) or name_of(type(module)) in _RECURRENT:
+        return False
     name = type(module).__name__.lower()
     return "attention" in name or "attn" in name or hasattr(module, "num_key_value_groups")
+
+
+def hands_padding_on(decoder: nn.Module) -> bool:
+    """True for hybrid models, whose recurrences and convolutions are given the padding mask, as attention is."""
+    for module in {type(module): module for module in decoder.modules()}.values():
+        if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or _has_the_name(module):
+            continue
+        if "attention_mask" in inspect.signature(type(module).forward).parameters:
+            return True
+    return False

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils, modeling_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from fused_rope_attn.integrations.transformers.conventions import attention_dropout
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
@@ -59,7 +60,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     wanted = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if wanted is None else wanted:
         return "output_attentions=True"
-    if any(module.training and module.attention_dropout for module in attentions):
+    if any(module.training and attention_dropout(module) for module in attentions):
         return "attention dropout in training"
     if causal is None:
         return "attention that is causal in some modules and not in others"

@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention
 from fused_rope_attn.integrations.transformers.conventions import Convention
-from fused_rope_attn.integrations.transformers.families import SUPPORTED, convention_of, looks_like_attention
+from fused_rope_attn.integrations.transformers.families import (
+    UNSUPPORTED,
+    convention_of,
+    hands_padding_on,
+    looks_like_attention,
+    name_of,
+)
 from fused_rope_attn.integrations.transformers.hooks import PREPARE, Preparation, decoder_in, describe_batch
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, Decoder, Patch, state_of
 
@@ -73,7 +79,8 @@ def patch_model(
             decoder.register_forward_pre_hook(describe_batch, with_kwargs=True)
         others = sum(looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
-        setattr(decoder, DECODER, Decoder(decoder, modules, others or not kinds <= _ATTENTION_LAYERS))
+        others = others or not kinds <= _ATTENTION_LAYERS or hands_padding_on(decoder)
+        setattr(decoder, DECODER, Decoder(decoder, modules, others))
     for module in list(model.modules()):
         if hasattr(type(module), PREPARE) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
             previous = module.__dict__.get(PREPARE)
@@ -127,12 +134,14 @@ def _check(model: Any) -> None:
 
 def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str, nn.Module]) -> str:
     """Why a model with these attention modules, by their paths, cannot be patched as it was asked for."""
-    names = ", ".join(name.rpartition(".")[2] for name in SUPPORTED)
     if not found:
-        return f"model must have attention modules of transformers ({names}), but {type(model).__name__} has none"
-    others = [f"{path or '(model)'} ({type(found[path]).__name__})" for path in found if path not in supported]
+        return f"model must have attention modules of transformers, but {type(model).__name__} has none"
+    others = [f"{path or '(model)'} ({_named_with_reason(found[path])})" for path in found if path not in supported]
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    text = f"model must have supported attention modules only ({names}), but has {', '.join(others[:3])}{more}"
+    text = (
+        "model must have attention modules of the classes in families.SUPPORTED only, but has "
+        f"{', '.join(others[:3])}{more}"
+    )
     if not supported:
         return text
     # Of a multimodal model: where its text is decoded.
@@ -143,6 +152,12 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
         f"{text}: patch_model(model, unsupported='skip') leaves these alone and patches the {len(supported)} supported "
         f"modules{where}"
     )
+
+
+def _named_with_reason(module: nn.Module) -> str:
+    cls = type(module)
+    reason = UNSUPPORTED.get(name_of(cls))
+    return cls.__name__ if reason is None else f"{cls.__name__}: {reason}"
 
 
 def _patch_module(module: nn.Module, convention: Convention, deterministic: bool) -> None:

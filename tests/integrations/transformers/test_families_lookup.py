@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import transformers
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from fused_rope_attn.integrations.transformers import families, patch_model
+from fused_rope_attn.integrations.transformers import families, patch_model, patch_report
 from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_same
 
@@ -27,8 +28,10 @@ class Double(torch.nn.Module):
 
 def test_a_subclass_that_changes_nothing(calls):
     model = make_model("llama")
-    for module, cls in zip(attentions_of(model), (type("Plain", (LlamaAttention,), {}), None)):
-        module.__class__ = cls or type("FSDPLlamaAttention", (Mixin, LlamaAttention), {"__deepcopy__": None})
+    plain = type("Plain", (LlamaAttention,), {})
+    mixed = type("FSDPLlamaAttention", (Mixin, LlamaAttention), {"__deepcopy__": None})
+    for module, cls in zip(attentions_of(model), (plain, mixed)):
+        module.__class__ = cls
         assert families.convention_of(module) is families.SUPPORTED[KNOWN]
     assert_same(model, make_ids(2, 9), grad=True, use_cache=False)
     assert calls == {"rope_attention": 2}
@@ -53,7 +56,6 @@ def test_what_changes_something_is_another_class(monkeypatch):
 
     module.__class__ = type("Overriding", (LlamaAttention,), {"forward": forward})
     assert families.convention_of(module) is None
-    # Behind the supported class nothing of it can be overridden, in front of it a mixin can.
     module.__class__ = type("Mixed", (type("Other", (), {"forward": forward}), LlamaAttention), {})
     assert families.convention_of(module) is None
     module.__class__ = LlamaAttention
@@ -64,3 +66,24 @@ def test_what_changes_something_is_another_class(monkeypatch):
         patch_model(model)
     monkeypatch.undo()
     assert families.convention_of(module) is not None
+
+
+def test_a_refusal_says_why():
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.NemotronConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    config._attn_implementation = "eager"  # before transformers 5 others have classes of their own
+    model = transformers.NemotronForCausalLM(config)
+    with pytest.raises(NotImplementedError, match=r"self_attn \(NemotronAttention: its decoder layer hands no further"):
+        patch_model(model)
+    (row,) = patch_report(model)
+    assert (
+        not row.patched and row.reason == families.UNSUPPORTED[families.name_of(type(model.model.layers[0].self_attn))]
+    )
+
+
+def test_recurrences_are_no_attention():
+    """MiniMax calls one attention; blocks around attention and recurrences have to read the padding mask."""
+    minimax = make_model("minimax")
+    names = [type(module).__name__ for module in minimax.modules() if families.looks_like_attention(module)]
+    assert names == ["MiniMaxAttention"]
+    assert families.hands_padding_on(minimax.model) and not families.hands_padding_on(make_model("llama").model)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn.integrations.transformers import patch_model
-from tests.support.hf_models import MODELS, make_ids, make_model
+from tests.support.hf_models import THOROUGH, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -16,7 +16,7 @@ def positions(lengths=LENGTHS):
 
 
 # transformers does not tell gpt-oss's masks of positions: its unpatched model sees across sequences.
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt_oss"])
+@pytest.mark.parametrize("name", [name for name in THOROUGH if name != "gpt_oss"])
 def test_packed_positions(name, calls):
     inputs = {"position_ids": positions(), "use_cache": False}
     assert_same(make_model(name), make_ids(1, LENGTH), grad=True, **inputs)
