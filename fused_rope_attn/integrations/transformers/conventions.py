@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -92,6 +93,40 @@ def window_of_model(module: AttentionModule) -> int | None:
     return getattr(module.config, "sliding_window", None)
 
 
+def no_sections(module: AttentionModule) -> None:
+    return None
+
+
+def mrope_sections(module: AttentionModule) -> tuple[int, ...]:
+    """How many columns of a half-width table go by the position in time, in height and in width (Qwen2-VL)."""
+    # transformers 4.57 reads the module's own parameters, 5 its config's.
+    parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
+    return tuple(parameters["mrope_section"])
+
+
+def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """(B, N, R/2) of one half-width table (3, B, N, R/2) for each of the three kinds of positions."""
+    return torch.cat([part[i % 3] for i, part in enumerate(table.split(sections, dim=-1))], dim=-1)
+
+
+def text_positions(position_ids: Tensor) -> Tensor | None:
+    """(B, N) of position_ids that are that, or (4, B, N) and begin with it; three dimensions are none of the text's.
+
+    transformers finds packed sequences by them.
+    """
+    return position_ids if position_ids.ndim == 2 else first_of_four(position_ids)
+
+
+def first_of_four(position_ids: Tensor) -> Tensor | None:
+    """As ``text_positions``, for decoders to which (B, N) say nothing of packed sequences (Qwen2-VL)."""
+    return position_ids[0] if position_ids.ndim == 3 and position_ids.shape[0] == 4 else None
+
+
+def first_row(position_ids: Tensor) -> Tensor:
+    """As ``text_positions``, for decoders that take positions in time for the text's (Qwen3-VL before 5.3)."""
+    return position_ids if position_ids.ndim == 2 else position_ids[0]
+
+
 @dataclass(frozen=True)
 class Convention:
     """How one class of attention modules differs from Llama's.
@@ -103,6 +138,10 @@ class Convention:
     softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
     rotates_perhaps: ``module.use_rope`` says whether this layer rotates.
     output: name of the output projection.
+    sections: of modules that choose among tables (3, B, N, W), one for each kind of positions, themselves: columns of
+        half width that are chosen from each; None for all others.
+    text_positions: (B, N) of the decoder's position_ids, by which transformers finds packed sequences; None where they
+        say nothing of them.
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
@@ -113,3 +152,5 @@ class Convention:
     sinks: bool = False
     rotates_perhaps: bool = False
     output: str = "o_proj"
+    sections: Callable[[AttentionModule], tuple[int, ...] | None] = no_sections
+    text_positions: Callable[[Tensor], Tensor | None] = text_positions

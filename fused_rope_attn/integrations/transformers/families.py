@@ -10,22 +10,29 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.conventions import (
     Convention,
     as_is,
+    first_of_four,
+    first_row,
     fused,
     fused_by_head,
     heads_normed,
     heads_normed_perhaps,
+    mrope_sections,
     pairs,
     rows_normed,
+    text_positions,
     window_of_layer,
     window_of_model,
 )
 
 _PREFIX = "transformers.models."
+_TEXT_OF_QWEN3_VL = text_positions if Version(transformers.__version__) >= Version("5.3") else first_row
 # A scale of its own (Gemma, Granite) is each module's `scaling`, partial rotation the width of its tables, so that
 # neither is a difference here.
 _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
@@ -45,6 +52,15 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
     # GLM writes its table for halves and reads the first half of it for pairs.
     (Convention(interleaved=True), ("glm4.Glm4Attention",)),
     (Convention(half_width=as_is, window=window_of_layer, sinks=True), ("gpt_oss.GptOssAttention",)),
+    # Decoders of multimodal models that have attention modules of their own.
+    (
+        Convention(window=window_of_layer, sections=mrope_sections, text_positions=first_of_four),
+        ("qwen2_vl.Qwen2VLAttention", "qwen2_5_vl.Qwen2_5_VLAttention"),
+    ),
+    (
+        Convention(heads_normed, text_positions=_TEXT_OF_QWEN3_VL),
+        ("qwen3_vl.Qwen3VLTextAttention", "qwen3_vl_moe.Qwen3VLMoeTextAttention"),
+    ),
 )
 _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = ()
 

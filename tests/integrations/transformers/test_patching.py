@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from fused_rope_attn.integrations.transformers import families, patch_model, unpatch_model
+from tests.support import hf_vision_models
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_close, run
 
@@ -95,6 +96,9 @@ def test_what_is_not_supported_is_named():
 
 def test_every_supported_class_is_tested():
     tested = {families.name_of(type(module)) for name in MODELS for module in attentions_of(make_model(name))}
+    for name in hf_vision_models.MODELS:
+        decoder = hf_vision_models.language_model(hf_vision_models.make_vision_model(name))
+        tested |= {families.name_of(type(module)) for module in attentions_of(decoder)}
     assert tested == set(families.SUPPORTED)
 
 
