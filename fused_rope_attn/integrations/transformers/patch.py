@@ -50,6 +50,9 @@ def patch_model(
     functions that somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
     Outputs of padding tokens are unspecified, as they are in transformers.
 
+    Of a vision model the language model is patched, with ``unsupported="skip"``. Passes of Gemma 3 with an image in
+    them take the module's own forward, because the tokens of an image see each other in both directions.
+
     Args:
         model: a model of transformers, or a module that contains one (PEFT, torch.compile). Which attention modules are
             supported is in ``families.SUPPORTED``.
