@@ -65,7 +65,10 @@ def makes_masks(model: nn.Module) -> bool:
 
 
 def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
-    """The Batch of a decoder's attention modules by what a model like Gemma 3's makes its masks of."""
+    """The Batch of a decoder's attention modules by what ``generate`` or a model like Gemma 3's makes its masks of.
+
+    Those masks are causal even where the modules are not.
+    """
     attentions = getattr(decoder, DECODER).attentions
     reason = blocks_of_images(given)
     if not reason and not is_causal(attentions, decoder.config, given):
@@ -111,13 +114,9 @@ class Preparation:
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
         if decoder is None or past is None or not made:
             return inputs
-        inputs_of_masks = inputs | {"attention_mask": given}
-        if maker is not None:
-            return inputs | {BATCH: _describe_before_masks(decoder, inputs_of_masks)}
-        if inputs.get("token_type_ids") is not None:
+        if maker is None and inputs.get("token_type_ids") is not None:
             return inputs
-        state: Decoder = getattr(decoder, DECODER)
-        return inputs | {BATCH: describe(state.attentions, decoder.config, inputs_of_masks)}
+        return inputs | {BATCH: _describe_before_masks(decoder, inputs | {"attention_mask": given})}
 
 
 def decoder_in(model: nn.Module) -> nn.Module | None:
