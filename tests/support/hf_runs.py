@@ -29,10 +29,10 @@ def run(model, ids, grad=False, **inputs):
     return logits.detach(), grads
 
 
-def assert_same(model, ids, present=None, grad=False, **inputs):
+def assert_same(model, ids, present=None, grad=False, unsupported="raise", **inputs):
     """The model, unpatched, gives what it gives patched: logits to 1e-5, gradients to 1e-4. Leaves it patched."""
     logits, grads = run(unpatch_model(model), ids, grad, **inputs)
-    patched, patched_grads = run(patch_model(model), ids, grad, **inputs)
+    patched, patched_grads = run(patch_model(model, unsupported=unsupported), ids, grad, **inputs)
     if present is not None:
         logits, patched = logits[present], patched[present]
     assert_close(patched, logits, 1e-5, "logits")

@@ -27,7 +27,7 @@ from fused_rope_attn.integrations.transformers.batch import (
     may_be_written,
     tokens_seen,
 )
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
 from fused_rope_attn.rotation.api import rotate
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
@@ -113,20 +113,26 @@ def _tables(module: AttentionModule, convention: Convention, embeddings: Any, q:
     if not convention.rotates(module, embeddings):
         return _identity(q.shape[2], q.device)
     if kept is None:
-        return _tables_of(convention, embeddings, q.dtype)
+        return _tables_of(convention, embeddings, q.dtype, convention.sections(module))
     # One pair serves all layers, or, as in Gemma 3, all of one kind.
     cos, sin = embeddings
-    key = (id(cos), id(sin), q.dtype, convention.half_width, convention.interleaved)
+    sections = convention.sections(module)
+    key = (id(cos), id(sin), q.dtype, convention.half_width, convention.interleaved, sections)
     entry = kept.tables.get(key)
     if entry is None:
         if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
             kept.tables.clear()
-        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype), embeddings)
+        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype, sections), embeddings)
     return entry[0]
 
 
-def _tables_of(convention: Convention, embeddings: tuple[Tensor, Tensor], dtype: torch.dtype) -> _Tables:
+def _tables_of(
+    convention: Convention, embeddings: tuple[Tensor, Tensor], dtype: torch.dtype, sections: tuple[int, ...] | None
+) -> _Tables:
     cos, sin = (convention.half_width(table) for table in embeddings)
+    # transformers 5 has the rotary embedding choose among the tables of a token's three positions, 4.57 each module.
+    if sections is not None and cos.ndim == 4:
+        cos, sin = by_section(cos, sections), by_section(sin, sections)
     if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
         cos, sin = cos.float(), sin.float()
     return _Tables(cos, sin, convention.interleaved)

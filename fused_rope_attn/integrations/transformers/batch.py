@@ -11,17 +11,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn import cu_seqlens_from_position_ids
+from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.obstacles import (
+    is_blind,
     is_causal,
     obstacle,
     refuse_what_nobody_computes,
     uses_flash,
     uses_masks_by_default,
 )
+from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.device import is_capturing
 
 PAST_NAMES = ("past_key_values", "layer_past", "past_key_value")
@@ -98,7 +100,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     seen = 0 if past is None else tokens_seen(past)
     if not causal and (seen != 0 or _reused(past)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
-    batch = _masked(given, tokens, seen, past, bool(causal), config)
+    convention = state_of(attentions[0], PATCH).convention
+    batch = _masked(given, tokens, seen, past, bool(causal), config, convention)
     if batch.original:
         return batch
     if not causal:
@@ -131,8 +134,9 @@ def _bidirectional(batch: Batch, attentions: list[nn.Module], config: Any) -> Ba
 
 
 def _masked(
-    given: dict[str, Any], tokens: Tensor, seen: int | None, past: Cache | None, causal: bool, config: Any
-) -> Batch:
+    given: dict[str, Any], tokens: Tensor, seen: int | None, past: Cache | None, causal: bool, config: Any,
+    convention: Convention,
+) -> Batch:  # fmt: skip
     """The batch as its padding mask, its cu_seqlens or its position ids have it."""
     size, length = tokens.shape[:2]
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
@@ -148,9 +152,12 @@ def _masked(
         return _padded(mask, past, length) if causal else _padded_both_ways(mask)
     # Of bidirectional masks only flash-attention's heed position ids, and only those of a single row.
     heeded = causal or size == 1 and uses_flash(config)
-    if heeded and position_ids is not None and past is None and position_ids.ndim == 2 and length > 1:
-        return _packed_by_position(position_ids.expand(size, -1), tokens)
-    return PLAIN
+    places = None if position_ids is None else convention.text_positions(position_ids)
+    if not heeded or places is None or past is not None or length == 1:
+        return PLAIN
+    batch = _packed_by_position(places.expand(size, -1), tokens)
+    # The places of tokens of images are not what they are rotated by.
+    return batch if places is position_ids else batch._replace(rotates_first=True)
 
 
 def _with_cache(
@@ -205,7 +212,7 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     Keys after a row's last token need no mask: causal attention hides them from all tokens there are.
     """
     present = mask != 0
-    if _is_blind(mask):
+    if is_blind(mask):
         return Batch(kv_starts=_starts(present))
     shape, left = _described.get(past, (None, None)) if past is not None else (None, None)
     if shape is None or length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
@@ -224,11 +231,6 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     return Batch(kv_starts=_starts(present)) if left else PLAIN
 
 
-def _is_blind(x: Tensor) -> bool:
-    """Whether the host cannot look into a tensor: while a graph of either kind is made, and where there is no data."""
-    return torch.compiler.is_compiling() or is_capturing(x.device) or x.is_meta or isinstance(x, FakeTensor)
-
-
 def _padded_both_ways(mask: Tensor) -> Batch:
     """A padding mask (B, keys) of bidirectional attention, to which padding behind a row's tokens is no more hidden
     than padding before them: the tokens of every row become one sequence, and the padding between two rows another."""
@@ -236,7 +238,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
     size, length = present.shape
     starts = _starts(present)
     ends = torch.where(present.any(1), length - present.flip(1).int().argmax(1), length).int()
-    if not _is_blind(mask):
+    if not is_blind(mask):
         holes, full = torch.stack(((present.sum(1) != ends - starts).any(), present.all())).tolist()
         if holes:
             return Batch("an attention_mask with holes")
@@ -256,7 +258,7 @@ def _starts(present: Tensor) -> Tensor:
 
 def _packed_by_position(position_ids: Tensor, tokens: Tensor) -> Batch:
     total = tokens.shape[0] * tokens.shape[1]
-    blind = _is_blind(position_ids)
+    blind = is_blind(position_ids)
     cu_seqlens, longest = cu_seqlens_from_position_ids(position_ids, max(total, 1) if blind else None)
     if cu_seqlens.shape[0] <= tokens.shape[0] + 1:
         return PLAIN  # one sequence in every row

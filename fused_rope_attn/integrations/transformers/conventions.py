@@ -249,6 +249,40 @@ def attention_dropout(module: AttentionModule) -> float:
     return dropout.p if isinstance(dropout, nn.Dropout) else dropout
 
 
+def no_sections(module: AttentionModule) -> None:
+    return None
+
+
+def mrope_sections(module: AttentionModule) -> tuple[int, ...]:
+    """How many columns of a half-width table go by the position in time, in height and in width (Qwen2-VL)."""
+    # transformers 4.57 reads the module's own parameters, 5 its config's.
+    parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
+    return tuple(parameters["mrope_section"])
+
+
+def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """(B, N, R/2) of one half-width table (3, B, N, R/2) for each of the three kinds of positions."""
+    return torch.cat([part[i % 3] for i, part in enumerate(table.split(sections, dim=-1))], dim=-1)
+
+
+def text_positions(position_ids: Tensor) -> Tensor | None:
+    """(B, N) of position_ids that are that, or (4, B, N) and begin with it; three dimensions are none of the text's.
+
+    transformers finds packed sequences by them.
+    """
+    return position_ids if position_ids.ndim == 2 else first_of_four(position_ids)
+
+
+def first_of_four(position_ids: Tensor) -> Tensor | None:
+    """As ``text_positions``, for decoders to which (B, N) say nothing of packed sequences (Qwen2-VL)."""
+    return position_ids[0] if position_ids.ndim == 3 and position_ids.shape[0] == 4 else None
+
+
+def first_row(position_ids: Tensor) -> Tensor:
+    """As ``text_positions``, for decoders that take positions in time for the text's (Qwen3-VL before 5.3)."""
+    return position_ids if position_ids.ndim == 2 else position_ids[0]
+
+
 @dataclass(frozen=True)
 class Convention:
     """How one class of attention modules differs from Llama's.
@@ -262,6 +296,10 @@ class Convention:
     after_rotation: rotated q and k (B, H, N, D) to what attention takes; None where that is themselves.
     query_scale: position_ids (1|B, N) to factors (1|B, 1, N, 1) of the queries; None where there are none.
     finish: rows (B, N, HQ * D) of attention, and the gate where there is one, to the output (B, N, width).
+    sections: of modules that choose among tables (3, B, N, W), one for each kind of positions, themselves: columns of
+        half width that are chosen from each; None for all others.
+    text_positions: (B, N) of the decoder's position_ids, by which transformers finds packed sequences; None where they
+        say nothing of them.
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
@@ -274,3 +312,5 @@ class Convention:
     after_rotation: Callable[[AttentionModule, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     query_scale: Callable[[AttentionModule, Tensor], Tensor] | None = None
     finish: Callable[..., Tensor] = o_proj
+    sections: Callable[[AttentionModule], tuple[int, ...] | None] = no_sections
+    text_positions: Callable[[Tensor], Tensor | None] = text_positions

@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,6 +21,7 @@ from fused_rope_attn.integrations.transformers import conventions as on
 from fused_rope_attn.integrations.transformers.conventions import Convention
 
 _PREFIX = "transformers.models."
+_TEXT_OF_QWEN3_VL = on.text_positions if Version(transformers.__version__) >= Version("5.3") else on.first_row
 # A scale of its own (Gemma, Granite) is each module's `scaling`, partial rotation the width of its tables, so that
 # neither is a difference here.
 _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
@@ -146,6 +148,15 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
         ),
     ),
     (Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True), ("gpt_oss.GptOssAttention",)),
+    # Decoders of multimodal models that have attention modules of their own.
+    (
+        Convention(window=on.window_of_layer, sections=on.mrope_sections, text_positions=on.first_of_four),
+        ("qwen2_vl.Qwen2VLAttention", "qwen2_5_vl.Qwen2_5_VLAttention"),
+    ),
+    (
+        Convention(on.heads_normed, text_positions=_TEXT_OF_QWEN3_VL),
+        ("qwen3_vl.Qwen3VLTextAttention", "qwen3_vl_moe.Qwen3VLMoeTextAttention"),
+    ),
 )
 # Attention by its name only: recurrences, which stay as they are beside a model's attention.
 _RECURRENT = {"minimax.modeling_minimax.MiniMaxLightningAttention"}
@@ -223,6 +234,7 @@ _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "higgs_audio_v2.HiggsAudioV2Attention",
             "phi4_multimodal.Phi4MultimodalAttention",
             "pocket_tts.PocketTTSAttention",
+            "qwen2_5_omni.Qwen2_5OmniAttention",
             "qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention",
             "qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention",
             "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention",
@@ -256,7 +268,7 @@ def path_of(row: str) -> str:
 SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows}
 # Of classes that are not served, why; the sentence is about the class.
 UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows}
-if transformers.__version__ < "5":
+if Version(transformers.__version__) < Version("5"):
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]

@@ -9,10 +9,14 @@ import torch
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.attention import BATCH
-from fused_rope_attn.integrations.transformers.batch import describe
-from fused_rope_attn.integrations.transformers.state import DECODER, Decoder, state_of, tell
+from fused_rope_attn.integrations.transformers.batch import Batch, describe
+from fused_rope_attn.integrations.transformers.families import name_of
+from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
+from fused_rope_attn.integrations.transformers.state import DECODER, MASK_MAKER, Decoder, MaskMaker, state_of, tell
 
 PREPARE = "prepare_inputs_for_generation"
+# Models that make the masks of their decoder, which are causal but for the tokens of images.
+_MASK_MAKERS = {"gemma3.modeling_gemma3.Gemma3Model"}
 
 
 def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -32,11 +36,51 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         return args, kwargs | {BATCH: batch}
     if state.reads_masks:
         return args, kwargs | {BATCH: batch}
-    # A mask of four dimensions is handed on as it is: none is built that nobody reads.
+    return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+
+
+def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Forward pre-hook of a model that makes the masks of its decoder: the decoder's Batch as one more keyword.
+
+    The decoder would be given nothing but the masks.
+    """
+    maker: MaskMaker = getattr(model, MASK_MAKER)
+    given = dict(zip(maker.names, args)) | kwargs
+    if given.get(BATCH) is not None:
+        return args, kwargs
+    decoder = maker.decoder
+    wanted = given.get("output_attentions")
+    if wanted is None:  # with transformers 4.57 the model's config decides, with 5 the decoder's
+        wanted = any(getattr(config, "output_attentions", False) for config in (model.config, decoder.config))
+    batch = _describe_before_masks(decoder, given | {"output_attentions": wanted})
+    if batch.original or getattr(decoder, DECODER).reads_masks:
+        return args, kwargs | {BATCH: batch}
+    return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+
+
+def makes_masks(model: nn.Module) -> bool:
+    """Whether a model makes the masks of its decoder, from what ``describe_before_masks`` understands."""
+    own = type(model).forward
+    return any(name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own for base in type(model).__mro__)
+
+
+def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
+    """The Batch of a decoder's attention modules by what ``generate`` or a model like Gemma 3's makes its masks of.
+
+    Those masks are causal even where the modules are not.
+    """
+    attentions = getattr(decoder, DECODER).attentions
+    reason = blocks_of_images(given)
+    if not reason and not is_causal(attentions, decoder.config, given):
+        reason = "bidirectional attention with masks that are made outside of the decoder"
+    return Batch(reason) if reason else describe(attentions, decoder.config, given)
+
+
+def _no_mask(given: dict[str, Any]) -> torch.Tensor:
+    """(B, 1, 0, 0). A mask of four dimensions is handed on as it is: none is built that nobody reads."""
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
-    mask = torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
-    return (), given | {BATCH: batch, "attention_mask": mask}
+    return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
 
 
 class Preparation:
@@ -65,16 +109,27 @@ class Preparation:
         inputs = self._own(*args, **kwargs)
         given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
         past = inputs.get("past_key_values")
-        decoder = decoder_in(self.model)
+        decoder, maker = _decoder_and_mask_maker_in(self.model)
         # With a static cache the mask is replaced by one of four dimensions, which no longer says what it is made of.
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
-        if decoder is None or past is None or not made or inputs.get("token_type_ids") is not None:
+        if decoder is None or past is None or not made:
             return inputs
-        state: Decoder = getattr(decoder, DECODER)
-        return inputs | {BATCH: describe(state.attentions, decoder.config, inputs | {"attention_mask": given})}
+        if maker is None and inputs.get("token_type_ids") is not None:
+            return inputs
+        return inputs | {BATCH: _describe_before_masks(decoder, inputs | {"attention_mask": given})}
 
 
 def decoder_in(model: nn.Module) -> nn.Module | None:
     """The patched decoder that a model consists of; None where there is none or more than one."""
-    decoders = [module for module in model.modules() if state_of(module, DECODER) is not None]
-    return decoders[0] if len(decoders) == 1 else None
+    return _decoder_and_mask_maker_in(model)[0]
+
+
+def _decoder_and_mask_maker_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """As ``decoder_in``, and the model around it that makes its masks: one walk, which each static step takes."""
+    decoders, maker = [], None
+    for module in model.modules():
+        if state_of(module, DECODER) is not None:
+            decoders.append(module)
+        elif state_of(module, MASK_MAKER) is not None:
+            maker = module
+    return decoders[0] if len(decoders) == 1 else None, maker

@@ -6,15 +6,18 @@ import functools
 import sys
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils, modeling_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn.integrations.transformers.conventions import attention_dropout
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.device import is_capturing
 
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
@@ -72,13 +75,27 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     if isinstance(mask, BlockMask):
         return "a BlockMask"
     if isinstance(mask, dict):
-        return "a mask for each type of layer, made outside of the decoder (blocks of image tokens)"
+        return "a mask for each type of layer, made outside of what is patched,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
     past = given.get("past_key_values")
     if past is not None and not _is_known(past):
         return f"a cache of type {type(past).__name__}"
     return ""
+
+
+def blocks_of_images(given: dict[str, Any]) -> str:
+    """Why a call of a model like Gemma 3's needs the modules' own forward, "" where it does not.
+
+    Attention is bidirectional among the tokens of an image, which ``token_type_ids`` marks by 1.
+    """
+    types = given.get("token_type_ids")
+    # A single token is the last one of all: attention to the rest of its image is causal.
+    if types is None or types.shape[-1] == 1:
+        return ""
+    if is_blind(types):
+        return "token_type_ids in a graph, which nobody can look through for the tokens of images,"
+    return "bidirectional attention among the tokens of an image (token_type_ids)" if (types == 1).any() else ""
 
 
 def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
@@ -111,6 +128,11 @@ def _foreign_function(module: nn.Module, name: str) -> str:
     if function is not None and getattr(function, "__module__", "") != masking_utils.__name__:
         return f"the mask function {_described(function)}, registered as {name!r},"
     return ""
+
+
+def is_blind(x: Tensor) -> bool:
+    """Whether the host cannot look into a tensor: while a graph of either kind is made, and where there is no data."""
+    return torch.compiler.is_compiling() or is_capturing(x.device) or x.is_meta or isinstance(x, FakeTensor)
 
 
 def uses_flash(config: Any) -> bool:

@@ -18,8 +18,23 @@ from fused_rope_attn.integrations.transformers.families import (
     looks_like_attention,
     name_of,
 )
-from fused_rope_attn.integrations.transformers.hooks import PREPARE, Preparation, decoder_in, describe_batch
-from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, Decoder, Patch, state_of
+from fused_rope_attn.integrations.transformers.hooks import (
+    PREPARE,
+    Preparation,
+    decoder_in,
+    describe_batch,
+    describe_before_masks,
+    makes_masks,
+)
+from fused_rope_attn.integrations.transformers.state import (
+    DECODER,
+    MASK_MAKER,
+    PATCH,
+    Decoder,
+    MaskMaker,
+    Patch,
+    state_of,
+)
 
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -40,6 +55,9 @@ def patch_model(
     dropout in training, 4-D and punctured attention masks, caches of unknown types and paged ones, and attention
     functions that somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
     Outputs of padding tokens are unspecified, as they are in transformers.
+
+    Of a vision model the language model is patched, with ``unsupported="skip"``. Passes of Gemma 3 with an image in
+    them take the module's own forward, because the tokens of an image see each other in both directions.
 
     Args:
         model: a model of transformers, or a module that contains one (PEFT, torch.compile). Which attention modules are
@@ -82,6 +100,10 @@ def patch_model(
         others = others or not kinds <= _ATTENTION_LAYERS or hands_padding_on(decoder)
         setattr(decoder, DECODER, Decoder(decoder, modules, others))
     for module in list(model.modules()):
+        if makes_masks(module) and (decoder := decoder_in(module)) is not None:
+            if state_of(module, MASK_MAKER) is None:
+                module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
+            setattr(module, MASK_MAKER, MaskMaker(module, decoder))
         if hasattr(type(module), PREPARE) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
             previous = module.__dict__.get(PREPARE)
             if not isinstance(previous, Preparation):
@@ -109,11 +131,12 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         preparation = module.__dict__.get(PREPARE)
         if isinstance(preparation, Preparation):
             _restore(module, PREPARE, preparation.previous)
-        if state_of(module, DECODER) is not None:
-            delattr(module, DECODER)
-            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is describe_batch]:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
+            if state_of(module, kind) is not None:
+                delattr(module, kind)
+                for key in [key for key, hook in module._forward_pre_hooks.items() if hook is ours]:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
     return model
 
 

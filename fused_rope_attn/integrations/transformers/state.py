@@ -13,9 +13,11 @@ from torch import nn
 
 from fused_rope_attn.integrations.transformers.conventions import Convention
 
-# Where a patched attention module has its Patch, and a decoder with such modules its Decoder.
+# Where a patched attention module has its Patch, a decoder with such modules its Decoder, and a model that makes a
+# decoder's masks itself its MaskMaker.
 PATCH = "_fused_rope_patch"
 DECODER = "_fused_rope_decoder"
+MASK_MAKER = "_fused_rope_mask_maker"
 # A reason is told at its first forward pass, and again at every power of ten from here on.
 _TELL_AGAIN = 100
 
@@ -59,10 +61,27 @@ class Decoder:
     """
 
     def __init__(self, decoder: nn.Module, attentions: list[nn.Module], reads_masks: bool):
-        self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
+        self.names = names_of_parameters(decoder)
         self.attentions = attentions
         self.reads_masks = reads_masks
         self.passes: Counter[str] = Counter()
+
+
+class MaskMaker:
+    """Of one model that makes the masks of its decoder.
+
+    names: of its forward's parameters.
+    decoder: the patched decoder within it.
+    """
+
+    def __init__(self, model: nn.Module, decoder: nn.Module):
+        self.names = names_of_parameters(model)
+        self.decoder = decoder
+
+
+def names_of_parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters of a model's forward, in their order."""
+    return [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
 
 
 def tell(passes: Counter[str], reason: str) -> None:
@@ -82,5 +101,5 @@ def tell(passes: Counter[str], reason: str) -> None:
 
 
 def state_of(module: nn.Module, kind: str) -> Any:
-    """A module's PATCH or DECODER; None where it has none."""
+    """A module's PATCH, DECODER or MASK_MAKER; None where it has none."""
     return module.__dict__.get(kind)

@@ -22,6 +22,10 @@ PADDING = {  # columns that hold tokens, of three rows
     "both": [(2, LENGTH - 4), (0, LENGTH - 1), (5, LENGTH)],
     "an empty row": [(0, LENGTH - 3), (0, 0), (1, LENGTH)],
 }
+has_switch = pytest.mark.skipif(
+    not hasattr(transformers.Gemma3TextConfig(), "use_bidirectional_attention"),
+    reason="this Gemma 3 has no such switch",
+)
 
 
 def _mask(padding):
@@ -103,10 +107,7 @@ def test_what_takes_the_own_forward(calls):
         assert not calls
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers.Gemma3TextConfig(), "use_bidirectional_attention"),
-    reason="this Gemma 3 has no such switch",
-)
+@has_switch
 @pytest.mark.parametrize("padding", ["none", "left", "both"])
 def test_by_the_modules(padding, calls):
     """Gemma 3's windows end one key earlier than those of `is_causal=False`."""
@@ -117,6 +118,19 @@ def test_by_the_modules(padding, calls):
     assert sum(calls.values()) == 2
     with pytest.warns(UserWarning, match="causal in some modules"):
         model(ids, is_causal=True)
+
+
+@has_switch
+def test_masks_that_generate_makes_are_causal(calls):
+    """Those of static caches are, whatever the modules say: only eager attention reads them at all times."""
+    model, ids = make_model("gemma3", use_bidirectional_attention=True), make_ids(2, LENGTH)
+    options = {"max_new_tokens": 3, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    options |= {"cache_implementation": "static"}
+    expected = model.generate(ids, **options)
+    model.__dict__.pop("_cache", None)  # transformers 4.57 keeps it for the next call
+    with pytest.warns(UserWarning, match="masks that are made outside of the decoder"):
+        got = patch_model(model).generate(ids, **options)
+    assert torch.equal(torch.stack(got.scores), torch.stack(expected.scores)) and not calls
 
 
 @pytest.mark.skipif(Version(transformers.__version__) >= Version("5.6"), reason="newer ones are served")

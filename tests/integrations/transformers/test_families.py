@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn.integrations.transformers import families, patch_model, unpatch_model
+from tests.support import hf_vision_models
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same
 from tests.support.hf_syntax import exists
@@ -64,6 +65,11 @@ def test_dropout_behind_attention(name, calls):
 
 
 def test_every_supported_class_is_tested():
-    """A row of MODELS begins with its class's folder, and `test_family` sees to it that it has no other class."""
+    """A row of MODELS begins with its class's folder, and `test_family` sees to it that it has no other class. Those of
+    multimodal models are tested as text towers."""
     folders = [name.split(".")[0] for name in families.SUPPORTED if exists(name)]
-    assert sorted(folders) == sorted({name.split("-")[0] for name in MODELS})
+    towers = set()
+    for name in hf_vision_models.MODELS:
+        decoder = hf_vision_models.language_model(hf_vision_models.make_vision_model(name))
+        towers |= {families.name_of(type(module)).split(".")[0] for module in attentions_of(decoder)}
+    assert sorted(folders) == sorted(towers | {name.split("-")[0] for name in MODELS})

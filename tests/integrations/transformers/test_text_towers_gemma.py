@@ -1,0 +1,151 @@
+"""Gemma 3 makes the masks of its decoder itself: what is served of it, and what takes the modules' own forward."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images
+from tests.support.hf_models import make_ids
+from tests.support.hf_runs import assert_close, assert_same
+from tests.support.hf_vision_models import make_inputs, make_vision_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+IN_IMAGES = "bidirectional attention among the tokens of an image"
+
+
+def own_calls(model):
+    """Of the first patched module: calls that were served, and those of its own forward by reason."""
+    return next((row.served, row.own) for row in patch_report(model) if row.patched)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_images_take_the_own_forward(implementation, calls):
+    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", padding=(3, 0))
+    model.set_attn_implementation(implementation)
+    mask = inputs["attention_mask"].bool()
+    expected = model(**inputs).logits
+    causal = model(**inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}).logits
+    assert (causal - expected)[mask].abs().max() > 0.1  # so that service without a word would be seen
+    patch_model(model, unsupported="skip")
+    with pytest.warns(UserWarning, match=IN_IMAGES):
+        assert_close(model(**inputs).logits[mask], expected[mask], 1e-6)
+    assert own_calls(model) == (0, {f"{IN_IMAGES} (token_type_ids)": 1}) and not calls
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("types", ["zeros", "none"])
+def test_text_is_served(implementation, types, calls):
+    model = make_vision_model("gemma3").train(types == "zeros")  # before 5.17 training needs them
+    model.set_attn_implementation(implementation)
+    for padding in ((), (3, 0), (0, -3)):
+        inputs = make_inputs("gemma3", image=False, padding=padding)
+        if types == "none":
+            del inputs["token_type_ids"]
+        mask = inputs["attention_mask"].bool()
+        ids = inputs.pop("input_ids")
+        assert_same(model, ids, mask, grad=True, unsupported="skip", use_cache=False, **inputs)
+    assert calls == {"rope_attention": 6}
+
+
+def test_packed_text(calls):
+    positions = torch.cat([torch.arange(length) for length in (7, 1, 9)])[None]
+    inputs = {"position_ids": positions, "use_cache": False}
+    assert_same(make_vision_model("gemma3"), make_ids(1, 17), grad=True, unsupported="skip", **inputs)
+    assert calls == {"rope_attention_varlen": 2}
+
+
+@pytest.mark.parametrize("image", [True, False])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_steps_after_a_prompt_are_served(image, implementation, calls):
+    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=image, padding=(3, 0))
+    model.set_attn_implementation(implementation)
+    more = make_ids(2, 4, seed=5)
+
+    def logits():
+        past = transformers.DynamicCache(config=model.config.get_text_config())
+        outs = [model(**inputs, past_key_values=past, use_cache=True).logits[:, -1:]]
+        mask = inputs["attention_mask"]
+        for part in (more[:, :1], more[:, 1:]):  # a token, and several
+            mask = torch.cat((mask, torch.ones_like(part)), 1)
+            outs.append(model(part, attention_mask=mask, past_key_values=past, use_cache=True).logits)
+        return torch.cat(outs, 1)
+
+    expected = logits()
+    patch_model(model, unsupported="skip")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f".*{IN_IMAGES}")
+        assert_close(logits(), expected, 1e-5)
+    assert own_calls(model)[0] == (2 if image else 3)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_modules_that_are_bidirectional_under_causal_masks(implementation):
+    """The masks that the model makes do not heed ``use_bidirectional_attention``, but sdpa without a mask does."""
+    model = make_vision_model("gemma3", use_bidirectional_attention=True)
+    model.set_attn_implementation(implementation)
+    for padding in ((), (3, 0)):
+        inputs = make_inputs("gemma3", image=False, padding=padding)
+        del inputs["token_type_ids"]
+        expected = unpatch_model(model)(**inputs).logits
+        with pytest.warns(UserWarning, match="made outside of the decoder"):
+            got = patch_model(model, unsupported="skip")(**inputs).logits
+        assert torch.equal(got, expected)
+        for cache in (None, "static"):
+            options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+            tokens = unpatch_model(model).generate(**inputs, **options)
+            model.__dict__.pop("_cache", None)
+            with pytest.warns(UserWarning, match="made outside of the decoder"):
+                assert torch.equal(patch_model(model, unsupported="skip").generate(**inputs, **options), tokens)
+            model.__dict__.pop("_cache", None)
+
+
+def test_attention_weights_that_only_the_config_asks_for():
+    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=False)
+    model.config.output_attentions = True
+    expected = model(**inputs)
+    with pytest.warns(UserWarning, match="output_attentions=True"):
+        out = patch_model(model, unsupported="skip")(**inputs)
+    assert torch.equal(out.logits, expected.logits) and len(out.attentions or ()) == len(expected.attentions or ())
+
+
+def test_the_decoder_alone_is_given_masks_that_it_cannot_read(calls):
+    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=False)
+    expected = model(**inputs).logits
+    patch_model(model.model.language_model)
+    with pytest.warns(UserWarning, match="made outside of what is patched"):
+        assert_close(model(**inputs).logits, expected, 1e-6)
+    patch_model(model, unsupported="skip")
+    assert_close(model(**inputs).logits, expected, 1e-5)
+    assert calls == {"rope_attention": 2}
+
+
+def test_nobody_looks_into_a_graph():
+    types = torch.zeros((2, 5), dtype=torch.int64)
+    assert blocks_of_images({"token_type_ids": types}) == "" == blocks_of_images({"token_type_ids": types[:, :1]})
+    assert IN_IMAGES in blocks_of_images({"token_type_ids": types + 1})
+    assert "which nobody can look through" in blocks_of_images({"token_type_ids": types.to("meta")})
+
+
+def test_unpatching_leaves_no_trace():
+    model = make_vision_model("gemma3")
+    own = {path: set(module.__dict__) for path, module in model.named_modules()}
+    patch_model(patch_model(model, unsupported="skip"), unsupported="skip")
+    hooked = [path for path, module in model.named_modules() if module._forward_pre_hooks]
+    assert hooked == ["model", "model.language_model"]
+    assert all(len(model.get_submodule(path)._forward_pre_hooks) == 1 for path in hooked)
+    unpatch_model(model)
+    for path, module in model.named_modules():
+        assert set(module.__dict__) == own[path], path
+        assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
+
+    # A subclass that makes its masks in another way is left alone.
+    class Other(type(model.model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.model.__class__ = Other
+    patch_model(model, unsupported="skip")
+    assert not model.model._forward_pre_hooks

@@ -1,0 +1,133 @@
+"""Tiny random multimodal models, for tests/integrations, and their inputs: text, an image of 2 x 2 tokens, text."""
+
+import inspect
+
+import torch
+import transformers
+
+from tests.support.hf_models import SIZES, WINDOW, make_ids
+
+IMAGE, START, END, VIDEO = 90, 91, 92, 93  # token ids that no text has
+BEFORE, IMAGE_TOKENS, BEHIND = 6, 4, 7
+LENGTH = BEFORE + IMAGE_TOKENS + BEHIND
+PIXELS, PATCH = 16, 4
+_TEXT = {name: value for name, value in SIZES.items() if name != "initializer_range"}
+_QWEN = _TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+_QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_QWEN3_TOWER = _QWEN_TOWER | {
+    "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 64, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
+}  # fmt: skip
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TOWER = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": PIXELS,
+    "patch_size": PATCH,
+}  # fmt: skip
+_WINDOW_IN_SOME = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SCALED_DOWN = {"image_token_id": IMAGE, "scale_factor": 2}
+# Prefix of the classes, and what the config of the text, of the vision tower and of the whole say.
+MODELS = {
+    "qwen2_vl": ("Qwen2VL", _QWEN, _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 64}, _QWEN_TOKENS),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        _QWEN | {"use_sliding_window": True, "max_window_layers": 1} | _WINDOW_IN_SOME,
+        _QWEN_TOWER | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+        _QWEN_TOKENS,
+    ),
+    "qwen3_vl": ("Qwen3VL", _QWEN | {"head_dim": 16}, _QWEN3_TOWER, _QWEN_TOKENS),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _QWEN | {"head_dim": 16} | _MOE, _QWEN3_TOWER, _QWEN_TOKENS),
+    "gemma3": (
+        "Gemma3",
+        _TEXT | {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 10} | _WINDOW_IN_SOME,
+        _TOWER | {"model_type": "siglip_vision_model"},
+        {"image_token_index": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS},
+    ),
+    "llava": (
+        "Llava",
+        _TEXT | {"model_type": "llama"},
+        _TOWER | {"model_type": "clip_vision_model", "image_size": PIXELS // 2},
+        {"image_token_index": IMAGE},
+    ),
+    "mistral3": (
+        "Mistral3",
+        _TEXT | {"model_type": "mistral", "sliding_window": WINDOW, "head_dim": 16},
+        _TOWER | {"model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": IMAGE, "spatial_merge_size": 2},
+    ),
+    "internvl": (
+        "InternVL",
+        _TEXT | {"model_type": "qwen2"},
+        _TOWER | {"model_type": "internvl_vision", "image_size": [PIXELS] * 2, "patch_size": [PATCH] * 2},
+        {"image_token_id": IMAGE, "downsample_ratio": 0.5},
+    ),
+    "idefics3": ("Idefics3", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
+    "smolvlm": ("SmolVLM", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
+}
+
+
+def make_vision_model(name: str, seed: int = 0, **text) -> transformers.PreTrainedModel:
+    """A model of MODELS in float32 on the CPU, in eval mode, with eager attention: every parameter is random.
+
+    text: what the config of the language model says besides.
+    """
+    family, text_config, vision_config, config = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text_config | text, vision_config=dict(vision_config), **config
+    )
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _class(name)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms stay near one; projections spread scores so far that attention is not a mean.
+            spread = 0.2 if parameter.ndim > 1 else 0.1
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    model.generation_config.eos_token_id = None
+    return model.float().eval()
+
+
+def _class(name: str) -> type[transformers.PreTrainedModel]:
+    return getattr(transformers, f"{MODELS[name][0]}ForConditionalGeneration")
+
+
+def language_model(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The decoder of a model of MODELS."""
+    return getattr(model.model, "language_model", None) or model.model.text_model
+
+
+def make_inputs(name: str, rows: int = 2, image: bool = True, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """What a processor gives: (rows, LENGTH) token ids and mask, and the pixels of an image in every row.
+
+    padding: how many tokens on the left of a row, or with a negative sign on the right, are padding. It takes the place
+        of text.
+    """
+    ids, generator = make_ids(rows, LENGTH) % 80 + 2, torch.Generator().manual_seed(2)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        mask[row, slice(0, count) if count > 0 else slice(LENGTH + count, LENGTH)] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    types = torch.zeros_like(ids)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if image:
+        ids[:, BEFORE - 1], ids[:, BEFORE : BEFORE + IMAGE_TOKENS], ids[:, BEFORE + IMAGE_TOKENS] = START, IMAGE, END
+        types[:, BEFORE : BEFORE + IMAGE_TOKENS] = 1
+        pixels = PIXELS // 2 if name == "llava" else PIXELS
+        shape = (rows, 3, pixels, pixels)
+        if name.startswith("qwen"):
+            shape = (rows * (PIXELS // PATCH) ** 2, 3 * 2 * PATCH**2)
+            inputs["image_grid_thw"] = torch.tensor([[1, PIXELS // PATCH, PIXELS // PATCH]] * rows)
+        elif name in ("idefics3", "smolvlm"):
+            shape = (rows, 1, *shape[1:])
+        elif name == "mistral3":
+            inputs["image_sizes"] = torch.tensor([[pixels, pixels]] * rows)
+        inputs["pixel_values"] = torch.randn(shape, generator=generator)
+    if name == "gemma3":
+        inputs["token_type_ids"] = types
+    elif "mm_token_type_ids" in inspect.signature(_class(name).forward).parameters:  # from 5.3 on
+        inputs["mm_token_type_ids"] = types
+    return inputs
