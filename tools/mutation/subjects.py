@@ -1,0 +1,46 @@
+"""The modules that are mutated, and the tests that must kill their mutants: the quickest first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Subject:
+    """module: a file of the package. tests: files and folders below tests/. preload: modules that their tests import,
+    beside those of every test."""
+
+    module: str
+    tests: tuple[str, ...]
+    preload: tuple[str, ...] = ()
+
+
+_PLANNING = tuple(
+    f"attention/test_{name}.py"
+    for name in ("planning", "planning_masks", "planning_limits", "plan", "plan_varlen", "backends")
+)
+_CALLS_OF_STEPS = ("generation/test_refusals.py", "generation/test_plan_with_kvcache.py")
+_DEVICE = ("kernels/test_masks.py", "kernels/test_lengths.py", "kernels/test_sequences.py")
+_HF = "integrations/transformers/test_"
+
+SUBJECTS = (
+    Subject("attention/validation.py", ("attention/test_validation.py", "attention/test_varlen.py")),
+    Subject("attention/planning.py", _PLANNING),
+    Subject("generation/validation.py", _CALLS_OF_STEPS),
+    Subject("generation/planning.py", ("generation/test_plan_with_kvcache.py", "generation/test_schedule.py")),
+    Subject("rotation/validation.py", ("rotation/test_refusals.py", "rotation/test_conventions.py")),
+    Subject("runtime/checks.py", ("attention/test_validation.py", *_CALLS_OF_STEPS, "rotation/test_refusals.py")),
+    Subject("kernels/masks.py", _DEVICE),
+    Subject("kernels/lengths.py", _DEVICE),
+    Subject("kernels/sequences.py", _DEVICE),
+)
+
+
+def chosen(names: list[str]) -> list[Subject]:
+    """The subjects whose module begins with one of the names, in the order of the table; all without names."""
+    found = [x for x in SUBJECTS if not names or any(x.module.startswith(name) for name in names)]
+    idle = [name for name in names if not any(x.module.startswith(name) for x in SUBJECTS)]
+    if idle:
+        modules = ", ".join(x.module for x in SUBJECTS)
+        raise ValueError(f"module must be one of {modules}, or how some of them begin, but is {idle[0]}")
+    return found
