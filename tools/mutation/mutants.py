@@ -76,7 +76,7 @@ def _statements(source: str) -> Iterator[tuple[_Statement, str]]:
 
 
 def _changes(text: str) -> Iterator[tuple[str, Place, Place, str]]:
-    """(operator, where its change begins and ends, the changed text) of all that cosmic-ray's operators do to a text."""
+    """(operator, where its change begins, where it ends, the changed text) of all that the operators do to a text."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
 
