@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, permute_rope_layout, rope_tables_2d
+from fused_rope_attn.rotation.validation import check_rotation
 from tests.support.dtypes import F16, F32
 
 
@@ -53,8 +54,23 @@ REFUSALS = [
     (ValueError, "out", {"out": zeros(2, 1, 4, 8).expand(2, 3, 4, 8)}, "expanded"),
     (ValueError, "out", {"x": zeros(2, 3, 4, 8).requires_grad_(), "out": zeros(2, 3, 4, 8)}, "x requires a gradient"),
     (ValueError, "cos", {"cos": zeros(4, 4).to("meta")}, "x's device cpu.*meta"),
+    (ValueError, "sin", {"sin": zeros(4, 4).to("meta")}, "x's device cpu.*meta"),
     (ValueError, "position_ids", {"position_ids": IDS.to("meta")}, "x's device cpu.*meta"),
-]
+    (ValueError, "position_ids", {"position_ids": zeros(1, 1, 2, 4).int()}, r"\(1, 1, 2, 4\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(3, 2, 4).int()}, r"B = 1 or 2.*\(3, 2, 4\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(2, 2, 3).int()}, r"N = 4.*\(2, 2, 3\)"),
+    (ValueError, "position_ids", {"position_ids": IDS[0]}, r"N = 4.*\(\)"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS.to("meta")}, "x's device cpu"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": zeros(4).int()[::2]}, r"\(2,\).*2"),
+    (ValueError, "out", {"out": zeros(2, 3, 4, 8).to("meta")}, "x's device cpu.*meta"),
+    (ValueError, "out", {"out": zeros(2, 3, 4, 8).requires_grad_()}, "out requires a gradient"),
+    (ValueError, "x", {"x": zeros(3, 4, 8), "layout": "bshd"}, r"\(B, N, H, D\).*3 dimensions"),
+    (ValueError, "x", {"x": zeros(3, 4, 8), "layout": "sbhd"}, r"\(N, B, H, D\).*3 dimensions"),
+    (ValueError, "cos", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS, "cos": zeros(2, 4, 4),
+                         "sin": zeros(2, 4, 4)}, "leading 1 or B = 1"),
+    (ValueError, "rotary_dim", {"rotary_dim": 12, "position_ids": zeros(2, 2, 4).int()}, "between 2 and D = 8.*12"),
+    (ValueError, "cos", {"position_ids": zeros(2, 2, 4).int(), "cos": zeros(4, 5), "sin": zeros(4, 5)}, "D = 4.*5"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "name", "changes", "pattern"), REFUSALS)
@@ -77,12 +93,54 @@ def test_refusals(error, name, changes, pattern):
         (ValueError, "k", {"k": zeros(2, 1, 4, 10)}, "q's shape"),
         (ValueError, "v", {"v": zeros(1, 1, 4, 8)}, "q's shape"),
         (ValueError, "k", {"k": zeros(1, 4, 8)}, "3 dimensions"),
+        (ValueError, "k", {"k": zeros(2, 1, 4, 8).to("meta")}, "q's device cpu.*meta"),
     ],
 )
 def test_refusals_of_pairs(error, name, changes, pattern):
     arguments = {"q": zeros(2, 3, 4, 8), "k": zeros(2, 1, 4, 8), "cos": zeros(4, 4), "sin": zeros(4, 4)} | changes
     with pytest.raises(error, match=f"^{name} .*{pattern}"):
         apply_rope_qk(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "changes"),
+    [
+        ("bhsd", (300, 600, 900, 512), {}),
+        ("bshd", (300, 900, 600, 512), {}),
+        ("sbhd", (900, 300, 600, 512), {}),
+        ("sbhd", (900, 300, 600, 512), {"position_ids": (300, 900)}),
+        ("sbhd", (900, 300, 600, 512), {"position_ids": (300, 2, 900), "tables": (9, 128)}),
+        ("bhsd", (300, 600, 900, 512), {"position_ids": (1, 2, 900), "tables": (9, 128), "rotary_dim": 512}),
+        ("bhsd", (300, 600, 900, 512), {"position_ids": (900,), "tables": (9, 256)}),
+        ("bhsd", (300, 600, 900, 512), {"tables": (300, 900, 256)}),
+        ("thd", (900, 600, 512), {"cu_seqlens": (300,), "tables": (9, 256)}),
+        ("thd", (900, 600, 512), {"cu_seqlens": (1,), "tables": (9, 256)}),
+        ("thd", (900, 600, 512), {"position_ids": (1, 900), "tables": (9, 256)}),
+    ],
+)
+def test_large_tensors_of_every_layout_pass(layout, shape, changes):
+    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
+    given = {name: torch.empty(changes[name], dtype=torch.int32, device="meta")
+             for name in ("position_ids", "cu_seqlens") if name in changes}  # fmt: skip
+    table = torch.empty(changes.get("tables", (900, 256)), device="meta")
+    x, out = (torch.empty(shape, device="meta") for _ in range(2))
+    heads = shape.index(600)
+    fewer = x.narrow(heads, 0, 1)
+    rotary_dim = changes.get("rotary_dim")
+    outs = {"out[0]": out, "out[1]": torch.empty_like(fewer)}
+    rest = {"position_ids": None, "cu_seqlens": None} | given
+    assert check_rotation(
+        {"q": x, "k": fewer}, table, table.clone(), rotary_dim=rotary_dim, interleaved=False, inverse=True,
+        layout=layout, outs=outs, **rest,
+    ) == 512  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [2, 3])
+def test_the_narrowest_heads(head_dim):
+    x, table = zeros(1, 1, 1, head_dim), zeros(1, 1)
+    options = {"rotary_dim": None, "interleaved": False, "inverse": False, "layout": "bhsd"}
+    nothing = {"position_ids": None, "cu_seqlens": None, "outs": None}
+    assert check_rotation({"x": x}, table, table, **options, **nothing) == 2
 
 
 @pytest.mark.parametrize(

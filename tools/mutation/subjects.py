@@ -30,7 +30,7 @@ SUBJECTS = (
     Subject("generation/planning.py", ("generation/test_plan_with_kvcache.py", "generation/test_schedule.py")),
     Subject("rotation/validation.py", ("rotation/test_refusals.py", "rotation/test_conventions.py")),
     Subject("runtime/checks.py", ("attention/test_validation.py", *_CALLS_OF_STEPS, "rotation/test_refusals.py")),
-    Subject("kernels/masks.py", _DEVICE),
+    Subject("kernels/masks.py", ("kernels/test_masks.py",)),
     Subject("kernels/lengths.py", _DEVICE),
     Subject("kernels/sequences.py", _DEVICE),
 )
