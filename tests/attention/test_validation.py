@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_rope_attn.attention.validation import check_attention
+from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
 
@@ -239,6 +239,33 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
 )
 def test_valid_calls_pass(changes):
     assert check_attention(**arguments(**changes)) == 16
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (300,)])
+@pytest.mark.parametrize(("width", "rotary_dim"), [(256, None), (512, None), (512, 512), (300, 300), (150, 300)])
+def test_large_calls_pass(lead, width, rotary_dim):
+    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
+    q, kv = (torch.empty(300, n, 900, 512, device=meta) for n in (600, 300))
+    table = torch.empty(*lead, 900, width, device=meta)
+    options = {name: torch.empty(300, dtype=i32, device=meta) for name in ("kv_starts", "kv_lens")}
+    options |= {"sinks": torch.empty(600, device=meta), "rotary_dim": rotary_dim, "causal": False}
+    given = arguments(q=q, k=kv, v=kv, cos=table, sin=table, **options)
+    assert check_attention(**given) == (rotary_dim or 512)
+    ends = torch.empty(900, dtype=i32, device=meta)
+    check_packed(q[0], kv[0], kv[0], ends, ends[:], 900, 900)
+    assert check_attention(**given | {"kv_lens": None}, max_seqlen_k=900) == (rotary_dim or 512)
+
+
+def test_the_smallest_calls_pass():
+    """One sequence of no token, one position id, two columns."""
+    x, ends = torch.zeros(0, 1, 2), torch.zeros(1, dtype=i32)
+    check_packed(x, x, x, ends, ends, 0, 0)
+    check_position_ids(torch.zeros(1, dtype=torch.int32), 1)
+    small = {name: torch.zeros(1, 1, 1, 2) for name in ("q", "k", "v")} | both(shape=(1, 1))
+    assert check_attention(**arguments(**small)) == 2
+    # Packed sequences have their positions from max_seqlen_k; more queries than keys belong to several sequences.
+    longer = {"q": torch.zeros(B, HQ, N + 1, D), "causal": False}
+    assert check_attention(**arguments(**longer, **both(shape=(3, 8))), max_seqlen_k=3) == 16
 
 
 def test_traces_with_dynamic_shapes():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Subject:
-    """module: a file of the package. tests: files and folders below tests/. preload: modules that their tests import,
+    """module: a file of the package. tests: files below tests/, or tests in them. preload: modules that their tests import,
     beside those of every test."""
 
     module: str
@@ -19,20 +19,24 @@ _PLANNING = tuple(
     f"attention/test_{name}.py"
     for name in ("planning", "planning_masks", "planning_limits", "plan", "plan_varlen", "backends")
 )
-_CALLS_OF_STEPS = ("generation/test_refusals.py", "generation/test_plan_with_kvcache.py")
-_DEVICE = ("kernels/test_masks.py", "kernels/test_lengths.py", "kernels/test_sequences.py")
+_MESSAGES = "test_layout.py::test_messages_show_what_the_caller_has"
+_CALLS = ("attention/test_validation.py", "attention/test_varlen.py", f"attention/{_MESSAGES}")
+_CALLS_OF_STEPS = (
+    "generation/test_refusals.py", "generation/test_plan_with_kvcache.py", f"generation/{_MESSAGES}",
+    "generation/test_layout.py::test_an_expanded_cache_is_shown_with_the_strides_of_the_caller",
+)  # fmt: skip
 _HF = "integrations/transformers/test_"
 
 SUBJECTS = (
-    Subject("attention/validation.py", ("attention/test_validation.py", "attention/test_varlen.py")),
+    Subject("attention/validation.py", _CALLS),
     Subject("attention/planning.py", _PLANNING),
     Subject("generation/validation.py", _CALLS_OF_STEPS),
     Subject("generation/planning.py", ("generation/test_plan_with_kvcache.py", "generation/test_schedule.py")),
-    Subject("rotation/validation.py", ("rotation/test_refusals.py", "rotation/test_conventions.py")),
-    Subject("runtime/checks.py", ("attention/test_validation.py", *_CALLS_OF_STEPS, "rotation/test_refusals.py")),
+    Subject("rotation/validation.py", ("rotation/test_refusals.py",)),
+    Subject("runtime/checks.py", (*_CALLS, *_CALLS_OF_STEPS, "rotation/test_refusals.py")),
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
-    Subject("kernels/lengths.py", _DEVICE),
-    Subject("kernels/sequences.py", _DEVICE),
+    Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
+    Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
 )
 
 
