@@ -106,7 +106,10 @@ def test_what_becomes_of_mutants(tmp_path):
 
 def test_the_tables_name_what_exists():
     for subject in SUBJECTS:
-        for path in (f"fused_rope_attn/{subject.module}", *(f"tests/{name}" for name in subject.tests)):
+        for path in (
+            f"fused_rope_attn/{subject.module}",
+            *(f"tests/{name}" for name in (*subject.tests, *subject.spared)),
+        ):
             file, _, test = path.partition("::")
             assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8"), path
     assert [subject.module for subject in chosen(["kernels", "generation/planning.py"])] == [

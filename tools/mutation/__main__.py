@@ -43,7 +43,8 @@ class Run:
 
     def subject(self, subject: Subject, mutants: list[Mutant]) -> None:
         """Run the tests of a subject on the module as it is, which must pass, and on each mutant."""
-        tests = tuple(f"tests/{name}" for name in subject.tests)
+        spared = tuple(f"--deselect=tests/{name}" for name in subject.spared)
+        tests = (*spared, *(f"tests/{name}" for name in subject.tests))
         source = (self.trees[0] / PACKAGE / subject.module).read_text(encoding="utf-8")
         verdicts: list[Verdict] = []
         nothing: Counter[str] = Counter()
@@ -89,7 +90,10 @@ class Run:
         if self.out is not None:
             print(json.dumps(row), file=self.out, flush=True)
         if outcome == "survived":
-            print(f"  {mutant.module}:{mutant.line} {mutant.operator}\n    - {mutant.before}\n    + {mutant.after}")
+            print(
+                f"  {mutant.module}:{mutant.line} {mutant.operator}\n    - {mutant.before}\n    + {mutant.after}",
+                flush=True,
+            )
 
 
 def table(rows: Iterable[dict[str, Any]]) -> tuple[list[str], float]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Subject:
-    """module: a file of the package. tests: files below tests/, or tests in them. preload: modules that their tests import,
-    beside those of every test."""
+    """module: a file of the package. tests: files below tests/, or tests in them. preload: modules that these import,
+    beside those of every test. spared: tests among them that do not run."""
 
     module: str
     tests: tuple[str, ...]
     preload: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
 
 
 _PLANNING = tuple(
@@ -25,7 +26,29 @@ _CALLS_OF_STEPS = (
     "generation/test_refusals.py", "generation/test_plan_with_kvcache.py", f"generation/{_MESSAGES}",
     "generation/test_layout.py::test_an_expanded_cache_is_shown_with_the_strides_of_the_caller",
 )  # fmt: skip
-_HF = "integrations/transformers/test_"
+# Tests of patched models that compile or export one take longer than all others together.
+_HF_SPARED = tuple(
+    f"integrations/transformers/test_{test}"
+    for test in (
+        "bidirectional.py::test_compiled", "dynamic_caches.py::test_nothing_outlives_its_pass",
+        "foreign_attention.py::test_block_masks", "prefill.py::test_compiled_generation",
+        "report.py::test_graphs_are_not_counted", "wrapping.py::test_exported",
+    )
+)  # fmt: skip
+_HF_MODELS = (
+    "cohere", "gemma2", "gemma3", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral",
+    "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+_HF_PRELOAD = ("transformers", *(f"transformers.models.{name}.modeling_{name}" for name in _HF_MODELS))
+
+
+def _of_models(module: str, *tests: str) -> Subject:
+    """A module of the integration: the tests that are about it, then those of the other modules that take seconds."""
+    others = ("patching", "pickling", "fallbacks", "packing", "static_caches", "steps", "dynamic_caches", "prefill")
+    names = (*tests, *(name for name in others if name not in tests))
+    files = tuple(f"integrations/transformers/test_{name}.py" for name in names)
+    return Subject(f"integrations/transformers/{module}.py", files, _HF_PRELOAD, _HF_SPARED)
+
 
 SUBJECTS = (
     Subject("attention/validation.py", _CALLS),
@@ -37,6 +60,17 @@ SUBJECTS = (
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
     Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
     Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
+    _of_models("attention", "steps", "dynamic_caches", "report", "families", "distributed"),
+    _of_models("batch", "packing", "fallbacks", "bidirectional"),
+    _of_models("conventions", "families_lookup", "families"),
+    _of_models("families", "families_lookup", "families"),
+    _of_models("hooks", "patching", "prefill", "foreign_attention"),
+    _of_models("obstacles", "foreign_attention", "fallbacks", "distributed", "bidirectional"),
+    _of_models("patch", "patching", "options", "wrapping", "report"),
+    _of_models("report", "report", "options", "fallbacks", "distributed"),
+    _of_models("rooms", "dynamic_caches", "steps"),
+    _of_models("state", "report", "pickling", "patching", "distributed"),
+    Subject("integrations/transformers/tables.py", ("integrations/transformers/test_tables.py",), _HF_PRELOAD),
 )
 
 
