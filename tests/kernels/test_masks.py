@@ -68,7 +68,7 @@ def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, IS_CAUSA
 def write_ranges(out_ptr, starts_ptr, q_offset, num_keys, left, right, NQ, IS_CAUSAL: tl.constexpr,
                  READS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
                  OF_QUERIES: tl.constexpr):  # fmt: skip
-    """(BLOCKS, 4): the bounds of what each block visits."""
+    """(BLOCKS, 4) float32, which shows a bound that is no whole number: the bounds of what each block visits."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
     for i in tl.static_range(BLOCKS):
         if OF_QUERIES:
@@ -126,7 +126,7 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
     block_m, block_n = blocks
     count = -(-bounds.num_queries // block_m)
-    found = run(write_ranges, torch.full((count, 4), -1, dtype=torch.int32), bounds, bounds.num_queries,
+    found = run(write_ranges, torch.full((count, 4), -1.0), bounds, bounds.num_queries,
                 BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=count, OF_QUERIES=False)  # fmt: skip
     for i, (first, full_first, full_last, last) in enumerate(found):
         rows = range(i * block_m, (i + 1) * block_m)
@@ -139,7 +139,7 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
         elif not any(bounds.would_see(row, key) for row in rows for key in range(KEYS)):
             assert first >= last  # every row stands before all keys, or behind those of its window
         whole = [key for key in range(0, bounds.num_keys, block_n) if set(range(key, key + block_n)) <= set(by_all)]
-        assert list(range(full_first, full_last, block_n)) == whole
+        assert list(range(int(full_first), int(full_last), block_n)) == whole
 
 
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
@@ -151,13 +151,13 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
-    found = run(write_ranges, torch.full((count, 4), -1, dtype=torch.int32), bounds, bounds.num_queries,
+    found = run(write_ranges, torch.full((count, 4), -1.0), bounds, bounds.num_queries,
                 BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=count, OF_QUERIES=True)  # fmt: skip
     of = [range(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
     for i, (first, full_first, full_last, last) in enumerate(found):
         keys = range(i * block_n, (i + 1) * block_n)
         pairs = [[bounds.would_see(row, key) for row in rows for key in keys] for rows in of]
-        assert 0 <= first <= full_first <= full_last and last <= len(of)
+        assert 0 <= first <= full_first <= full_last and last <= len(of) and not any(x % 1 for x in found[i])
         if keys.stop <= bounds.first_key or keys.start >= bounds.num_keys:
             assert first == full_first == full_last == last
             continue
@@ -165,13 +165,13 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
         if seen:
             assert (first, last) == (seen[0], seen[-1] + 1)
         whole = [j for j, sees in enumerate(pairs) if all(sees) and len(of[j]) == block_m]
-        assert list(range(full_first, full_last)) == whole
+        assert list(range(int(full_first), int(full_last))) == whole
 
 
 def test_blocks_outside_a_window_are_not_visited():
     """The ranges are as long as the window, however long the sequence."""
     bounds, options = Bounds(16448, 32768, causal=True, left=1024), {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCKS": 1}
-    out = torch.zeros(1, 4, dtype=torch.int32)
+    out = torch.zeros(1, 4)
     # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
     assert run(write_ranges, out, bounds, 16448, OF_QUERIES=False, **options) == [[15296, 15360, 16320, 16384]]
     bounds = Bounds(32768, 16448, causal=True, left=32000)

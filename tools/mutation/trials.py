@@ -100,7 +100,10 @@ def _run(tree: Path, tests: tuple[str, ...], failed_before: Counter[str], limit:
 
 
 class Trial:
-    """A trial under way. tests: as pytest's command line has them. limit: seconds of its processor time; ten times as many may pass by the clock."""
+    """A trial under way.
+
+    tests: as pytest's command line has them. limit: seconds of processor time; ten times as many may pass by the clock.
+    """
 
     def __init__(self, tree: Path, tests: tuple[str, ...], failed_before: Counter[str], limit: float):
         self.started, self.clock = time.monotonic(), 10 * limit
