@@ -219,6 +219,7 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
         {name: arguments()[name].double() for name in ("q", "k", "v", "cos", "sin")},
         {name: arguments()[name].double() for name in ("q", "k", "v")},
         {"q": torch.zeros(B, HQ, 1, D)},
+        {"causal": False},
         {"q": torch.zeros(B, HQ, N + 3, D)},  # causal: rows before position 0 see nothing
         {"q": torch.zeros(B, HQ, 0, D), "causal": False},
         {"q": torch.zeros(B, HQ, N + 1, D), "causal": False, "kv_lens": torch.full((B,), N, dtype=i32)},

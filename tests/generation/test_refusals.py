@@ -43,7 +43,8 @@ def zeros(*shape, **options):
         ({"v_cache": zeros(2, 2, 41, 16)}, ValueError, "v_cache must have k_cache's shape (2, 2, 40, 16)"),
         ({"k_cache": zeros(2, 3, 40, 16), "v_cache": zeros(2, 3, 40, 16)}, ValueError, "k_cache has 3 heads"),
         ({"k_cache": zeros(1, 2, 40, 16).expand(2, 2, 40, 16)}, ValueError, "k_cache must not be expanded"),
-        ({"q": zeros(2, 4, 50, 16), "k": zeros(2, 2, 50, 16), "v": zeros(2, 2, 50, 16)}, ValueError, "S_max = 40"),
+        ({"q": zeros(2, 4, 50, 16), "k": zeros(2, 2, 50, 16), "v": zeros(2, 2, 50, 16)}, ValueError,
+         "k must have at most k_cache's S_max = 40 positions, but has 50"),
         ({"cos": zeros(39, 8), "sin": zeros(39, 8)}, ValueError, "cos must"),
         ({"rotary_dim": 3}, ValueError, "rotary_dim must be even"),
         ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
@@ -57,6 +58,8 @@ def zeros(*shape, **options):
         ({"v": zeros(2, 2, 2, 16, device="meta")}, ValueError, "v must be on q's device cpu, but is on meta"),
         ({"k": zeros(2, 2, 2, 16).half()}, TypeError, "k must have q's dtype float32, but is float16"),
         ({"k": zeros(2, 2, 2)}, ValueError, "k must have shape (B, HKV, NQ, D) = (2, 2, 2, 16), but has (2, 2, 2)"),
+        ({"k": zeros(2, 2, 2, 16, 1)}, ValueError, "(B, HKV, NQ, D) = (2, 2, 2, 16), but has (2, 2, 2, 16, 1)"),
+        ({"v": zeros(2, 1, 2, 16)}, ValueError, "v must have shape (B, HKV, NQ, D) = (2, 2, 2, 16), but has (2, 1, 2"),
         ({"k": 1.0}, TypeError, "k must be a torch.Tensor, but is float 1.0"),
         ({"v": [0.0]}, TypeError, "v must be a torch.Tensor, but is list"),
         *(({name: None}, TypeError, f"{name} must be a torch.Tensor, but is NoneType")
@@ -97,6 +100,8 @@ def test_axes_of_one_entry_may_be_expanded():
     cos, sin, ends = zeros(1, 8) + 1, zeros(1, 8), torch.zeros(1, dtype=torch.int32)
     o = rope_attention_with_kvcache(zeros(1, 1, 1, 16), x, x.clone(), cos, sin, x + 1, x + 1, cache_seqlens=ends)
     assert torch.equal(o, torch.ones(1, 1, 1, 16)) and torch.equal(x, torch.ones(1, 1, 1, 16))
+    none = zeros(1, 1, 1, 16).expand(0, 1, 1, 16)
+    assert rope_attention_with_kvcache(none, none, none, cos, sin, none, none, cache_seqlens=ends[:0]).numel() == 0
 
 
 def test_parameters_are_welcome_without_gradients():

@@ -135,6 +135,36 @@ def test_large_tensors_of_every_layout_pass(layout, shape, changes):
     ) == 512  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("layout", "shape"), [("bhsd", (3, 7, 5, 16)), ("bshd", (3, 5, 7, 16)), ("sbhd", (5, 3, 7, 16))]
+)
+def test_each_axis_is_found_in_every_layout(layout, shape):
+    """B = 3, H = 7, N = 5 and D = 16: tables of 10 columns hold each angle twice for no other D."""
+
+    def rotary_dim(*table):
+        return check_rotation(
+            {"x": zeros(*shape)}, zeros(*table), zeros(*table), rotary_dim=None, interleaved=False, inverse=False,
+            layout=layout, position_ids=None, cu_seqlens=None, outs=None,
+        )  # fmt: skip
+
+    assert rotary_dim(3, 5, 10) == 10 and rotary_dim(5, 8) == 16
+    for table, pattern in (
+        ((2, 5, 8), "B = 3"), ((5, 5, 8), "B = 3"), ((7, 5, 8), "B = 3"), ((4, 8), "5 positions"), ((5, 17), "D = 16"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^cos .*{pattern}"):
+            rotary_dim(*table)
+
+
+def test_packed_tokens_have_their_axes_too():
+    x, ends, ids = zeros(5, 7, 16), torch.tensor([0, 5], dtype=torch.int32), torch.arange(5)
+    options = {"interleaved": False, "inverse": False, "layout": "thd", "outs": None}
+    for where in ({"cu_seqlens": ends, "position_ids": None}, {"cu_seqlens": None, "position_ids": ids}):
+        table = zeros(5, 10)
+        assert check_rotation({"x": x}, table, table, rotary_dim=None, **options, **where) == 10
+        with pytest.raises(ValueError, match="^cos .*D = 16"):
+            check_rotation({"x": x}, zeros(5, 17), zeros(5, 17), rotary_dim=None, **options, **where)
+
+
 @pytest.mark.parametrize("head_dim", [2, 3])
 def test_the_narrowest_heads(head_dim):
     x, table = zeros(1, 1, 1, head_dim), zeros(1, 1)
