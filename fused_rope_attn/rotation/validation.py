@@ -64,7 +64,7 @@ def check_rotation(
         refuse_device(device, first, **{name: xs[name] for name in others}, cos=cos, sin=sin)
     for name, y in xs.items():
         if y.ndim != rank:
-            form = "(T, H, D)" if rank == 3 else f"({', '.join(layout.upper().replace('S', 'N'))})"
+            form = f"({', '.join(layout.upper().replace('S', 'N'))})"
             raise ValueError(
                 f"{name} must have shape {form} for layout {layout!r}, but has {y.ndim} dimensions: {shown(y.shape)}"
             )

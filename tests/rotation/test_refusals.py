@@ -68,6 +68,8 @@ REFUSALS = [
     (ValueError, "x", {"x": zeros(3, 4, 8), "layout": "sbhd"}, r"\(N, B, H, D\).*3 dimensions"),
     (ValueError, "cos", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS, "cos": zeros(2, 4, 4),
                          "sin": zeros(2, 4, 4)}, "leading 1 or B = 1"),
+    (ValueError, "rotary_dim", {"x": zeros(2, 3, 4, 16), "rotary_dim": 10, "position_ids": zeros(2, 2, 4).int()},
+     "multiple of 4.*10"),
     (ValueError, "rotary_dim", {"rotary_dim": 12, "position_ids": zeros(2, 2, 4).int()}, "between 2 and D = 8.*12"),
     (ValueError, "cos", {"position_ids": zeros(2, 2, 4).int(), "cos": zeros(4, 5), "sin": zeros(4, 5)}, "D = 4.*5"),
 ]  # fmt: skip
@@ -163,6 +165,17 @@ def test_packed_tokens_have_their_axes_too():
         assert check_rotation({"x": x}, table, table, rotary_dim=None, **options, **where) == 10
         with pytest.raises(ValueError, match="^cos .*D = 16"):
             check_rotation({"x": x}, zeros(5, 17), zeros(5, 17), rotary_dim=None, **options, **where)
+
+
+def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
+    given = {"interleaved": False, "inverse": False, "layout": "bhsd", "cu_seqlens": None, "outs": None}
+    for head_dim, rotary_dim in ((16, 12), (16, 4), (8, 8)):
+        table, ids = zeros(9, rotary_dim // 4), torch.zeros(1, 2, 3, dtype=torch.int32)
+        x = {"x": zeros(1, 1, 3, head_dim)}
+        assert check_rotation(x, table, table, rotary_dim=rotary_dim, position_ids=ids, **given) == rotary_dim
+    # Tokens that say where they stand need no rows of their own.
+    assert check_rotation({"x": zeros(1, 1, 0, 8)}, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0],
+                          **given) == 4  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [2, 3])

@@ -1,31 +1,52 @@
-"""Mutants that do what the module does, each with the reason: no test can kill them.
+"""Mutants that do what the module does, each with the reason: no test can kill them. They are listed in equivalent.txt.
 
 A run counts them apart, and fails where a test does kill one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+
+LIST = Path(__file__).with_name("equivalent.txt")
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Changes of one line, or of one statement's lines, that make no difference."""
+    """A change of a module's lines that makes no difference; lines as ``Mutant`` has them."""
 
     module: str
-    reason: str
     before: str
-    after: tuple[str, ...]
+    after: str
+    reason: str
 
 
-EQUIVALENT: tuple[Equivalent, ...] = ()
+def parse(text: str) -> list[Equivalent]:
+    """The entries of a list: blocks of a reason ("# "), a module, and lines before ("- ") and after ("+ ") a change."""
+    found = []
+    for block in text.split("\n\n"):
+        reason: list[str] = []
+        module = before = ""
+        for line in block.splitlines():
+            kind, rest = line[:2], line[2:].strip()
+            if kind == "# ":
+                reason.append(rest)
+            elif kind == "- ":
+                before = rest
+            elif kind == "+ ":
+                found.append(Equivalent(module, before, rest, " ".join(reason)))
+            else:
+                module = line.strip()
+    return found
+
+
+@functools.cache
+def known() -> dict[tuple[str, str, str], str]:
+    """The reason of each by (module, before, after)."""
+    return {(x.module, x.before, x.after): x.reason for x in parse(LIST.read_text(encoding="utf-8"))}
 
 
 def reason_of(module: str, before: str, after: str) -> str:
     """Why a mutant makes no difference; "" where nobody has said so."""
-    return next((x.reason for x in _of(module) if x.before == before and after in x.after), "")
-
-
-def _of(module: str) -> Iterator[Equivalent]:
-    return (x for x in EQUIVALENT if x.module == module)
+    return known().get((module, before, after), "")
