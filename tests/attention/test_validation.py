@@ -105,6 +105,8 @@ VALUE_ERRORS = [
     ("k", {"k": torch.zeros(1, HKV, N, D)}, "batch size 2.*1"),
     ("v", {"v": torch.zeros(1, HKV, N, D)}, "shape"),
     ("k", {"k": torch.zeros(B, HKV, N, 8)}, "head dim 16.*8"),
+    *(("k", {x: torch.zeros(size, HKV, N, D) for x in "kv"}, f"batch size 2.*{size}") for size in (1, 3)),
+    *(("k", {x: torch.zeros(B, HKV, N, size) for x in "kv"}, f"head dim 16.*{size}") for size in (8, 24)),
     ("v", {"v": torch.zeros(B, HKV, N, 8)}, re.escape("(2, 2, 6, 16)") + ".*" + re.escape("(2, 2, 6, 8)")),
     ("v", {"v": torch.zeros(B, HKV, N + 1, D)}, re.escape("(2, 2, 7, 16)")),
     ("v", {"v": torch.zeros(B, HQ, N, D)}, re.escape("(2, 4, 6, 16)")),

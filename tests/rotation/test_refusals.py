@@ -62,6 +62,12 @@ REFUSALS = [
     (ValueError, "position_ids", {"position_ids": IDS[0]}, r"N = 4.*\(\)"),
     (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS.to("meta")}, "x's device cpu"),
     (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": zeros(4).int()[::2]}, r"\(2,\).*2"),
+    (ValueError, "position_ids", {"position_ids": zeros(5).int()}, r"N = 4.*\(5,\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(1, 1, 4).int()}, r"N = 4.*\(1, 1, 4\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(1, 2, 4, 4).int()}, r"N = 4.*\(1, 2, 4, 4\)"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS[0]}, r"has shape \(\)"),
+    (ValueError, "out", {"out": zeros(2, 3, 5, 8)}, "x's shape"),
+    (ValueError, "out", {"out": zeros(1, 3, 4, 8).expand(2, 3, 4, 8)}, "expanded"),
     (ValueError, "out", {"out": zeros(2, 3, 4, 8).to("meta")}, "x's device cpu.*meta"),
     (ValueError, "out", {"out": zeros(2, 3, 4, 8).requires_grad_()}, "out requires a gradient"),
     (ValueError, "x", {"x": zeros(3, 4, 8), "layout": "bshd"}, r"\(B, N, H, D\).*3 dimensions"),
@@ -71,7 +77,8 @@ REFUSALS = [
     (ValueError, "rotary_dim", {"x": zeros(2, 3, 4, 16), "rotary_dim": 10, "position_ids": zeros(2, 2, 4).int()},
      "multiple of 4.*10"),
     (ValueError, "rotary_dim", {"rotary_dim": 12, "position_ids": zeros(2, 2, 4).int()}, "between 2 and D = 8.*12"),
-    (ValueError, "cos", {"position_ids": zeros(2, 2, 4).int(), "cos": zeros(4, 5), "sin": zeros(4, 5)}, "D = 4.*5"),
+    (ValueError, "cos", {"position_ids": zeros(2, 2, 4).int(), "cos": zeros(4, 5), "sin": zeros(4, 5)},
+     "D = 4 columns.*5"),
 ]  # fmt: skip
 
 
@@ -111,6 +118,7 @@ def test_refusals_of_pairs(error, name, changes, pattern):
         ("bshd", (300, 900, 600, 512), {}),
         ("sbhd", (900, 300, 600, 512), {}),
         ("sbhd", (900, 300, 600, 512), {"position_ids": (300, 900)}),
+        ("bhsd", (300, 600, 900, 512), {"position_ids": (1, 900)}),
         ("sbhd", (900, 300, 600, 512), {"position_ids": (300, 2, 900), "tables": (9, 128)}),
         ("bhsd", (300, 600, 900, 512), {"position_ids": (1, 2, 900), "tables": (9, 128), "rotary_dim": 512}),
         ("bhsd", (300, 600, 900, 512), {"position_ids": (900,), "tables": (9, 256)}),
@@ -165,6 +173,16 @@ def test_packed_tokens_have_their_axes_too():
         assert check_rotation({"x": x}, table, table, rotary_dim=None, **options, **where) == 10
         with pytest.raises(ValueError, match="^cos .*D = 16"):
             check_rotation({"x": x}, zeros(5, 17), zeros(5, 17), rotary_dim=None, **options, **where)
+
+
+def test_axes_of_one_entry_may_be_expanded():
+    """Their stride says nothing, nor does that of an axis of none."""
+    cos, sin = zeros(1, 4) + 1, zeros(1, 4)
+    out = zeros(1, 8).as_strided((1, 1, 1, 8), (0, 0, 0, 1))
+    x = zeros(1, 1, 1, 8) + 1
+    assert torch.equal(apply_rope(x, cos, sin, out=out), x) and torch.equal(out, x)
+    none = zeros(1, 1, 1, 8).expand(0, 1, 1, 8)
+    assert apply_rope(x[:0], cos, sin, out=none).numel() == 0
 
 
 def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
