@@ -61,7 +61,7 @@ SUBJECTS = (
     Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
     Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
     _of_models("attention", "steps", "dynamic_caches", "report", "families", "distributed"),
-    _of_models("batch", "packing", "fallbacks", "bidirectional"),
+    _of_models("batch", "batches", "packing", "fallbacks", "bidirectional"),
     _of_models("conventions", "families_lookup", "families"),
     _of_models("families", "families_lookup", "families"),
     _of_models("hooks", "patching", "prefill", "foreign_attention"),
