@@ -101,7 +101,7 @@ TYPE_ERRORS = [
 
 VALUE_ERRORS = [
     *((name, {name: arguments()[name][0]}, "3 dimensions") for name in ("q", "k", "v")),
-    ("q", {"q": torch.zeros(B, HQ, N, D, 1)}, "5 dimensions"),
+    *((name, {name: arguments()[name][..., None]}, "5 dimensions") for name in ("q", "k", "v")),
     ("k", {"k": torch.zeros(1, HKV, N, D)}, "batch size 2.*1"),
     ("v", {"v": torch.zeros(1, HKV, N, D)}, "shape"),
     ("k", {"k": torch.zeros(B, HKV, N, 8)}, "head dim 16.*8"),
@@ -200,6 +200,8 @@ def table(width, *lead):
         (table(1), 2),
         (table(4), 8),  # W <= D/2: half-width
         (table(10), 10),  # D/2 < W < D: full-width
+        (table(1) | {"rotary_dim": 2}, 2),
+        (table(2) | {"rotary_dim": 2}, 2),
         (table(4) | {"rotary_dim": 8}, 8),
         (table(4) | {"rotary_dim": 4}, 4),  # full-width for R <= D/2: only when told so
         (table(16) | {"rotary_dim": 16}, 16),

@@ -60,10 +60,11 @@ TOY = {
     "fused_rope_attn/__init__.py": "",
     "fused_rope_attn/toy.py": "def count(n):\n    i = 0\n    while i < n:\n        i += 1\n    return i\n",
     "tests/test_toy.py": "from fused_rope_attn.toy import count\n\n\ndef test_count():\n    assert count(3) == 3\n",
+    "tests/test_more.py": "from fused_rope_attn.toy import count\n\n\ndef test_kind():\n    assert str(count(3)) == '3'\n",
     "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
 }
 PROGRAM = """
-import io, sys
+import sys
 from pathlib import Path
 from tools.mutation import __main__ as command
 from tools.mutation.mutants import Mutant
@@ -72,22 +73,23 @@ from tools.mutation.trees import copy_checkout
 import pytest, pytest_timeout
 
 command.LEAST_LIMIT = 0.2
+CHANGES = ("i < n", "i <= n"), ("i < n", "i != n"), ("i += 1", "i += 0"), ("i += 1", "i += 3"), ("i = 0", "i = 0.0")
 folder, source = Path(sys.argv[1]), Path(sys.argv[1], "fused_rope_attn/toy.py").read_text()
 mutants = [
     Mutant("toy.py", "", 1, "count", before, after, source.replace(before, after))
-    for before, after in (("i < n", "i <= n"), ("i < n", "i != n"), ("i += 1", "i += 0"), ("i += 1", "i += 3"))
+    for before, after in CHANGES
 ]
 command.reason_of = lambda module, before, after: "n is never less than 0" if after == "i != n" else ""
 trees = [copy_checkout(folder / name, folder) for name in ("one", "two")]
 with open(folder / "rows.jsonl", "w") as out:
-    command.Run(trees, out, float("inf")).subject(Subject("toy.py", ("test_toy.py",)), mutants)
+    command.Run(trees, out, float("inf")).subject(Subject("toy.py", ("test_toy.py",), ("test_more.py",)), mutants)
 assert all((tree / "fused_rope_attn/toy.py").read_text() == source for tree in trees)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and forks")
 def test_what_becomes_of_mutants(tmp_path):
-    """One is killed, one survives, one does what the module does, and one never ends."""
+    """One is killed at once, one by the second tests; one survives, one does what the module does, one never ends."""
     for name, text in TOY.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -97,18 +99,20 @@ def test_what_becomes_of_mutants(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     outcomes = {row["after"]: row["outcome"] for row in rows}
-    assert outcomes == {"i <= n": "killed", "i != n": "equivalent", "i += 0": "timed out", "i += 3": "survived"}
-    assert {row["test"] for row in rows if row["outcome"] == "killed"} == {"tests/test_toy.py::test_count"}
+    killed = {"i <= n": "killed", "i = 0.0": "killed", "i += 0": "timed out"}
+    assert outcomes == killed | {"i != n": "equivalent", "i += 3": "survived"}
+    killers = {row["after"]: row["test"] for row in rows if row["outcome"] == "killed"}
+    assert killers == {"i <= n": "tests/test_toy.py::test_count", "i = 0.0": "tests/test_more.py::test_kind"}
     assert survivors(tmp_path / "rows.jsonl") == {("toy.py", "i += 1", "i += 3")}
     lines, percent = table(rows)
-    assert lines[-1] == "| all | 1 | 1 | 1 | 1 | 66.7 |" and round(percent, 1) == 66.7
+    assert lines[-1] == "| all | 2 | 1 | 1 | 1 | 75.0 |" and percent == 75
 
 
 def test_the_tables_name_what_exists():
     for subject in SUBJECTS:
         for path in (
             f"fused_rope_attn/{subject.module}",
-            *(f"tests/{name}" for name in (*subject.tests, *subject.spared)),
+            *(f"tests/{name}" for name in (*subject.tests, *subject.more, *subject.spared)),
         ):
             file, _, test = path.partition("::")
             assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8"), path

@@ -42,38 +42,54 @@ class Run:
         self.rows: list[dict[str, Any]] = []
 
     def subject(self, subject: Subject, mutants: list[Mutant]) -> None:
-        """Run the tests of a subject on the module as it is, which must pass, and on each mutant."""
-        spared = tuple(f"--deselect=tests/{name}" for name in subject.spared)
-        tests = (*spared, *(f"tests/{name}" for name in subject.tests))
+        """Run the tests of a subject on the module as it is, which must pass, and on each mutant; those of the second
+        stage on what survives the first."""
         source = (self.trees[0] / PACKAGE / subject.module).read_text(encoding="utf-8")
-        verdicts: list[Verdict] = []
-        nothing: Counter[str] = Counter()
-        run_trials(
-            list(self.trees), self.trees, lambda _, tree: Trial(tree, tests, nothing, 600.0),
-            lambda _, verdict: verdicts.append(verdict),
-        )  # fmt: skip
-        if any(verdict.outcome != "passed" for verdict in verdicts):
-            log = (self.trees[0] / "trial.log").read_text()
-            raise RuntimeError(f"the tests of {subject.module} must pass without a change, but:\n{log[-3000:]}")
-        limit = max(LEAST_LIMIT, 5 * max(verdict.seconds for verdict in verdicts))
-        print(f"{subject.module}: {len(mutants)} mutants, tests take {verdicts[0].seconds} s", flush=True)
+        print(f"{subject.module}: {len(mutants)} mutants", flush=True)
+        stages = [stage for stage in (subject.tests, subject.more) if stage]
+        for i, tests in enumerate(stages):
+            mutants = self._stage(subject, mutants, tests, is_last=i == len(stages) - 1)
+            for tree in self.trees:
+                write_module(tree, subject.module, source)
+
+    def _stage(self, subject: Subject, mutants: list[Mutant], names: tuple[str, ...], is_last: bool) -> list[Mutant]:
+        """The mutants that survive these tests; whatever is decided of the others becomes rows."""
+        tests = (*(f"--deselect=tests/{name}" for name in subject.spared), *(f"tests/{name}" for name in names))
+        limit = self._limit(subject, tests)
         killers: dict[str, Counter[str]] = {}
+        survivors: list[Mutant] = []
 
         def start(mutant: Mutant, tree: Path) -> Trial:
             write_module(tree, mutant.module, mutant.source)
-            failed = Counter({test: 1000 * count for test, count in killers.get(mutant.definition, nothing).items()})
-            return Trial(tree, tests, failed + killers.get("", nothing), limit)
+            of_definition = killers.get(mutant.definition, Counter())
+            failed = Counter({test: 1000 * count for test, count in of_definition.items()})
+            return Trial(tree, tests, failed + killers.get("", Counter()), limit)
 
         def ended(mutant: Mutant, verdict: Verdict) -> None:
             if verdict.outcome == "failed":
                 for place in ("", mutant.definition):
                     killers.setdefault(place, Counter())[verdict.test] += 1
-            self._add(mutant, verdict)
+            if verdict.outcome == "passed":
+                survivors.append(mutant)
+            if verdict.outcome != "passed" or is_last:
+                self._add(mutant, verdict)
 
-        in_time = (mutant for mutant in mutants if time.monotonic() < self.deadline)
-        run_trials(in_time, self.trees, start, ended)
-        for tree in self.trees:
-            write_module(tree, subject.module, source)
+        run_trials((mutant for mutant in mutants if time.monotonic() < self.deadline), self.trees, start, ended)
+        return survivors
+
+    def _limit(self, subject: Subject, tests: tuple[str, ...]) -> float:
+        """Seconds of processor time that these tests may take: several times as many as they take in every tree."""
+        verdicts: list[Verdict] = []
+        run_trials(
+            list(self.trees), self.trees, lambda _, tree: Trial(tree, tests, Counter(), 600.0),
+            lambda _, verdict: verdicts.append(verdict),
+        )  # fmt: skip
+        if any(verdict.outcome != "passed" for verdict in verdicts):
+            log = (self.trees[0] / "trial.log").read_text()
+            raise RuntimeError(f"the tests of {subject.module} must pass without a change, but:\n{log[-3000:]}")
+        slowest = max(verdict.seconds for verdict in verdicts)
+        print(f"    {slowest} s of tests", flush=True)
+        return max(LEAST_LIMIT, 5 * slowest)
 
     def _add(self, mutant: Mutant, verdict: Verdict) -> None:
         reason = reason_of(mutant.module, mutant.before, mutant.after)

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Subject:
-    """module: a file of the package. tests: files below tests/, or tests in them. preload: modules that these import,
-    beside those of every test. spared: tests among them that do not run."""
+    """What is mutated, and what must notice.
+
+    module: a file of the package.
+    tests: files below tests/, or tests in them.
+    more: tests that run where these pass.
+    preload: modules that the tests import, beside those of every test.
+    spared: tests in those files that do not run.
+    """
 
     module: str
     tests: tuple[str, ...]
+    more: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
 
@@ -39,20 +46,20 @@ _HF_MODELS = (
     "cohere", "gemma2", "gemma3", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral",
     "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
 )  # fmt: skip
+_HF_MORE = ("patching", "pickling", "fallbacks", "packing", "static_caches", "steps", "dynamic_caches", "prefill")
 _HF_PRELOAD = ("transformers", *(f"transformers.models.{name}.modeling_{name}" for name in _HF_MODELS))
 
 
-def _of_models(module: str, *tests: str) -> Subject:
-    """A module of the integration: the tests that are about it, then those of the other modules that take seconds."""
-    others = ("patching", "pickling", "fallbacks", "packing", "static_caches", "steps", "dynamic_caches", "prefill")
-    names = (*tests, *(name for name in others if name not in tests))
-    files = tuple(f"integrations/transformers/test_{name}.py" for name in names)
-    return Subject(f"integrations/transformers/{module}.py", files, _HF_PRELOAD, _HF_SPARED)
+def _of_models(module: str, *tests: str, more: tuple[str, ...] = ()) -> Subject:
+    """A module of the integration: the tests that are about it, then those of whole models that take seconds."""
+    files = tuple(f"integrations/transformers/test_{name}.py" for name in tests)
+    others = tuple(f"integrations/transformers/test_{name}.py" for name in (*_HF_MORE, *more) if name not in tests)
+    return Subject(f"integrations/transformers/{module}.py", files, others, _HF_PRELOAD, _HF_SPARED)
 
 
 SUBJECTS = (
     Subject("attention/validation.py", _CALLS),
-    Subject("attention/planning.py", _PLANNING),
+    Subject("attention/planning.py", _PLANNING, ("attention/test_compile.py",)),
     Subject("generation/validation.py", _CALLS_OF_STEPS),
     Subject("generation/planning.py", ("generation/test_plan_with_kvcache.py", "generation/test_schedule.py")),
     Subject("rotation/validation.py", ("rotation/test_refusals.py",)),
@@ -60,17 +67,17 @@ SUBJECTS = (
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
     Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
     Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
-    _of_models("attention", "steps", "dynamic_caches", "report", "families", "distributed"),
-    _of_models("batch", "batches", "packing", "fallbacks", "bidirectional"),
-    _of_models("conventions", "families_lookup", "families"),
-    _of_models("families", "families_lookup", "families"),
-    _of_models("hooks", "patching", "prefill", "foreign_attention"),
-    _of_models("obstacles", "foreign_attention", "fallbacks", "distributed", "bidirectional"),
-    _of_models("patch", "patching", "options", "wrapping", "report"),
-    _of_models("report", "report", "options", "fallbacks", "distributed"),
-    _of_models("rooms", "dynamic_caches", "steps"),
-    _of_models("state", "report", "pickling", "patching", "distributed"),
-    Subject("integrations/transformers/tables.py", ("integrations/transformers/test_tables.py",), _HF_PRELOAD),
+    _of_models("attention", "steps", more=("bidirectional", "report", "families", "distributed")),
+    _of_models("batch", "batches", more=("bidirectional", "distributed")),
+    _of_models("conventions", "families_lookup", "packing", more=("families",)),
+    _of_models("families", "families_lookup", more=("families",)),
+    _of_models("hooks", "patching", "pickling", more=("foreign_attention",)),
+    _of_models("obstacles", "fallbacks", "batches", more=("foreign_attention", "distributed", "bidirectional")),
+    _of_models("patch", "patching", "options", "pickling", more=("wrapping", "report")),
+    _of_models("report", "report", more=("options", "distributed")),
+    _of_models("rooms", "dynamic_caches"),
+    _of_models("state", "report", "pickling", more=("distributed",)),
+    Subject("integrations/transformers/tables.py", ("integrations/transformers/test_tables.py",), (), _HF_PRELOAD),
 )
 
 
