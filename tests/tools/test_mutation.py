@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
-from tools.mutation.__main__ import survivors, table
+from tools.mutation.__main__ import read_rows, survivors, table
 from tools.mutation.equivalent import known
 from tools.mutation.subjects import SUBJECTS, chosen
 
@@ -60,7 +60,7 @@ TOY = {
     "fused_rope_attn/__init__.py": "",
     "fused_rope_attn/toy.py": "def count(n):\n    i = 0\n    while i < n:\n        i += 1\n    return i\n",
     "tests/test_toy.py": "from fused_rope_attn.toy import count\n\n\ndef test_count():\n    assert count(3) == 3\n",
-    "tests/test_more.py": "from fused_rope_attn.toy import count\n\n\ndef test_kind():\n    assert str(count(3)) == '3'\n",
+    "tests/test_more.py": "from fused_rope_attn.toy import count\n\n\ndef test_kind():\n    assert count(3) ^ 1\n",
     "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
 }
 PROGRAM = """
@@ -103,7 +103,10 @@ def test_what_becomes_of_mutants(tmp_path):
     assert outcomes == killed | {"i != n": "equivalent", "i += 3": "survived"}
     killers = {row["after"]: row["test"] for row in rows if row["outcome"] == "killed"}
     assert killers == {"i <= n": "tests/test_toy.py::test_count", "i = 0.0": "tests/test_more.py::test_kind"}
-    assert survivors(tmp_path / "rows.jsonl") == {("toy.py", "i += 1", "i += 3")}
+    file, other = tmp_path / "rows.jsonl", tmp_path / "later.jsonl"
+    assert survivors(file) == {("toy.py", "i += 1", "i += 3")}
+    other.write_text(json.dumps(rows[0] | {"before": "i += 1", "after": "i += 3", "outcome": "killed"}))
+    assert table(read_rows([file, other]))[0][-1] == "| all | 3 | 1 | 0 | 1 | 80.0 |"  # "i != n" is in no list
     lines, percent = table(rows)
     assert lines[-1] == "| all | 2 | 1 | 1 | 1 | 75.0 |" and percent == 75
 

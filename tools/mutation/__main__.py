@@ -4,6 +4,7 @@
     python -m tools.mutation kernels rotation/validation.py --jobs 2 --out rows.jsonl
     python -m tools.mutation kernels --sample 200 --seed 1        200 mutants of these modules, drawn at random
     python -m tools.mutation kernels --again rows.jsonl           those alone that survived there
+    python -m tools.mutation --report rows.jsonl later.jsonl      no trial: the table of these rows, and who survived
 
 Needs ``pip install '.[mutation]'``, and runs without a GPU, in Triton's interpreter. Exits with 1 where less than
 ``--least`` percent of the mutants were killed, or one that is listed as making no difference was.
@@ -97,8 +98,8 @@ class Run:
             verdict.outcome, verdict.outcome
         )
         row = {
-            "module": mutant.module, "operator": mutant.operator, "line": mutant.line, "before": mutant.before,
-            "after": mutant.after, "outcome": outcome, "seconds": verdict.seconds, "test": verdict.test,
+            "module": mutant.module, "operator": mutant.operator, "line": mutant.line,
+            "definition": mutant.definition, "before": mutant.before, "after": mutant.after, "outcome": outcome, "seconds": verdict.seconds, "test": verdict.test,
         }  # fmt: skip
         if reason:
             row["reason"] = reason
@@ -128,6 +129,25 @@ def table(rows: Iterable[dict[str, Any]]) -> tuple[list[str], float]:
     return lines, percent
 
 
+def read_rows(files: list[Path]) -> list[dict[str, Any]]:
+    """The rows of several files, the last one of each mutant, with the reasons that equivalent.txt has today."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            change = row["module"], row["before"], row["after"]
+            if row["outcome"] in ("survived", "equivalent"):
+                row["outcome"] = "equivalent" if reason_of(*change) else "survived"
+            found[row["definition"], *change] = row
+    return list(found.values())
+
+
+def tell(row: dict[str, Any]) -> None:
+    """Print the change of a mutant."""
+    lines = f"{row['module']}:{row['line']} {row['operator']}", f"- {row['before']}", f"+ {row['after']}"
+    print(*lines, sep="\n    ", flush=True)
+
+
 def survivors(file: Path) -> set[tuple[str, str, str]]:
     """(module, before, after) of the mutants that survived according to a file of rows."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -143,12 +163,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="as many mutants of all modules, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of --sample (default: 0)")
     parser.add_argument("--again", type=Path, help="those mutants alone that survived in this file of rows")
+    parser.add_argument("--report", type=Path, nargs="+", help="files of rows: print their table, and try nothing")
     parser.add_argument("--least", type=float, default=95.0, help="percent to be killed (default: 95)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.report:
+        rows = read_rows(options.report)
+        for row in rows:
+            if row["outcome"] == "survived":
+                tell(row)
+        lines, percent = table(rows)
+        print(*lines, sep="\n")
+        return int(percent < options.least)
     subjects = chosen(options.modules)
     mutants = {
         subject: mutants_of(subject.module, (ROOT / PACKAGE / subject.module).read_text(encoding="utf-8"))
