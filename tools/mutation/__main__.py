@@ -98,8 +98,9 @@ class Run:
             verdict.outcome, verdict.outcome
         )
         row = {
-            "module": mutant.module, "operator": mutant.operator, "line": mutant.line,
-            "definition": mutant.definition, "before": mutant.before, "after": mutant.after, "outcome": outcome, "seconds": verdict.seconds, "test": verdict.test,
+            "module": mutant.module, "definition": mutant.definition, "operator": mutant.operator, "line": mutant.line,
+            "before": mutant.before, "after": mutant.after, "outcome": outcome, "seconds": verdict.seconds,
+            "test": verdict.test,
         }  # fmt: skip
         if reason:
             row["reason"] = reason
@@ -138,7 +139,7 @@ def read_rows(files: list[Path]) -> list[dict[str, Any]]:
             change = row["module"], row["before"], row["after"]
             if row["outcome"] in ("survived", "equivalent"):
                 row["outcome"] = "equivalent" if reason_of(*change) else "survived"
-            found[row["definition"], *change] = row
+            found[(row["definition"], *change)] = row
     return list(found.values())
 
 
