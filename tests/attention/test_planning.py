@@ -31,7 +31,7 @@ def test_what_is_remembered_cannot_be_changed(arch):
         plan(**call()).reason = ""
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (300, 300)], ids=str)
 def test_shared_heads_have_rows_of_their_own(arch, heads):
     chosen = plan(**call(heads=heads, backend="hopper"))
     shape = (128, True, "medium", heads[0] != heads[1])
