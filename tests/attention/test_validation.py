@@ -141,12 +141,12 @@ VALUE_ERRORS = [
     ("cos", {"cos": torch.zeros(N, D // 2, requires_grad=True)}, "gradient"),
     ("sin", {"sin": torch.zeros(N, D // 2, requires_grad=True)}, "gradient"),
     *(("softmax_scale", {"softmax_scale": x}, "finite") for x in (float("nan"), float("inf"), -float("inf"))),
-    *(("softcap", {"softcap": x}, "finite and positive") for x in (float("nan"), float("inf"), -1.0)),
+    *(("softcap", {"softcap": x}, "finite and positive") for x in (float("nan"), float("inf"), -1.0, -0.5)),
     ("window", {"window": (1, 2, 3)}, "two elements.*3"),
     ("window", {"window": ()}, "two elements.*0"),
     ("window", {"window": (-2, 0)}, "-1 for unbounded.*-2"),
     ("sinks", {"sinks": torch.zeros(HKV)}, re.escape("(HQ,) = (4,)") + ".*" + re.escape("(2,)")),
-    ("sinks", {"sinks": torch.zeros(1, HQ)}, re.escape("(1, 4)")),
+    *(("sinks", {"sinks": torch.zeros(shape)}, re.escape(str(shape))) for shape in ((), (HQ + 1,), (1, HQ), (HQ, 1))),
     *(
         (name, {name: torch.zeros(shape, dtype=i32)}, re.escape("(B,) = (2,)"))
         for name in ("kv_starts", "kv_lens")
@@ -236,7 +236,7 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
         {"q": torch.zeros(1, 1, 1, D).expand(B, HQ, N, D)},
         {"q": torch.zeros(B, HQ, N, D, requires_grad=True)},
         *({"softmax_scale": x} for x in (0, 0.0, -1.5, 1, np.float32(0.5), np.float64(2.0))),
-        *({"softcap": x} for x in (0, 30.0, 50)),
+        *({"softcap": x} for x in (0, 0.5, 30.0, 50)),
         *({"window": x} for x in ((0, 0), (-1, -1), [4, 0])),
         {"sinks": torch.zeros(HQ)},
         halves("q", "k", "v") | {"sinks": torch.zeros(HQ, dtype=torch.float16, requires_grad=True)},
