@@ -82,7 +82,8 @@ mutants = [
 command.reason_of = lambda module, before, after: "n is never less than 0" if after == "i != n" else ""
 trees = [copy_checkout(folder / name, folder) for name in ("one", "two")]
 with open(folder / "rows.jsonl", "w") as out:
-    command.Run(trees, out, float("inf")).subject(Subject("toy.py", ("test_toy.py",), ("test_more.py",)), mutants)
+    subject = Subject("toy.py", ("test_toy.py",), ("test_more.py",))
+    command.Run(trees, out, float("inf")).try_all({subject: mutants})
 assert all((tree / "fused_rope_attn/toy.py").read_text() == source for tree in trees)
 """
 

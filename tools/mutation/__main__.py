@@ -32,6 +32,7 @@ from tools.mutation.trees import PACKAGE, ROOT, copy_checkout, write_module
 from tools.mutation.trials import Trial, Verdict, preload, run_trials
 
 LEAST_LIMIT = 20.0  # seconds of a trial's processor time: tests that take less may take this much
+Options = tuple[str, ...]  # of pytest's command line
 OUTCOMES = ("killed", "timed out", "equivalent", "survived")
 
 
@@ -42,55 +43,61 @@ class Run:
         self.trees, self.out, self.deadline = trees, out, deadline
         self.rows: list[dict[str, Any]] = []
 
-    def subject(self, subject: Subject, mutants: list[Mutant]) -> None:
-        """Run the tests of a subject on the module as it is, which must pass, and on each mutant; those of the second
-        stage on what survives the first."""
-        source = (self.trees[0] / PACKAGE / subject.module).read_text(encoding="utf-8")
-        print(f"{subject.module}: {len(mutants)} mutants", flush=True)
-        stages = [stage for stage in (subject.tests, subject.more) if stage]
-        for i, tests in enumerate(stages):
-            mutants = self._stage(subject, mutants, tests, is_last=i == len(stages) - 1)
-            for tree in self.trees:
-                write_module(tree, subject.module, source)
+    def try_all(self, mutants: dict[Subject, list[Mutant]]) -> None:
+        """Run the tests of each subject on its module as it is, which must pass, and on each mutant; those of the
+        second stage on what survives the first."""
+        limits = self._limits({stage for subject, of in mutants.items() if of for stage in subject.stages()})
+        waiting = [(subject, mutant) for subject, of in mutants.items() for mutant in of]
+        for i in range(2):
+            tried = [pair for pair in waiting if len(pair[0].stages()) > i]
+            print(f"stage {i + 1}: {len(tried)} mutants", flush=True)
+            waiting = self._stage(tried, i, limits)
 
-    def _stage(self, subject: Subject, mutants: list[Mutant], names: tuple[str, ...], is_last: bool) -> list[Mutant]:
-        """The mutants that survive these tests; whatever is decided of the others becomes rows."""
-        tests = (*(f"--deselect=tests/{name}" for name in subject.spared), *(f"tests/{name}" for name in names))
-        limit = self._limit(subject, tests)
-        killers: dict[str, Counter[str]] = {}
-        survivors: list[Mutant] = []
+    def _limits(self, stages: set[Options]) -> dict[Options, float]:
+        """Seconds of processor time that tests may take: several times as many as they take without a change."""
+        limits: dict[Options, float] = {}
 
-        def start(mutant: Mutant, tree: Path) -> Trial:
+        def ended(tests: Options, tree: Path, verdict: Verdict) -> None:
+            if verdict.outcome != "passed":
+                log = (tree / "trial.log").read_text()
+                raise RuntimeError(f"{' '.join(tests)} must pass without a change, but {verdict.test}:\n{log[-3000:]}")
+            print(f"{verdict.seconds:6.1f} s without a change: {' '.join(tests)}", flush=True)
+            limits[tests] = max(LEAST_LIMIT, 5 * verdict.seconds)
+
+        run_trials(sorted(stages), self.trees, lambda tests, tree: Trial(tree, tests, Counter(), 600.0), ended)
+        return limits
+
+    def _stage(
+        self, pairs: list[tuple[Subject, Mutant]], stage: int, limits: dict[Options, float]
+    ) -> list[tuple[Subject, Mutant]]:
+        """The mutants that survive a stage and have another before them; whatever is decided becomes rows."""
+        killers: dict[tuple[str, str], Counter[str]] = {}
+        survivors: list[tuple[Subject, Mutant]] = []
+        sources = {subject: (self.trees[0] / PACKAGE / subject.module).read_text("utf-8") for subject, _ in pairs}
+
+        def start(pair: tuple[Subject, Mutant], tree: Path) -> Trial:
+            subject, mutant = pair
             write_module(tree, mutant.module, mutant.source)
-            of_definition = killers.get(mutant.definition, Counter())
-            failed = Counter({test: 1000 * count for test, count in of_definition.items()})
-            return Trial(tree, tests, failed + killers.get("", Counter()), limit)
+            of_module, of_definition = (
+                killers.get((mutant.module, name), Counter[str]()) for name in ("", mutant.definition)
+            )
+            failed = Counter({test: 1000 * count for test, count in of_definition.items()}) + of_module
+            tests = subject.stages()[stage]
+            return Trial(tree, tests, failed, limits[tests])
 
-        def ended(mutant: Mutant, verdict: Verdict) -> None:
+        def ended(pair: tuple[Subject, Mutant], tree: Path, verdict: Verdict) -> None:
+            subject, mutant = pair
+            write_module(tree, mutant.module, sources[subject])
             if verdict.outcome == "failed":
-                for place in ("", mutant.definition):
-                    killers.setdefault(place, Counter())[verdict.test] += 1
-            if verdict.outcome == "passed":
-                survivors.append(mutant)
-            if verdict.outcome != "passed" or is_last:
+                for name in ("", mutant.definition):
+                    killers.setdefault((mutant.module, name), Counter())[verdict.test] += 1
+            if verdict.outcome == "passed" and stage + 1 < len(subject.stages()):
+                survivors.append(pair)
+            else:
                 self._add(mutant, verdict)
 
-        run_trials((mutant for mutant in mutants if time.monotonic() < self.deadline), self.trees, start, ended)
+        run_trials((pair for pair in pairs if time.monotonic() < self.deadline), self.trees, start, ended)
         return survivors
-
-    def _limit(self, subject: Subject, tests: tuple[str, ...]) -> float:
-        """Seconds of processor time that these tests may take: several times as many as they take in every tree."""
-        verdicts: list[Verdict] = []
-        run_trials(
-            list(self.trees), self.trees, lambda _, tree: Trial(tree, tests, Counter(), 600.0),
-            lambda _, verdict: verdicts.append(verdict),
-        )  # fmt: skip
-        if any(verdict.outcome != "passed" for verdict in verdicts):
-            log = (self.trees[0] / "trial.log").read_text()
-            raise RuntimeError(f"the tests of {subject.module} must pass without a change, but:\n{log[-3000:]}")
-        slowest = max(verdict.seconds for verdict in verdicts)
-        print(f"    {slowest} s of tests", flush=True)
-        return max(LEAST_LIMIT, 5 * slowest)
 
     def _add(self, mutant: Mutant, verdict: Verdict) -> None:
         reason = reason_of(mutant.module, mutant.before, mutant.after)
@@ -201,9 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         trees = [copy_checkout(Path(folder) / str(i)) for i in range(options.jobs)]
         out = None if options.out is None else open(options.out, "w")
         run = Run(trees, out, deadline)
-        for subject in subjects:
-            if mutants[subject]:
-                run.subject(subject, mutants[subject])
+        run.try_all(mutants)
     gc.unfreeze()  # of ``preload``: libraries that count what they leave behind stay silent
     lines, percent = table(run.rows)
     print(*lines, sep="\n")

@@ -22,6 +22,11 @@ class Subject:
     preload: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
 
+    def stages(self) -> list[tuple[str, ...]]:
+        """The options of pytest that run ``tests``, and those that run ``more`` where there are some."""
+        without = tuple(f"--deselect=tests/{name}" for name in self.spared)
+        return [(*without, *(f"tests/{name}" for name in names)) for names in (self.tests, self.more) if names]
+
 
 _PLANNING = tuple(
     f"attention/test_{name}.py"

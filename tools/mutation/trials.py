@@ -140,9 +140,12 @@ class Trial:
 
 
 def run_trials(
-    jobs: Iterable[Any], trees: list[Path], start: Callable[[Any, Path], Trial], ended: Callable[[Any, Verdict], None]
+    jobs: Iterable[Any],
+    trees: list[Path],
+    start: Callable[[Any, Path], Trial],
+    ended: Callable[[Any, Path, Verdict], None],
 ) -> None:
-    """Run all jobs, one at a time in each tree: ``start`` begins one, ``ended`` is told how it ended."""
+    """Run all jobs, one at a time in each tree: ``start`` begins one there, ``ended`` is told how it ended."""
     waiting, free, running = iter(jobs), trees[::-1], selectors.DefaultSelector()
     while True:
         while free and (job := next(waiting, None)) is not None:
@@ -156,5 +159,5 @@ def run_trials(
             job, tree, trial = key.data
             if key.fd in ready or trial.overdue():
                 running.unregister(trial.out)
-                ended(job, trial.end())
+                ended(job, tree, trial.end())
                 free.append(tree)
