@@ -150,7 +150,7 @@ VALUE_ERRORS = [
     *(
         (name, {name: torch.zeros(shape, dtype=i32)}, re.escape("(B,) = (2,)"))
         for name in ("kv_starts", "kv_lens")
-        for shape in ((), (3,), (2, 1))
+        for shape in ((), (1,), (3,), (2, 1))
     ),
     ("backend", {"backend": "cuda"}, "'auto', 'reference', 'triton' or 'hopper'.*'cuda'"),
     ("strategy", {"strategy": "fused"}, "'auto', 'inline' or 'prepass'.*'fused'"),

@@ -55,6 +55,11 @@ def test_tiles_of_rows_that_are_not_packed():
     assert [counted(rows, None) for rows in (0, 1, 8, 9, 27)] == [0, 1, 1, 2, 4]
 
 
+def test_tiles_of_packed_rows():
+    """One more for each sequence, and one for the rows that belong to none."""
+    assert [counted(rows, 3) for rows in (0, 7, 8, 27)] == [4, 4, 5, 7] and counted(20, 2) == 5
+
+
 @triton.jit
 def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
     """Of each sequence, the rows behind the last one included: where they begin and how many; as keys; padded."""

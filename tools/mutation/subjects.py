@@ -63,12 +63,16 @@ def _of_models(module: str, *tests: str, more: tuple[str, ...] = ()) -> Subject:
 
 
 SUBJECTS = (
-    Subject("attention/validation.py", _CALLS),
+    Subject("attention/validation.py", _CALLS, ("attention/test_more_queries.py",)),
     Subject("attention/planning.py", _PLANNING, ("attention/test_compile.py",)),
     Subject("generation/validation.py", _CALLS_OF_STEPS),
     Subject("generation/planning.py", ("generation/test_plan_with_kvcache.py", "generation/test_schedule.py")),
     Subject("rotation/validation.py", ("rotation/test_refusals.py",)),
-    Subject("runtime/checks.py", (*_CALLS, *_CALLS_OF_STEPS, "rotation/test_refusals.py")),
+    Subject(
+        "runtime/checks.py",
+        (*_CALLS, *_CALLS_OF_STEPS, "rotation/test_refusals.py", "attention/test_kinds.py"),
+        ("attention/test_more_queries.py",),
+    ),
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
     Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
     Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
