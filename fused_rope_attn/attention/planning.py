@@ -36,8 +36,9 @@ class Plan:
 
 def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> int:
     """How many of ``length`` keys a query sees at most, by one."""
-    left, right = (-1, -1) if window is None else window
-    right = 0 if causal else right
+    if window is None:
+        return length
+    left, right = window[0], 0 if causal else window[1]
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
@@ -189,7 +190,7 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
         short_sequences,
     )
     plan, tma = _plan(needs, *wanted)
-    if tma and queries > 0 and not has_descriptor(v):
+    if tma and queries and not has_descriptor(v):
         where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
         if problem.backend == "hopper":
             error, message = cast(Obstacle, obstacle("hopper", "forward", needs._replace(v_layout=where)))

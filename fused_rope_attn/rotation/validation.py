@@ -64,7 +64,7 @@ def check_rotation(
         refuse_device(device, first, **{name: xs[name] for name in others}, cos=cos, sin=sin)
     for name, y in xs.items():
         if y.ndim != rank:
-            form = "(T, H, D)" if rank == 3 else f"({', '.join(layout.upper().replace('S', 'N'))})"
+            form = f"({', '.join(layout.upper().replace('S', 'N'))})"
             raise ValueError(
                 f"{name} must have shape {form} for layout {layout!r}, but has {y.ndim} dimensions: {shown(y.shape)}"
             )
@@ -80,9 +80,9 @@ def check_rotation(
 
     if position_ids is not None and cu_seqlens is not None:
         raise ValueError("position_ids must be None where cu_seqlens is given: both say where every token stands")
-    sections = 1
+    two_ids = False
     if position_ids is not None:
-        sections = _check_position_ids(position_ids, device, batch, length, first)
+        two_ids = _check_position_ids(position_ids, device, batch, length, first)
     if cu_seqlens is not None:
         if layout != "thd":
             raise ValueError(f"cu_seqlens must be None unless layout is 'thd', but layout is {layout!r}")
@@ -91,7 +91,7 @@ def check_rotation(
         raise ValueError("cu_seqlens must be given for layout 'thd' (or position_ids), but is None")
 
     rows = length if position_ids is None and cu_seqlens is None else 0
-    if sections == 1:
+    if not two_ids:
         rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, first, first)
     else:  # the tables serve one half of the rotary dims, which is rotated as if it were a head of its own
         if rotary_dim is not None:
@@ -105,8 +105,8 @@ def check_rotation(
     return rotary_dim
 
 
-def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int, first: str) -> int:
-    """1, or 2 where every token has two ids."""
+def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int, first: str) -> bool:
+    """Whether every token has two ids."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"position_ids must be a torch.Tensor or None, but is {kind_of(ids)}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -121,7 +121,7 @@ def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int,
             "position_ids must have shape (N,), (B, N), or (B, 2, N) for two ids of every token, with B = 1 or "
             f"{batch} and N = {length}, but has {shown(shape)}"
         )
-    return 2 if two else 1
+    return two
 
 
 def _check_cu_seqlens(ends: Any, device: torch.device, first: str) -> None:

@@ -116,6 +116,7 @@ def test_compiles_to_one_graph(backend):
         ({"q": None}, TypeError, "q must be a torch.Tensor, but is NoneType"),
         ({"q": (2, 9, 64)}, ValueError, "q must have shape (B, NQ, HQ, D), but has 3 dimensions: (2, 9, 64)"),
         ({"k": (2, 12, 2)}, ValueError, "k must have shape (B, NK, HKV, D), but has 3 dimensions: (2, 12, 2)"),
+        ({"k": (2, 12, 2, 16, 1)}, ValueError, "(B, NK, HKV, D), but has 5 dimensions: (2, 12, 2, 16, 1)"),
         ({"v": (2, 11, 2, 16)}, ValueError, "v must have k's shape (2, 12, 2, 16), but has (2, 11, 2, 16)"),
         ({"k": (2, 12, 3, 16), "v": (2, 12, 3, 16)}, ValueError, "k has 3 heads, but q's 4 heads must be a multiple"),
         ({"q": (2, 9, 4, 15), "k": (2, 12, 2, 15), "v": (2, 12, 2, 15)}, ValueError, "but has shape (2, 9, 4, 15)"),

@@ -26,6 +26,28 @@ def test_auto_takes_what_the_tables_say(arch, head_dim, bucket, heads, causal):
     assert chosen.strategy in ("inline", "prepass")
 
 
+def test_what_is_remembered_cannot_be_changed(arch):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan(**call()).reason = ""
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (300, 300)], ids=str)
+def test_shared_heads_have_rows_of_their_own(arch, heads):
+    chosen = plan(**call(heads=heads, backend="hopper"))
+    shape = (128, True, "medium", heads[0] != heads[1])
+    assert chosen.forward == configs.hopper_forward(*shape).config
+    assert chosen.backward == configs.hopper_backward(*shape).config
+    assert configs.hopper_backward(128, True, "medium", True) != configs.hopper_backward(128, True, "medium", False)
+
+
+def test_one_reason_for_both_passes_is_said_once(arch):
+    given = call(8192, head_dim=64, causal=False)
+    rows = configs.hopper_forward(64, False, "long", False), configs.hopper_backward(64, False, "long", False)
+    assert rows[0].note == rows[1].note
+    reason = plan(**given).reason
+    assert reason.startswith("sm_90 kernels: ") and reason.count(rows[0].note) == 1
+
+
 def test_the_longer_length_counts(arch):
     assert plan(**call(1, 8192, heads=(64, 8), batch=64)).backend == "hopper"
     assert plan(**call(100)).backend == "triton"

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention
+from fused_rope_attn.attention import planning
 from tests.support.dtypes import BF16, F32
+from tests.support.internals import backend_of, plan_of
 from tests.support.planning import HOPPER, PORTABLE, call, kinds
 
 
@@ -48,6 +50,27 @@ def test_refusals_of_what_no_kernel_serves(arch):
         assert plan(**call(**changes)).backend == "reference"
 
 
+def test_the_portable_kernels_dtypes_are_listed(arch):
+    with pytest.raises(NotImplementedError, match="^q must be float16, bfloat16 or float32 for the Triton kernels, "):
+        plan(**call(dtype=torch.float64), backend="triton")
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_nothing_stands_in_the_way_of_a_plain_call(direction, head_dim):
+    assert planning.obstacle("hopper", direction, planning.Needs("sm_90", BF16, head_dim)) is None
+
+
+def test_what_needs_no_addresses_is_refused_at_once(arch):
+    """Before the operator, which a traced graph runs much later."""
+    with pytest.raises(NotImplementedError, match="^k must have at least one position"):
+        backend_of(call(len_k=0), backend="hopper")
+    with pytest.raises(NotImplementedError, match="^k must have at least one position"):
+        plan_of(call(len_k=0, backend="hopper"))  # whoever calls the operator itself
+    assert backend_of(call(len_k=1), backend="hopper") == ("hopper", "")
+    assert backend_of(call(len_k=0), backend="auto") == ("auto", "")
+
+
 @pytest.mark.parametrize("name", ["sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "cpu", "interpreter"])
 def test_other_machines(arch, name):
     arch(name)
@@ -75,6 +98,16 @@ def test_v_that_the_tma_cannot_address(arch, layout):
     given = call(len_q=0, len_k=64)  # nothing is read
     given["v"] = layout(given["v"])
     assert plan(**given, backend="hopper").backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"len_q": 1024, "heads": (32, 8), "batch": 1}, {"deterministic": True}], ids=["backward", "forward"]
+)
+def test_v_counts_where_one_pass_reads_it_through_the_tma(arch, changes):
+    given = call(**changes)
+    assert sum(kind in HOPPER for kind in kinds(plan(**given))) == 1
+    given["v"] = odd_strides(given["v"])
+    assert kinds(plan(**given)) == PORTABLE
 
 
 def test_the_address_of_v_counts(arch):

@@ -107,4 +107,35 @@ def test_a_window_is_less_work(arch, tables, monkeypatch):
     ):
         chosen = plan(**given | {"causal": causal}, window=window)
         assert type(chosen.forward) is expected, (window, causal)
-    assert planning.visited_keys(3, True, (100, 0)) == 3
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 1), (1, 0), (-1, 2), (2, -1), (-1, -1), (100, 0)], ids=str)
+def test_keys_that_a_query_sees(window, causal):
+    """At most, wherever it stands among them."""
+    left, right = (-1, -1) if window is None else window
+
+    def sees(query, key):
+        before, behind = query - key, key - query
+        return (left < 0 or before <= left) and (behind <= 0 if causal else right < 0 or behind <= right)
+
+    expected = max(sum(sees(query, key) for key in range(9)) for query in range(9))
+    assert planning.visited_keys(9, causal, window) == expected
+
+
+def test_packed_sequences_of_every_width(arch):
+    """The sm_90 kernels serve them in both passes up to 128 columns, and forward beyond."""
+    for head_dim, expected in ((64, HOPPER), (128, HOPPER), (136, (HOPPER[0], PORTABLE[1]))):
+        chosen = packed_plan(32, 131072, 4096, head_dim=head_dim, backend="hopper")
+        assert kinds(chosen) == expected, head_dim
+        assert ("no backward pass for packed sequences" in chosen.reason) == (head_dim > 128)
+
+
+def test_how_much_a_window_leaves_of_packed_sequences(arch, tables, monkeypatch):
+    """Work is counted from the longest sequence on: two short ones are little, however many tokens there are."""
+    tables(configs.BUCKETS, ())
+    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
+    longest = configs.MUCH_WORK // (1 << 14) // 128
+    few = {"sequences": 8, "tokens": 1 << 14, "heads": (1, 1)}
+    assert type(packed_plan(**few, longest=longest).forward) is HOPPER[0]
+    assert type(packed_plan(**few, longest=longest - 1).forward) is PORTABLE[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_rope_attn.attention.validation import check_attention
+from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
 
@@ -101,10 +101,12 @@ TYPE_ERRORS = [
 
 VALUE_ERRORS = [
     *((name, {name: arguments()[name][0]}, "3 dimensions") for name in ("q", "k", "v")),
-    ("q", {"q": torch.zeros(B, HQ, N, D, 1)}, "5 dimensions"),
+    *((name, {name: arguments()[name][..., None]}, "5 dimensions") for name in ("q", "k", "v")),
     ("k", {"k": torch.zeros(1, HKV, N, D)}, "batch size 2.*1"),
     ("v", {"v": torch.zeros(1, HKV, N, D)}, "shape"),
     ("k", {"k": torch.zeros(B, HKV, N, 8)}, "head dim 16.*8"),
+    *(("k", {x: torch.zeros(size, HKV, N, D) for x in "kv"}, f"batch size 2.*{size}") for size in (1, 3)),
+    *(("k", {x: torch.zeros(B, HKV, N, size) for x in "kv"}, f"head dim 16.*{size}") for size in (8, 24)),
     ("v", {"v": torch.zeros(B, HKV, N, 8)}, re.escape("(2, 2, 6, 16)") + ".*" + re.escape("(2, 2, 6, 8)")),
     ("v", {"v": torch.zeros(B, HKV, N + 1, D)}, re.escape("(2, 2, 7, 16)")),
     ("v", {"v": torch.zeros(B, HQ, N, D)}, re.escape("(2, 4, 6, 16)")),
@@ -124,6 +126,7 @@ VALUE_ERRORS = [
     ("sin", {"sin": torch.zeros(N, D)}, re.escape("(6, 8)") + ".*" + re.escape("(6, 16)")),
     ("sin", {"sin": torch.zeros(1, N, D // 2)}, re.escape("(1, 6, 8)")),
     ("cos", both(shape=(N - 1, 8)), "6 positions.*5 rows"),
+    ("cos", both(shape=(1, N - 1, 8)), "6 positions.*5 rows"),
     ("cos", both(shape=(N, 17)), "between 1 and D = 16.*17"),
     ("cos", both(shape=(N, 32)), "between 1 and D = 16.*32"),
     ("cos", both(shape=(N, 0)), "between 1 and D = 16.*0"),
@@ -133,20 +136,21 @@ VALUE_ERRORS = [
     ("rotary_dim", {"rotary_dim": 7}, "even.*7"),
     ("rotary_dim", {"rotary_dim": 18}, "D = 16.*18"),
     ("cos", {"rotary_dim": 8} | both(shape=(N, 6)), "rotary_dim = 8.*4 columns.*6"),
+    ("cos", {"rotary_dim": 8} | both(shape=(N, 3)), "rotary_dim = 8.*4 columns.*3"),
     ("cos", {"rotary_dim": 4}, "rotary_dim = 4.*8"),
     ("cos", {"cos": torch.zeros(N, D // 2, requires_grad=True)}, "gradient"),
     ("sin", {"sin": torch.zeros(N, D // 2, requires_grad=True)}, "gradient"),
     *(("softmax_scale", {"softmax_scale": x}, "finite") for x in (float("nan"), float("inf"), -float("inf"))),
-    *(("softcap", {"softcap": x}, "finite and positive") for x in (float("nan"), float("inf"), -1.0)),
+    *(("softcap", {"softcap": x}, "finite and positive") for x in (float("nan"), float("inf"), -1.0, -0.5)),
     ("window", {"window": (1, 2, 3)}, "two elements.*3"),
     ("window", {"window": ()}, "two elements.*0"),
     ("window", {"window": (-2, 0)}, "-1 for unbounded.*-2"),
     ("sinks", {"sinks": torch.zeros(HKV)}, re.escape("(HQ,) = (4,)") + ".*" + re.escape("(2,)")),
-    ("sinks", {"sinks": torch.zeros(1, HQ)}, re.escape("(1, 4)")),
+    *(("sinks", {"sinks": torch.zeros(shape)}, re.escape(str(shape))) for shape in ((), (HQ + 1,), (1, HQ), (HQ, 1))),
     *(
         (name, {name: torch.zeros(shape, dtype=i32)}, re.escape("(B,) = (2,)"))
         for name in ("kv_starts", "kv_lens")
-        for shape in ((), (3,), (2, 1))
+        for shape in ((), (1,), (3,), (2, 1))
     ),
     ("backend", {"backend": "cuda"}, "'auto', 'reference', 'triton' or 'hopper'.*'cuda'"),
     ("strategy", {"strategy": "fused"}, "'auto', 'inline' or 'prepass'.*'fused'"),
@@ -198,6 +202,8 @@ def table(width, *lead):
         (table(1), 2),
         (table(4), 8),  # W <= D/2: half-width
         (table(10), 10),  # D/2 < W < D: full-width
+        (table(1) | {"rotary_dim": 2}, 2),
+        (table(2) | {"rotary_dim": 2}, 2),
         (table(4) | {"rotary_dim": 8}, 8),
         (table(4) | {"rotary_dim": 4}, 4),  # full-width for R <= D/2: only when told so
         (table(16) | {"rotary_dim": 16}, 16),
@@ -219,6 +225,7 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
         {name: arguments()[name].double() for name in ("q", "k", "v", "cos", "sin")},
         {name: arguments()[name].double() for name in ("q", "k", "v")},
         {"q": torch.zeros(B, HQ, 1, D)},
+        {"causal": False},
         {"q": torch.zeros(B, HQ, N + 3, D)},  # causal: rows before position 0 see nothing
         {"q": torch.zeros(B, HQ, 0, D), "causal": False},
         {"q": torch.zeros(B, HQ, N + 1, D), "causal": False, "kv_lens": torch.full((B,), N, dtype=i32)},
@@ -229,7 +236,7 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
         {"q": torch.zeros(1, 1, 1, D).expand(B, HQ, N, D)},
         {"q": torch.zeros(B, HQ, N, D, requires_grad=True)},
         *({"softmax_scale": x} for x in (0, 0.0, -1.5, 1, np.float32(0.5), np.float64(2.0))),
-        *({"softcap": x} for x in (0, 30.0, 50)),
+        *({"softcap": x} for x in (0, 0.5, 30.0, 50)),
         *({"window": x} for x in ((0, 0), (-1, -1), [4, 0])),
         {"sinks": torch.zeros(HQ)},
         halves("q", "k", "v") | {"sinks": torch.zeros(HQ, dtype=torch.float16, requires_grad=True)},
@@ -239,6 +246,33 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
 )
 def test_valid_calls_pass(changes):
     assert check_attention(**arguments(**changes)) == 16
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (300,)])
+@pytest.mark.parametrize(("width", "rotary_dim"), [(256, None), (512, None), (512, 512), (300, 300), (150, 300)])
+def test_large_calls_pass(lead, width, rotary_dim):
+    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
+    q, kv = (torch.empty(300, n, 900, 512, device=meta) for n in (600, 300))
+    table = torch.empty(*lead, 900, width, device=meta)
+    options = {name: torch.empty(300, dtype=i32, device=meta) for name in ("kv_starts", "kv_lens")}
+    options |= {"sinks": torch.empty(600, device=meta), "rotary_dim": rotary_dim, "causal": False}
+    given = arguments(q=q, k=kv, v=kv, cos=table, sin=table, **options)
+    assert check_attention(**given) == (rotary_dim or 512)
+    ends = torch.empty(900, dtype=i32, device=meta)
+    check_packed(q[0], kv[0], kv[0], ends, ends[:], 900, 900)
+    assert check_attention(**given | {"kv_lens": None}, max_seqlen_k=900) == (rotary_dim or 512)
+
+
+def test_the_smallest_calls_pass():
+    """One sequence of no token, one position id, two columns."""
+    x, ends = torch.zeros(0, 1, 2), torch.zeros(1, dtype=i32)
+    check_packed(x, x, x, ends, ends, 0, 0)
+    check_position_ids(torch.zeros(1, dtype=torch.int32), 1)
+    small = {name: torch.zeros(1, 1, 1, 2) for name in ("q", "k", "v")} | both(shape=(1, 1))
+    assert check_attention(**arguments(**small)) == 2
+    # Packed sequences have their positions from max_seqlen_k; more queries than keys belong to several sequences.
+    longer = {"q": torch.zeros(B, HQ, N + 1, D), "causal": False}
+    assert check_attention(**arguments(**longer, **both(shape=(3, 8))), max_seqlen_k=3) == 16
 
 
 def test_traces_with_dynamic_shapes():

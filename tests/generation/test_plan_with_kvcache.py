@@ -26,7 +26,8 @@ def test_it_names_the_configuration_of_the_table(monkeypatch, rotated):
     chosen = plan_with_kvcache(*arguments, **options, cache_is_rotated=rotated)
     assert chosen.backend == "triton" and chosen.backward is None
     assert chosen.forward == configs.decode("sm_90", 2, 64, rotated)
-    assert ("as they are" in chosen.reason) == rotated
+    keys = "cached keys are read as they are" if rotated else "cached keys are rotated in the loop"
+    assert chosen.reason == f"portable kernels: there are no others for a generation step; {keys}"
     other = configs.DecodeConfig(16, 1, 1)
     with configured(other):
         assert plan_with_kvcache(*arguments, **options, cache_is_rotated=rotated).forward == other

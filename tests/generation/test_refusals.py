@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention_with_kvcache
+from fused_rope_attn.generation.validation import check_kvcache
 from tests.support.dtypes import F32
 from tests.support.generation import PLAIN
 from verification.decode import make_inputs
@@ -42,7 +43,8 @@ def zeros(*shape, **options):
         ({"v_cache": zeros(2, 2, 41, 16)}, ValueError, "v_cache must have k_cache's shape (2, 2, 40, 16)"),
         ({"k_cache": zeros(2, 3, 40, 16), "v_cache": zeros(2, 3, 40, 16)}, ValueError, "k_cache has 3 heads"),
         ({"k_cache": zeros(1, 2, 40, 16).expand(2, 2, 40, 16)}, ValueError, "k_cache must not be expanded"),
-        ({"q": zeros(2, 4, 50, 16), "k": zeros(2, 2, 50, 16), "v": zeros(2, 2, 50, 16)}, ValueError, "S_max = 40"),
+        ({"q": zeros(2, 4, 50, 16), "k": zeros(2, 2, 50, 16), "v": zeros(2, 2, 50, 16)}, ValueError,
+         "k must have at most k_cache's S_max = 40 positions, but has 50"),
         ({"cos": zeros(39, 8), "sin": zeros(39, 8)}, ValueError, "cos must"),
         ({"rotary_dim": 3}, ValueError, "rotary_dim must be even"),
         ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
@@ -52,6 +54,20 @@ def zeros(*shape, **options):
         ({"window": (1,)}, ValueError, "window must have two elements"),
         ({"sinks": zeros(3)}, ValueError, "sinks must have shape (HQ,) = (4,), but has (3,)"),
         ({"k": zeros(2, 2, 2, 16, device="meta")}, ValueError, "k must be on q's device cpu, but is on meta"),
+        ({"v_cache": zeros(1, 2, 40, 16).expand(2, 2, 40, 16)}, ValueError, "v_cache must not be expanded"),
+        ({"v": zeros(2, 2, 2, 16, device="meta")}, ValueError, "v must be on q's device cpu, but is on meta"),
+        ({"k": zeros(2, 2, 2, 16).half()}, TypeError, "k must have q's dtype float32, but is float16"),
+        ({"k": zeros(2, 2, 2)}, ValueError, "k must have shape (B, HKV, NQ, D) = (2, 2, 2, 16), but has (2, 2, 2)"),
+        ({"k": zeros(2, 2, 2, 16, 1)}, ValueError, "(B, HKV, NQ, D) = (2, 2, 2, 16), but has (2, 2, 2, 16, 1)"),
+        ({"v": zeros(2, 1, 2, 16)}, ValueError, "v must have shape (B, HKV, NQ, D) = (2, 2, 2, 16), but has (2, 1, 2"),
+        ({"k": 1.0}, TypeError, "k must be a torch.Tensor, but is float 1.0"),
+        ({"v": [0.0]}, TypeError, "v must be a torch.Tensor, but is list"),
+        *(({name: None}, TypeError, f"{name} must be a torch.Tensor, but is NoneType")
+          for name in ("k_cache", "v_cache", "cos", "sin", "cache_seqlens")),
+        *(({name: 0}, TypeError, f"{name} must be a bool, but is int 0")
+          for name in ("causal", "interleaved", "return_lse")),
+        ({"kv_starts": zeros(2)}, TypeError, "kv_starts must be int32, but is float32"),
+        ({"k": zeros(2, 2, 2, 16).requires_grad_()}, ValueError, "k must not require a gradient"),
         ({"q": zeros(2, 4, 2, 16).requires_grad_()}, ValueError, "q must not require a gradient"),
         ({"v_cache": zeros(2, 2, 40, 16).requires_grad_()}, ValueError, "v_cache must not require a gradient"),
         ({"sinks": zeros(4).requires_grad_()}, ValueError, "sinks must not require a gradient"),
@@ -62,6 +78,30 @@ def test_refusals(changes, error, message):
     with pytest.raises(error) as caught:
         call(**changes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_large_steps_pass(new):
+    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
+    q, cache = zeros(300, 600, 900, 512, device="meta"), zeros(300, 300, 900, 512, device="meta")
+    tokens = zeros(300, 300, 900, 512, device="meta") if new else None
+    table, ends = zeros(900, 256, device="meta"), zeros(300, device="meta", dtype=torch.int32)
+    rotary_dim = check_kvcache(
+        q, cache, cache.clone(), table, table, tokens, tokens, cache_seqlens=ends, cache_is_rotated=True, causal=True,
+        softmax_scale=None, rotary_dim=None, interleaved=False, window=(3, 0), softcap=0.0,
+        sinks=zeros(600, device="meta"), kv_starts=ends, return_lse=False,
+    )  # fmt: skip
+    assert rotary_dim == 512
+
+
+def test_axes_of_one_entry_may_be_expanded():
+    """Their stride says nothing."""
+    x = zeros(1, 16).as_strided((1, 1, 1, 16), (0, 0, 0, 1))
+    cos, sin, ends = zeros(1, 8) + 1, zeros(1, 8), torch.zeros(1, dtype=torch.int32)
+    o = rope_attention_with_kvcache(zeros(1, 1, 1, 16), x, x.clone(), cos, sin, x + 1, x + 1, cache_seqlens=ends)
+    assert torch.equal(o, torch.ones(1, 1, 1, 16)) and torch.equal(x, torch.ones(1, 1, 1, 16))
+    none = zeros(1, 1, 1, 16).expand(0, 1, 1, 16)
+    assert rope_attention_with_kvcache(none, none, none, cos, sin, none, none, cache_seqlens=ends[:0]).numel() == 0
 
 
 def test_parameters_are_welcome_without_gradients():

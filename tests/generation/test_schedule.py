@@ -60,5 +60,7 @@ def test_configurations_for_every_call():
 
 
 def test_few_queries():
+    """A single token, or no more rows of queries that share their keys than a program holds; none are a few."""
+    assert planning.reads_cache_once(2, 32) and planning.reads_cache_once(2, 3) and planning.reads_cache_once(0, 128)
     assert planning.reads_cache_once(1, 128) and planning.reads_cache_once(16, 4) and planning.reads_cache_once(64, 1)
     assert not planning.reads_cache_once(17, 4) and not planning.reads_cache_once(2, 33)

@@ -1,34 +1,182 @@
-"""The ranges of blocks that kernels walk through under a mask."""
+"""Which pairs a mask shows, and which blocks kernels walk through under it, beside every pair by itself."""
 
+import random
+from typing import NamedTuple
+
+import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.masks import Mask, key_range, query_range
+from fused_rope_attn.kernels.masks import first_query, key_range, query_range, sequence_mask, visible
 from tests.support.marks import interpreted
+
+# NumPy divides truth values without an error, and with the result of `and` where it does not warn.
+pytestmark = [interpreted, pytest.mark.filterwarnings("error:divide by zero")]
+
+
+class Bounds(NamedTuple):
+    """Of one sequence: its numbers of queries and keys, and which keys a query sees."""
+
+    num_queries: int
+    num_keys: int
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    start: int | None = None  # as kv_starts hold it: before the first key, or behind the last one
+    reads_lengths: bool = False  # also where no tensor says which keys exist
+
+    @property
+    def q_offset(self):
+        return self.num_keys - self.num_queries
+
+    @property
+    def first_key(self):
+        """Keys before this one do not exist for any query."""
+        of_window = 0 if self.left is None else self.q_offset - self.left
+        return min(self.num_keys, max(0, self.start or 0, of_window))
+
+    def sees(self, row, key):
+        """Whether query ``row``, which may lie behind the last one, sees a key."""
+        return self.first_key <= key < self.num_keys and self.would_see(row, key)
+
+    def would_see(self, row, key):
+        """The same of a key that need not exist."""
+        position = self.q_offset + row
+        return (
+            not (self.causal and key > position)
+            and not (self.left is not None and key < position - self.left)
+            and not (self.right is not None and key > position + self.right)
+            and not (self.reads_lengths and position < 0)
+        )
 
 
 @triton.jit
-def write_ranges(out_ptr, start_m, NK, left, OF_QUERIES: tl.constexpr):
-    """The four bounds of the key blocks that 64 queries from ``start_m`` on visit, or the other way round."""
-    start = tl.maximum(0, -left)
-    mask = Mask(num_keys=NK, first_key=start, left=left, right=None, IS_CAUSAL=True, READS_LENGTHS=False)
-    if OF_QUERIES:
-        first, full_first, full_last, last = query_range(mask, start_m, 0, NK, 64, 64)
-    else:
-        first, full_first, full_last, last = key_range(mask, start_m, 0, 64, 64)
-    tl.store(out_ptr, first)
-    tl.store(out_ptr + 1, full_first)
-    tl.store(out_ptr + 2, full_last)
-    tl.store(out_ptr + 3, last)
+def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, IS_CAUSAL: tl.constexpr,
+                  READS_LENGTHS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """(ROWS, KEYS) of batch entry 1, then its first key and the first query that sees one."""
+    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
+    rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
+    sees = visible(mask, rows + q_offset, keys)
+    tl.store(out_ptr + rows * KEYS + keys, sees.to(tl.int32))
+    if mask.first_key is not None:
+        tl.store(out_ptr + ROWS * KEYS, mask.first_key)
+    tl.store(out_ptr + ROWS * KEYS + 1, first_query(mask, q_offset))
 
 
-@interpreted
-def test_blocks_outside_are_not_visited():
-    """The ranges that the kernels walk through: as long as the window, however long the sequence."""
-    out = torch.zeros(4, dtype=torch.int32)
-    write_ranges[(1,)](out, 16384, 32768, 1024, False)
-    # The last row, 16447, sees keys from 15423 on; the first one up to 16384.
-    assert out.tolist() == [15360, 15424, 16384, 16448]
-    write_ranges[(1,)](out, 16384, 32768, 1024, True)
-    assert out.tolist() == [256, 257, 272, 273]
+@triton.jit
+def write_ranges(out_ptr, starts_ptr, q_offset, num_keys, left, right, NQ, IS_CAUSAL: tl.constexpr,
+                 READS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+                 OF_QUERIES: tl.constexpr):  # fmt: skip
+    """(BLOCKS, 4) float32, which shows a bound that is no whole number: the bounds of what each block visits."""
+    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
+    for i in tl.static_range(BLOCKS):
+        if OF_QUERIES:
+            bounds = query_range(mask, i * BLOCK_N, q_offset, NQ, BLOCK_M, BLOCK_N)
+        else:
+            bounds = key_range(mask, i * BLOCK_M, q_offset, BLOCK_M, BLOCK_N)
+        for j in tl.static_range(4):
+            tl.store(out_ptr + 4 * i + j, bounds[j])
+
+
+def run(kernel, out, bounds, *behind, **options):
+    """What a kernel writes about a sequence's mask."""
+    starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
+    kernel[(1,)](
+        out, starts, bounds.q_offset, bounds.num_keys, bounds.left, bounds.right, *behind, IS_CAUSAL=bounds.causal,
+        READS_LENGTHS=bounds.reads_lengths, **options,
+    )  # fmt: skip
+    return out.tolist()
+
+
+def drawn(count, seed):
+    """Masks of all kinds: every bound is there or not, and the fewest keys that any may leave are none."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        reads_lengths, causal = draw.random() < 0.6, draw.random() < 0.5
+        num_keys = draw.randint(0 if reads_lengths else 1, 37)
+        num_queries = draw.randint(1, 37) if reads_lengths or causal else draw.randint(1, num_keys)
+        yield Bounds(
+            num_queries, num_keys, causal, draw.choice([None, None, 0, 2, 5, 9, 18]),
+            None if causal else draw.choice([None, 0, 1, 4, 11, 14]),
+            draw.choice([None, None, -3, 0, 3, 7, 10, 30]) if reads_lengths else None, reads_lengths,
+        )  # fmt: skip
+
+
+ROWS, KEYS = 64, 64
+# In the last two a block begins one position before the keys.
+MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=True), Bounds(21, 16, right=14, reads_lengths=True))
+
+
+@pytest.mark.parametrize("bounds", MASKS, ids=str)
+def test_the_pairs_that_see_each_other(bounds):
+    *pairs, first_key, row = run(
+        write_visible, torch.full((ROWS * KEYS + 2,), -1, dtype=torch.int32), bounds, ROWS=ROWS, KEYS=KEYS
+    )
+    expected = [[bounds.sees(row, key) for key in range(KEYS)] for row in range(ROWS)]
+    assert torch.tensor(pairs).view(ROWS, KEYS).bool().tolist() == expected
+    asked = bounds.start is not None or bounds.left is not None
+    assert first_key == (bounds.first_key if asked else -1)
+    if bounds.first_key < bounds.num_keys:
+        assert row == next(i for i in range(ROWS) if any(expected[i]))
+    elif asked:
+        assert row == 2**30
+
+
+@pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("bounds", MASKS, ids=str)
+def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
+    """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
+    block_m, block_n = blocks
+    count = -(-bounds.num_queries // block_m)
+    found = run(write_ranges, torch.full((count, 4), -1.0), bounds, bounds.num_queries,
+                BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=count, OF_QUERIES=False)  # fmt: skip
+    for i, (first, full_first, full_last, last) in enumerate(found):
+        rows = range(i * block_m, (i + 1) * block_m)
+        seen = [key for key in range(bounds.num_keys) if any(bounds.sees(row, key) for row in rows)]
+        by_all = [key for key in seen if all(bounds.sees(row, key) for row in rows)]
+        assert first % block_n == full_first % block_n == full_last % block_n == 0
+        assert first <= full_first <= full_last and 0 <= last <= bounds.num_keys
+        if seen:
+            assert (first, last) == (seen[0] // block_n * block_n, seen[-1] + 1)
+        elif not any(bounds.would_see(row, key) for row in rows for key in range(KEYS)):
+            assert first >= last  # every row stands before all keys, or behind those of its window
+        whole = [key for key in range(0, bounds.num_keys, block_n) if set(range(key, key + block_n)) <= set(by_all)]
+        assert list(range(int(full_first), int(full_last), block_n)) == whole
+
+
+@pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("bounds", MASKS, ids=str)
+def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
+    """All that would see any of its keys and no more; and without a mask, the whole ones that would see each of them.
+
+    Keys that do not exist are zeros where some in their block do, and blocks in which none does visit nothing.
+    """
+    block_m, block_n = blocks
+    count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
+    found = run(write_ranges, torch.full((count, 4), -1.0), bounds, bounds.num_queries,
+                BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=count, OF_QUERIES=True)  # fmt: skip
+    of = [range(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
+    for i, (first, full_first, full_last, last) in enumerate(found):
+        keys = range(i * block_n, (i + 1) * block_n)
+        pairs = [[bounds.would_see(row, key) for row in rows for key in keys] for rows in of]
+        assert 0 <= first <= full_first <= full_last and last <= len(of) and not any(x % 1 for x in found[i])
+        if keys.stop <= bounds.first_key or keys.start >= bounds.num_keys:
+            assert first == full_first == full_last == last
+            continue
+        seen = [j for j, sees in enumerate(pairs) if any(sees)]
+        if seen:
+            assert (first, last) == (seen[0], seen[-1] + 1)
+        whole = [j for j, sees in enumerate(pairs) if all(sees) and len(of[j]) == block_m]
+        assert list(range(int(full_first), int(full_last))) == whole
+
+
+def test_blocks_outside_a_window_are_not_visited():
+    """The ranges are as long as the window, however long the sequence."""
+    bounds, options = Bounds(16448, 32768, causal=True, left=1024), {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCKS": 1}
+    out = torch.zeros(1, 4)
+    # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
+    assert run(write_ranges, out, bounds, 16448, OF_QUERIES=False, **options) == [[15296, 15360, 16320, 16384]]
+    bounds = Bounds(32768, 16448, causal=True, left=32000)
+    # The first key stands at row 16320, and row 48320 is the last to see it.
+    assert run(write_ranges, out, bounds, 32768, OF_QUERIES=True, **options) == [[255, 256, 512, 512]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, permute_rope_layout, rope_tables_2d
+from fused_rope_attn.rotation.validation import check_rotation
 from tests.support.dtypes import F16, F32
 
 
@@ -53,8 +54,32 @@ REFUSALS = [
     (ValueError, "out", {"out": zeros(2, 1, 4, 8).expand(2, 3, 4, 8)}, "expanded"),
     (ValueError, "out", {"x": zeros(2, 3, 4, 8).requires_grad_(), "out": zeros(2, 3, 4, 8)}, "x requires a gradient"),
     (ValueError, "cos", {"cos": zeros(4, 4).to("meta")}, "x's device cpu.*meta"),
+    (ValueError, "sin", {"sin": zeros(4, 4).to("meta")}, "x's device cpu.*meta"),
     (ValueError, "position_ids", {"position_ids": IDS.to("meta")}, "x's device cpu.*meta"),
-]
+    (ValueError, "position_ids", {"position_ids": zeros(1, 1, 2, 4).int()}, r"\(1, 1, 2, 4\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(3, 2, 4).int()}, r"B = 1 or 2.*\(3, 2, 4\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(2, 2, 3).int()}, r"N = 4.*\(2, 2, 3\)"),
+    (ValueError, "position_ids", {"position_ids": IDS[0]}, r"N = 4.*\(\)"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS.to("meta")}, "x's device cpu"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": zeros(4).int()[::2]}, r"\(2,\).*2"),
+    (ValueError, "position_ids", {"position_ids": zeros(5).int()}, r"N = 4.*\(5,\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(1, 1, 4).int()}, r"N = 4.*\(1, 1, 4\)"),
+    (ValueError, "position_ids", {"position_ids": zeros(1, 2, 4, 4).int()}, r"N = 4.*\(1, 2, 4, 4\)"),
+    (ValueError, "cu_seqlens", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS[0]}, r"has shape \(\)"),
+    (ValueError, "out", {"out": zeros(2, 3, 5, 8)}, "x's shape"),
+    (ValueError, "out", {"out": zeros(1, 3, 4, 8).expand(2, 3, 4, 8)}, "expanded"),
+    (ValueError, "out", {"out": zeros(2, 3, 4, 8).to("meta")}, "x's device cpu.*meta"),
+    (ValueError, "out", {"out": zeros(2, 3, 4, 8).requires_grad_()}, "out requires a gradient"),
+    (ValueError, "x", {"x": zeros(3, 4, 8), "layout": "bshd"}, r"\(B, N, H, D\).*3 dimensions"),
+    (ValueError, "x", {"x": zeros(3, 4, 8), "layout": "sbhd"}, r"\(N, B, H, D\).*3 dimensions"),
+    (ValueError, "cos", {"x": zeros(4, 3, 8), "layout": "thd", "cu_seqlens": ENDS, "cos": zeros(2, 4, 4),
+                         "sin": zeros(2, 4, 4)}, "leading 1 or B = 1"),
+    (ValueError, "rotary_dim", {"x": zeros(2, 3, 4, 16), "rotary_dim": 10, "position_ids": zeros(2, 2, 4).int()},
+     "multiple of 4.*10"),
+    (ValueError, "rotary_dim", {"rotary_dim": 12, "position_ids": zeros(2, 2, 4).int()}, "between 2 and D = 8.*12"),
+    (ValueError, "cos", {"position_ids": zeros(2, 2, 4).int(), "cos": zeros(4, 5), "sin": zeros(4, 5)},
+     "D = 4 columns.*5"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "name", "changes", "pattern"), REFUSALS)
@@ -77,12 +102,106 @@ def test_refusals(error, name, changes, pattern):
         (ValueError, "k", {"k": zeros(2, 1, 4, 10)}, "q's shape"),
         (ValueError, "v", {"v": zeros(1, 1, 4, 8)}, "q's shape"),
         (ValueError, "k", {"k": zeros(1, 4, 8)}, "3 dimensions"),
+        (ValueError, "k", {"k": zeros(2, 1, 4, 8).to("meta")}, "q's device cpu.*meta"),
     ],
 )
 def test_refusals_of_pairs(error, name, changes, pattern):
     arguments = {"q": zeros(2, 3, 4, 8), "k": zeros(2, 1, 4, 8), "cos": zeros(4, 4), "sin": zeros(4, 4)} | changes
     with pytest.raises(error, match=f"^{name} .*{pattern}"):
         apply_rope_qk(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "changes"),
+    [
+        ("bhsd", (300, 600, 900, 512), {}),
+        ("bshd", (300, 900, 600, 512), {}),
+        ("sbhd", (900, 300, 600, 512), {}),
+        ("sbhd", (900, 300, 600, 512), {"position_ids": (300, 900)}),
+        ("bhsd", (300, 600, 900, 512), {"position_ids": (1, 900)}),
+        ("sbhd", (900, 300, 600, 512), {"position_ids": (300, 2, 900), "tables": (9, 128)}),
+        ("bhsd", (300, 600, 900, 512), {"position_ids": (1, 2, 900), "tables": (9, 128), "rotary_dim": 512}),
+        ("bhsd", (300, 600, 900, 512), {"position_ids": (900,), "tables": (9, 256)}),
+        ("bhsd", (300, 600, 900, 512), {"tables": (300, 900, 256)}),
+        ("thd", (900, 600, 512), {"cu_seqlens": (300,), "tables": (9, 256)}),
+        ("thd", (900, 600, 512), {"cu_seqlens": (1,), "tables": (9, 256)}),
+        ("thd", (900, 600, 512), {"position_ids": (1, 900), "tables": (9, 256)}),
+    ],
+)
+def test_large_tensors_of_every_layout_pass(layout, shape, changes):
+    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
+    given = {name: torch.empty(changes[name], dtype=torch.int32, device="meta")
+             for name in ("position_ids", "cu_seqlens") if name in changes}  # fmt: skip
+    table = torch.empty(changes.get("tables", (900, 256)), device="meta")
+    x, out = (torch.empty(shape, device="meta") for _ in range(2))
+    heads = shape.index(600)
+    fewer = x.narrow(heads, 0, 1)
+    rotary_dim = changes.get("rotary_dim")
+    outs = {"out[0]": out, "out[1]": torch.empty_like(fewer)}
+    rest = {"position_ids": None, "cu_seqlens": None} | given
+    assert check_rotation(
+        {"q": x, "k": fewer}, table, table.clone(), rotary_dim=rotary_dim, interleaved=False, inverse=True,
+        layout=layout, outs=outs, **rest,
+    ) == 512  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"), [("bhsd", (3, 7, 5, 16)), ("bshd", (3, 5, 7, 16)), ("sbhd", (5, 3, 7, 16))]
+)
+def test_each_axis_is_found_in_every_layout(layout, shape):
+    """B = 3, H = 7, N = 5 and D = 16: tables of 10 columns hold each angle twice for no other D."""
+
+    def rotary_dim(*table):
+        return check_rotation(
+            {"x": zeros(*shape)}, zeros(*table), zeros(*table), rotary_dim=None, interleaved=False, inverse=False,
+            layout=layout, position_ids=None, cu_seqlens=None, outs=None,
+        )  # fmt: skip
+
+    assert rotary_dim(3, 5, 10) == 10 and rotary_dim(5, 8) == 16
+    for table, pattern in (
+        ((2, 5, 8), "B = 3"), ((5, 5, 8), "B = 3"), ((7, 5, 8), "B = 3"), ((4, 8), "5 positions"), ((5, 17), "D = 16"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^cos .*{pattern}"):
+            rotary_dim(*table)
+
+
+def test_packed_tokens_have_their_axes_too():
+    x, ends, ids = zeros(5, 7, 16), torch.tensor([0, 5], dtype=torch.int32), torch.arange(5)
+    options = {"interleaved": False, "inverse": False, "layout": "thd", "outs": None}
+    for where in ({"cu_seqlens": ends, "position_ids": None}, {"cu_seqlens": None, "position_ids": ids}):
+        table = zeros(5, 10)
+        assert check_rotation({"x": x}, table, table, rotary_dim=None, **options, **where) == 10
+        with pytest.raises(ValueError, match="^cos .*D = 16"):
+            check_rotation({"x": x}, zeros(5, 17), zeros(5, 17), rotary_dim=None, **options, **where)
+
+
+def test_axes_of_one_entry_may_be_expanded():
+    """Their stride says nothing, nor does that of an axis of none."""
+    cos, sin = zeros(1, 4) + 1, zeros(1, 4)
+    out = zeros(1, 8).as_strided((1, 1, 1, 8), (0, 0, 0, 1))
+    x = zeros(1, 1, 1, 8) + 1
+    assert torch.equal(apply_rope(x, cos, sin, out=out), x) and torch.equal(out, x)
+    none = zeros(1, 1, 1, 8).expand(0, 1, 1, 8)
+    assert apply_rope(x[:0], cos, sin, out=none).numel() == 0
+
+
+def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
+    given = {"interleaved": False, "inverse": False, "layout": "bhsd", "cu_seqlens": None, "outs": None}
+    for head_dim, rotary_dim in ((16, 12), (16, 4), (8, 8)):
+        table, ids = zeros(9, rotary_dim // 4), torch.zeros(1, 2, 3, dtype=torch.int32)
+        x = {"x": zeros(1, 1, 3, head_dim)}
+        assert check_rotation(x, table, table, rotary_dim=rotary_dim, position_ids=ids, **given) == rotary_dim
+    # Tokens that say where they stand need no rows of their own.
+    assert check_rotation({"x": zeros(1, 1, 0, 8)}, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0],
+                          **given) == 4  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [2, 3])
+def test_the_narrowest_heads(head_dim):
+    x, table = zeros(1, 1, 1, head_dim), zeros(1, 1)
+    options = {"rotary_dim": None, "interleaved": False, "inverse": False, "layout": "bhsd"}
+    nothing = {"position_ids": None, "cu_seqlens": None, "outs": None}
+    assert check_rotation({"x": x}, table, table, **options, **nothing) == 2
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,14 @@ def plan_of(given, *, v_is_looked_at=True, **packed):
     return planning.plan_for(describe(tensors, **options), tensors.v if v_is_looked_at else None)
 
 
+def backend_of(given, *, backend):
+    """The backend and the reason that a public function hands to the operators for what ``support.planning.call``
+    gives."""
+    options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given
+    tensors = Tensors(**{name: options.pop(name) for name in Tensors._fields if name in options})
+    return planning.choose_backend(describe(tensors, **options, backend=backend))
+
+
 def set_decode_config(monkeypatch, config):
     """Every generation step runs with this configuration."""
     monkeypatch.setattr(generation_planning, "override", config)

@@ -155,3 +155,30 @@ def test_nothing_outlives_its_pass(monkeypatch):
     del past, layer
     gc.collect()
     assert len(rooms._rooms) < known
+
+
+def test_rooms_grow_by_a_fraction_of_what_they_hold():
+    """By 16 rows at first, by an eighth at most twice over, and never by more than 256."""
+    x = torch.zeros(2, 3, 1, 4, dtype=torch.float16)
+    lengths = (0, 15, 16, 127, 128, 255, 256, 400, 1000, 1024, 3000, 5000)
+    shapes = [rooms.new_room(x, length).shape for length in lengths]
+    assert [shape[2] for shape in shapes] == [16, 16, 32, 128, 160, 256, 320, 448, 1024, 1280, 3072, 5120]
+    assert {(*shape[:2], shape[3]) for shape in shapes} == {(2, 3, 4)}
+    room = rooms.new_room(x, 20)
+    assert room.dtype is torch.float16 and room.is_contiguous()
+    first = rooms.first_rows(room, 20)
+    assert first.shape == (2, 3, 20, 4) and first.stride() == room.stride() and first.data_ptr() == room.data_ptr()
+
+
+def test_a_room_is_used_to_its_last_row():
+    layer = transformers.cache_utils.DynamicLayer()
+    room, values = (torch.zeros(1, 1, 16, 2) for _ in range(2))
+    rooms.begin(layer, rooms.first_rows(room, 12), rooms.first_rows(values, 12), room)
+    assert layer.is_initialized and layer.dtype is torch.float32 and layer.device == room.device
+    for tokens, kept in ((1, True), (4, True), (5, False)):
+        keys, others = rooms.room_for(layer, tokens)
+        assert (keys.data_ptr() == room.data_ptr()) is (others.data_ptr() == values.data_ptr()) is kept
+        assert keys.shape == others.shape == ((1, 1, 16, 2) if kept else (1, 1, 32, 2))
+    layer.values = layer.values.clone()  # one of the two is another's
+    keys, others = rooms.room_for(layer, 1)
+    assert keys.data_ptr() != room.data_ptr() and torch.equal(others[:, :, :12], layer.values)

@@ -87,3 +87,15 @@ def _recording(operator, seen):
         return operator(*args, **kwargs)
 
     return recorded
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (5, " and 2 more")])
+def test_three_modules_are_named(count, more):
+    class OddAttention(torch.nn.Module):
+        pass
+
+    named = ", ".join(f"{i} (OddAttention)" for i in range(min(count, 3)))
+    with pytest.raises(NotImplementedError) as caught:
+        patch_model(torch.nn.Sequential(*(OddAttention() for _ in range(count))))
+    assert str(caught.value).startswith("model must have supported attention modules only (")
+    assert str(caught.value).endswith(f"), but has {named}{more}")

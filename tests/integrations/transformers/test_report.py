@@ -57,6 +57,24 @@ def test_the_table_has_a_line_for_layers_that_are_alike():
             function("llama")
 
 
+def test_the_table_line_by_line():
+    """Columns are as wide as what stands in them, and two spaces apart."""
+    model = patch_model(make_model("llama", num_hidden_layers=4))
+    modules = attentions_of(model)
+    for i, (served, own) in enumerate(((12345, {}), (12345, {}), (7, {"holes": 2, "a BlockMask": 1}), (12345, {}))):
+        patch = state_of(modules[i], PATCH)
+        patch.served = served
+        patch.own.update(own)
+    assert str(patch_report(model)).splitlines() == [
+        "module                           class           patched  calls served here  calls of its own forward",
+        "-------------------------------  --------------  -------  -----------------  ------------------------",
+        "model.layers.{0-1, 3}.self_attn  LlamaAttention  yes      12345              0",
+        "model.layers.2.self_attn         LlamaAttention  yes      7                  2: holes; 1: a BlockMask",
+        "Calls in graphs of torch.compile and replays of CUDA graphs are not counted.",
+    ]
+    assert str(patch_report(modules[0])).splitlines()[2].split()[0] == "(model)"
+
+
 def test_graphs_are_not_counted():
     model, ids = patch_model(make_model("llama")), make_ids(1, 5)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -1,0 +1,286 @@
+"""What the arguments of a decoder's forward mean to its attention modules, number by number."""
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from fused_rope_attn.integrations.transformers import batch as batches
+from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe, tokens_seen
+from tests.support.hf_models import attentions_of, make_model
+
+CAPACITY = 8
+needs_is_causal = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.6"), reason="bidirectional attention is served from there on"
+)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    """Its layers see windows of 8 tokens."""
+    return make_model("mistral")
+
+
+def described(model, size=2, length=5, **given):
+    """The Batch of a pass of (size, length) tokens, as tensors' numbers, without what the layers keep."""
+    tokens = torch.zeros((size, length), dtype=torch.int64)
+    batch = describe(attentions_of(model), model.config, {"input_ids": tokens} | given)
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in batch._replace(kept=None)._asdict().items()
+        if name != "kept" and getattr(PLAIN, name) is not value
+    }
+
+
+def dynamic(model, tokens):
+    past = transformers.DynamicCache(config=model.config)
+    return filled(model, past, tokens)
+
+
+def static(model, tokens):
+    return filled(model, transformers.StaticCache(config=model.config, max_cache_len=CAPACITY), tokens)
+
+
+def filled(model, past, tokens, size=2):
+    """A cache that holds so many tokens of each layer."""
+    if tokens:
+        x = torch.ones(size, model.config.num_key_value_heads, tokens, 16)
+        for i in range(model.config.num_hidden_layers):
+            past.update(x, x, i, {"cache_position": torch.arange(tokens)})
+    return past
+
+
+def mask(*rows):
+    return torch.tensor(rows)
+
+
+FULL = [1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((FULL, FULL), {}),
+        (([0, 0, 1, 1, 1], FULL), {"kv_starts": [2, 0]}),
+        (([1, 1, 1, 0, 0], FULL), {}),  # behind the last token causal attention hides it
+        (([0, 1, 1, 1, 0], FULL), {"kv_starts": [1, 0]}),
+        (([0, 0, 0, 0, 0], FULL), {"kv_starts": [5, 0]}),
+        (([0, 0, 0, 0, 1], [3, 3, 3, 3, 3]), {"kv_starts": [4, 0]}),
+        (([1, 0, 1, 1, 1], FULL), {"original": "an attention_mask with holes"}),
+        ((FULL, [0, 1, 0, 1, 1]), {"original": "an attention_mask with holes"}),
+        (([1, 1, 1, 1], [1, 1, 1, 1]), {"original": "an attention_mask of 4 columns for 5 keys"}),
+        (([*FULL, 1], [*FULL, 1]), {"original": "an attention_mask of 6 columns for 5 keys"}),
+    ],
+    ids=str,
+)
+def test_padding(llama, given, expected):
+    assert described(llama, attention_mask=mask(*given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "ids", "expected"),
+    [
+        (1, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5], "max_seqlen": 3, "longest": [0, 1, 2]}),
+        (1, [[0, 1, 0, 1, 2]], {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4]}),
+        (2, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5, 8, 10], "max_seqlen": 3, "longest": [0, 1, 2]}),
+        (2, [[0, 1, 2, 3, 4], [0, 0, 1, 2, 0]],
+         {"cu_seqlens": [0, 5, 6, 9, 10], "max_seqlen": 5, "longest": [0, 1, 2, 3, 4]}),
+        (2, [[0, 1, 2, 3, 4]], {}),
+        (2, [[7, 8, 9, 10, 11], [0, 1, 2, 3, 4]], {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
+    ids = torch.tensor(ids)
+    assert described(llama, size, position_ids=ids) == expected
+    # A padding mask comes first, and so does a cache; one token cannot be two sequences.
+    assert described(llama, size, position_ids=ids, attention_mask=torch.ones(size, 5)) == {}
+    assert "cu_seqlens" not in described(llama, size, position_ids=ids, past_key_values=dynamic(llama, 0))
+    assert described(llama, size, position_ids=ids.expand(3, size, 5)) == {}
+    assert described(llama, size, 1, position_ids=ids[:, :1]) == {}
+
+
+def packed(ends, longest, **given):
+    ends = torch.as_tensor(ends)
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return dict(zip(names, (ends, ends, longest, longest))) | given
+
+
+def test_cu_seqlens_that_are_given(llama):
+    expected = {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3, "longest": [1, 2, 3], "declared": True}
+    assert described(llama, 1, **packed([0, 1, 4, 5], 3)) == expected
+    assert described(llama, 1, **packed([[0, 1, 4, 5]], 3)) == expected
+    # A bound that is larger than need be is cut to what there is.
+    expected |= {"max_seqlen": 5, "longest": [1, 2, 3, 4, 4]}
+    assert described(llama, 1, **packed([0, 1, 4, 5], 70)) == expected
+    assert described(llama, 1, **packed([0, 1, 4, 5], 3) | {"max_length_k": None}) == {}
+    # Into an empty cache, and not behind what one holds.
+    past = dynamic(llama, 0)
+    assert described(llama, 1, **packed([0, 1, 4, 5], 70), past_key_values=past) == expected | {"rows": 0}
+    past = dynamic(llama, 3)
+    assert described(llama, 1, **packed([0, 1, 4, 5], 3), past_key_values=past) == {
+        "original": "cu_seq_lens with a cache that holds tokens"
+    }
+
+
+def test_positions_beside_cu_seqlens(llama):
+    given = packed([0, 2, 5], 3)
+    expected = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4], "declared": True}
+    for ids in ([0, 1, 0, 1, 2], [7, 8, 3, 4, 5], [0, 1, 2, 3, 4]):
+        assert described(llama, 1, **given, position_ids=torch.tensor([ids])) == expected
+    for ids in ([0, 2, 0, 1, 2], [0, 1, 0, 1, 3], [0, 1, 0, 0, 1], [1, 0, 0, 1, 2]):
+        with pytest.raises(RuntimeError, match="position_ids must count up by one within every sequence"):
+            described(llama, 1, **given, position_ids=torch.tensor([ids]))
+    of_images = torch.zeros(3, 1, 5, dtype=torch.int64)
+    assert described(llama, 1, **given, position_ids=of_images) == expected | {"rotates_first": True}
+    one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0], "declared": True}
+    assert described(llama, 1, 1, **packed([0, 1], 1), position_ids=torch.tensor([[4]])) == one
+
+
+@needs_is_causal
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((FULL, FULL), {}),
+        (([0, 1, 1, 0, 0], FULL), {"cu_seqlens": [0, 1, 3, 5, 10, 10]}),
+        ((FULL, [1, 1, 1, 1, 0]), {"cu_seqlens": [0, 0, 5, 5, 9, 10]}),
+        (([0, 0, 0, 0, 0], [0, 0, 0, 1, 1]), {"cu_seqlens": [0, 5, 5, 8, 10, 10]}),
+        (([1, 0, 1, 1, 1], FULL), {"original": "an attention_mask with holes"}),
+        (([1, 1, 1, 0, 1], FULL), {"original": "an attention_mask with holes"}),
+    ],
+    ids=str,
+)
+def test_padding_of_bidirectional_attention(llama, given, expected):
+    """The tokens of every row are a sequence, and the padding between two rows another."""
+    if "cu_seqlens" in expected:
+        expected |= {"max_seqlen": 10, "declared": True, "rotates_first": True}
+    if "original" not in expected:
+        expected |= {"causal": False, "inclusive_window": True}
+    assert described(llama, attention_mask=mask(*given), is_causal=False) == expected
+
+
+@needs_is_causal
+def test_bidirectional_attention_and_caches(llama):
+    for past in (dynamic(llama, 3), static(llama, 3)):
+        reason = described(llama, 2, 1, past_key_values=past, is_causal=False)["original"]
+        assert reason.startswith("bidirectional attention with a cache")
+    past = static(llama, 3)
+    past.reset()
+    assert "original" in described(llama, past_key_values=past, is_causal=False)
+    expected = {"causal": False, "inclusive_window": True}
+    assert described(llama, past_key_values=dynamic(llama, 0), is_causal=False) == expected | {"rows": 0}
+    assert described(llama, past_key_values=static(llama, 0), is_causal=False) == expected
+    # Positions tell no sequences apart there.
+    assert described(llama, 1, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), is_causal=False) == expected
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_steps_behind_a_cache(llama, length):
+    """Tokens after the pass and before it, for kernels that write the caches themselves."""
+    held = {"kv_lens": [3 + length] * 2, "cached": [3, 3]}
+    assert described(llama, 2, length, past_key_values=dynamic(llama, 3)) == held | {"rows": 3}
+    assert described(llama, 2, length, past_key_values=static(llama, 3)) == held
+    assert described(llama, past_key_values=dynamic(llama, 0)) == {"rows": 0}
+    assert described(llama, past_key_values=static(llama, 0)) == {}
+    told = torch.arange(4, 4 + length)
+    lengths = described(llama, 2, length, past_key_values=static(llama, 3), cache_position=told)
+    assert lengths == {"kv_lens": [4 + length] * 2, "cached": [4, 4]}
+
+
+class Watched(transformers.DynamicCache):
+    """Its ``update`` may do anything, so that nothing writes in its place."""
+
+    def update(self, *args, **kwargs):
+        return super().update(*args, **kwargs)
+
+
+def test_caches_that_nobody_else_may_write(llama):
+    past = filled(llama, Watched(config=llama.config), 3)
+    assert described(llama, 2, 1, past_key_values=past) == {"kv_lens": [4, 4]}
+    past = dynamic(llama, 3)
+    past.offloading = True
+    assert described(llama, 2, 1, past_key_values=past) == {"kv_lens": [4, 4]}
+
+
+def test_a_static_cache_that_is_reset_is_asked_on_the_device(llama):
+    past = static(llama, 3)
+    past.reset()
+    assert described(llama, past_key_values=past, cache_position=torch.arange(5)) == {
+        "kv_lens": [5, 5], "cached": [0, 0],
+    }  # fmt: skip
+
+
+def test_a_full_static_cache_is_an_error(llama):
+    told = torch.arange(CAPACITY - 1, CAPACITY)
+    assert described(llama, 2, 1, past_key_values=static(llama, 7), cache_position=told)["kv_lens"] == [8, 8]
+    with pytest.raises(RuntimeError, match=f"a static cache of {CAPACITY} tokens is full"):
+        described(llama, 2, 2, past_key_values=static(llama, 7), cache_position=torch.arange(7, 9))
+
+
+def test_sliding_layers_that_are_full(mistral):
+    """They no longer count: lengths are then more than there are, and no fewer than the keys."""
+    assert described(mistral, 2, 1, past_key_values=static(mistral, 3))["kv_lens"] == [4, 4]
+    past = static(mistral, CAPACITY)
+    lengths = described(mistral, 2, 2, past_key_values=past)
+    assert lengths == {"kv_lens": [CAPACITY + 2] * 2}
+
+
+def test_tokens_that_a_cache_has_seen(llama):
+    assert [tokens_seen(dynamic(llama, n)) for n in (0, 3)] == [0, 3]
+    assert tokens_seen(dynamic(llama, 3), 1) == 3 and tokens_seen(dynamic(llama, 3), 2) == 0
+    assert tokens_seen(static(llama, 0)) == 0
+
+
+class Looks:
+    """How often the host has looked at a tensor of the device."""
+
+    def __init__(self, monkeypatch):
+        self.count, own = 0, torch.Tensor.tolist
+
+        def tolist(x):
+            self.count += 1
+            return own(x)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+
+    def describe(self, model, past, rows):
+        before = self.count
+        given = {"input_ids": torch.zeros(2, 1), "attention_mask": rows, "past_key_values": past}
+        starts = describe(attentions_of(model), model.config, given).kv_starts
+        looks = self.count - before
+        return looks, None if starts is None else starts.tolist()
+
+
+@pytest.mark.parametrize(("row", "starts"), [([0, 0, 1, 1], [2, 0]), ([1, 1, 1, 1], None)], ids=str)
+def test_a_mask_is_looked_at_once(llama, monkeypatch, row, starts):
+    """What generation appends to one without holes has none: its steps do not wait for the device."""
+    past, looks = dynamic(llama, 3), Looks(monkeypatch)
+    rows = mask(row, [1, 1, 1, 1])
+    assert looks.describe(llama, past, rows) == (1, starts)
+    grown = torch.cat((rows, rows[:, -1:]), 1)
+    filled(llama, past, 1)
+    assert looks.describe(llama, past, grown) == (0, starts)
+    assert looks.describe(llama, past, grown) == (1, starts)  # not longer by one
+    filled(llama, past, 1)
+    assert looks.describe(llama, past, torch.cat((grown, rows[:, -1:]), 1)) == (0, starts)
+
+
+def test_a_mask_that_ends_in_padding_is_looked_at_again(llama, monkeypatch):
+    past, looks = dynamic(llama, 3), Looks(monkeypatch)
+    rows = mask([1, 1, 1, 0], [0, 1, 1, 1])
+    assert looks.describe(llama, past, rows) == (1, [0, 1])
+    filled(llama, past, 1)
+    grown = torch.cat((rows, rows[:, -1:]), 1)
+    assert looks.describe(llama, past, grown) == (1, [0, 1])
+    assert looks.describe(llama, dynamic(llama, 4), grown) == (1, [0, 1])
+
+
+def test_every_pass_keeps_tables_of_its_own(llama):
+    kept = [describe(attentions_of(llama), llama.config, {"input_ids": torch.zeros(1, 2)}).kept for _ in range(2)]
+    assert kept[0] is not kept[1] and kept[0].tables == {} and not hasattr(kept[0], "__dict__")
+    assert PLAIN == Batch() and batches.PAST_NAMES[0] == "past_key_values"

@@ -1,0 +1,166 @@
+"""Lengths that only the device knows: keys that exist, rows of packed sequences, and which tile belongs to which."""
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.lengths import (
+    count_tiles,
+    describe_tiles,
+    existing_keys,
+    packed_partner,
+    packed_rows,
+    packed_tile,
+    padded_row,
+)
+from tests.support.marks import interpreted
+
+pytestmark = interpreted
+BLOCK = 8
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@triton.jit
+def write_existing(out_ptr, lens_ptr, NK):
+    batch = tl.program_id(0)
+    tl.store(out_ptr + batch, existing_keys(lens_ptr, batch, NK))
+
+
+def test_keys_that_exist():
+    lens, out = int32([-5, 0, 1, 7, 9]), int32([-1] * 5)
+    write_existing[(5,)](out, lens, 7)
+    assert out.tolist() == [0, 0, 1, 7, 7]
+    write_existing[(5,)](out, None, 7)
+    assert out.tolist() == [7] * 5
+
+
+@triton.jit
+def write_count(out_ptr, N, num_sequences, BLOCK: tl.constexpr):
+    tl.store(out_ptr, count_tiles(N, num_sequences, BLOCK))
+
+
+def counted(rows, sequences):
+    out = int32([-1])
+    write_count[(1,)](out, rows, sequences, BLOCK)
+    return int(out)
+
+
+def test_tiles_of_rows_that_are_not_packed():
+    assert [counted(rows, None) for rows in (0, 1, 8, 9, 27)] == [0, 1, 1, 2, 4]
+
+
+def test_tiles_of_packed_rows():
+    """One more for each sequence, and one for the rows that belong to none."""
+    assert [counted(rows, 3) for rows in (0, 7, 8, 27)] == [4, 4, 5, 7] and counted(20, 2) == 5
+
+
+@triton.jit
+def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
+    """Of each sequence, the rows behind the last one included: where they begin and how many; as keys; padded."""
+    for sequence in range(num_sequences + 1):
+        first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
+        first_key, keys = packed_partner(cu_ptr, sequence, num_sequences, N)
+        entry = out_ptr + 5 * sequence
+        tl.store(entry, first)
+        tl.store(entry + 1, rows)
+        tl.store(entry + 2, first_key)
+        tl.store(entry + 3, keys)
+        tl.store(entry + 4, padded_row(first, sequence, BLOCK))
+
+
+ENDS = ([0, 5, 5, 13, 20], [0, 20], [0], [0, 8, 16], [0, 0, 0, 17])
+WRONG_ENDS = ([-3, 4, 30, 6], [9, 2, 25, -1, 20])  # nobody has checked them: their memory is the device's
+
+
+@pytest.mark.parametrize("ends", ENDS + WRONG_ENDS, ids=str)
+def test_rows_of_packed_sequences(ends):
+    """All rows lie in the tensor, whatever its cu_seqlens hold."""
+    total, count = 20, len(ends) - 1
+    out = torch.full((count + 1, 5), -1, dtype=torch.int32)
+    # The last end has a neighbour in memory that is none.
+    write_rows[(1,)](out, int32([*ends, 3]), count, total, BLOCK)
+    expected = []
+    for s, begin in enumerate(ends):
+        begin = min(max(begin, 0), total)
+        end = ends[s + 1] if s < count else total
+        rows = min(max(end, begin), total) - begin
+        expected.append([begin, rows, begin, rows if s < count else 0, (begin // BLOCK + s) * BLOCK])
+    assert out.tolist() == expected
+
+
+@triton.jit
+def write_tiles(out_ptr, cu_ptr, num_sequences, N, first, BLOCK: tl.constexpr):
+    tile = first + tl.program_id(0)
+    found = packed_tile(tile, cu_ptr, num_sequences, N, BLOCK)
+    for i in tl.static_range(4):
+        tl.store(out_ptr + 4 * tl.program_id(0) + i, found[i])
+
+
+def tiles_of(ends, total, first=0, last=None):
+    """(sequence, its first row, its rows, tile within it) of the tiles [first, last), of all by default."""
+    count = (counted(total, len(ends) - 1) if last is None else last) - first
+    out = torch.full((count, 4), -1, dtype=torch.int32)
+    write_tiles[(count,)](out, int32(ends), len(ends) - 1, total, first, BLOCK)
+    return out.tolist()
+
+
+def drawn(seed):
+    """cu_seqlens of up to nine sequences of 0 to 30 rows, and the rows of their tensor."""
+    draw = random.Random(seed)
+    ends = [0]
+    for _ in range(draw.randint(0, 9)):
+        ends.append(ends[-1] + draw.choice([0, 1, 7, 8, 9, draw.randint(0, 30)]))
+    return ends, ends[-1] + draw.choice([0, 0, 11])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tiles_of_packed_sequences_hold_every_row_once(seed):
+    """Also the rows that belong to no sequence, as those of one more."""
+    ends, total = drawn(seed)
+    held = []
+    for tile, (sequence, first_row, rows, index) in enumerate(tiles_of(ends, total)):
+        begin, end = ends[sequence], ([*ends, total])[sequence + 1]
+        assert (first_row, rows) == (begin, end - begin)
+        # A sequence's tiles begin at a number that its own entry gives.
+        assert index == tile - (begin // BLOCK + sequence) >= 0
+        held += range(min(begin + index * BLOCK, end), min(begin + (index + 1) * BLOCK, end))
+    assert held == list(range(total))
+
+
+def test_more_sequences_than_are_looked_at_at_once():
+    """1024 at a time: the tiles at the ends of each thousand, and of sequences of which many are empty."""
+    ends = [0]
+    for s in range(2100):
+        ends.append(ends[-1] + (s % 5) * (s % 3))
+    for sequence in (0, 1, 1021, 1022, 1023, 1024, 1025, 1026, 2046, 2047, 2048, 2049, 2099, 2100):
+        tile = ends[sequence] // BLOCK + sequence
+        ((found, first_row, _, index),) = tiles_of(ends, ends[-1], tile, tile + 1)
+        assert (found, first_row, index) == (sequence, ends[sequence], 0)
+
+
+@pytest.mark.parametrize("ends", WRONG_ENDS, ids=str)
+def test_tiles_of_wrong_ends_lie_in_the_tensor(ends):
+    for sequence, first_row, rows, index in tiles_of(ends, 20):
+        assert 0 <= sequence < len(ends) and 0 <= first_row <= first_row + rows <= 20 and index >= 0
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_table_of_tiles(seed, programs):
+    """What attention reads of each tile of queries; the entries are wider than what is written."""
+    (ends, total), (draw, ends_k) = drawn(seed), (random.Random(seed), [0])
+    for _ in ends[1:]:
+        ends_k.append(ends_k[-1] + draw.randint(0, 12))
+    table = torch.full((counted(total, len(ends) - 1) + 1, 6), -1, dtype=torch.int32)
+    describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 6)
+    expected = []
+    for sequence, first_row, rows, index in tiles_of(ends, total):
+        keys = ends_k[sequence + 1] - ends_k[sequence] if sequence < len(ends) - 1 else 0
+        expected.append([first_row + index * BLOCK, first_row + rows, ends_k[sequence], keys, rows, -1])
+    assert table.tolist() == [*expected, [-1] * 6]

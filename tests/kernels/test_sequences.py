@@ -1,0 +1,118 @@
+"""Which tile of which sequence each program of a launch has, and the keys or queries that belong to it."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.sequences import (
+    MaskArguments,
+    scheduled_keys,
+    scheduled_queries,
+    sequence_of_keys,
+    sequence_of_queries,
+)
+from tests.support.marks import interpreted
+
+BLOCK, BATCH, HEADS, SECTION = 8, 2, 3, 2
+NAMES = ("number", "index", "num_rows", "sequence", "batch", "head", "row", "batch_head", "of_batch", "first_q",
+         "num_queries", "first_k", "num_keys", "q_offset", "first_key")  # fmt: skip
+
+
+@triton.jit
+def write_programs(out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, NQ, NK, HEADS, num_heads,
+                   section, OF_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr,
+                   BLOCK: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    """What NAMES say of each program, at its place in (programs, WORDS)."""
+    masks = MaskArguments(
+        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
+        left=left, right=None, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+    )  # fmt: skip
+    if OF_QUERIES:
+        tile = scheduled_queries(NQ, HEADS, num_heads, section, masks, BLOCK)
+        sequence = sequence_of_queries(tile, NK, masks)
+    else:
+        tile = scheduled_keys(NK, HEADS, num_heads, section, masks, BLOCK)
+        sequence = sequence_of_keys(tile, NQ, masks)
+    out = out_ptr + tl.program_id(0) * WORDS
+    tl.store(out, tile.number)
+    tl.store(out + 1, tile.index)
+    tl.store(out + 2, tile.num_rows)
+    if tile.sequence is not None:
+        tl.store(out + 3, tile.sequence)
+    tl.store(out + 4, tile.origin.batch)
+    tl.store(out + 5, tile.origin.head)
+    tl.store(out + 6, tile.origin.row)
+    tl.store(out + 7, tile.batch_head)
+    tl.store(out + 8, sequence.batch)
+    tl.store(out + 9, sequence.first_q)
+    tl.store(out + 10, sequence.num_queries)
+    tl.store(out + 11, sequence.first_k)
+    tl.store(out + 12, sequence.num_keys)
+    tl.store(out + 13, sequence.q_offset)
+    if sequence.mask.first_key is not None:
+        tl.store(out + 14, sequence.mask.first_key)
+
+
+def programs(count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None,
+             left=None):  # fmt: skip
+    """A dict of NAMES for each of ``count`` programs; -1 where there is none."""
+    given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (starts, lens, ends, ends_k)]
+    out = torch.full((count, len(NAMES)), -1, dtype=torch.int64)
+    write_programs[(count,)](
+        out, *given, None if ends is None else len(ends) - 1, left, len_q, len_k, HEADS, batch * HEADS, SECTION,
+        OF_QUERIES=of_queries, IS_CAUSAL=causal, READS_LENGTHS=any(x is not None for x in given), BLOCK=BLOCK,
+        WORDS=len(NAMES),
+    )  # fmt: skip
+    return [dict(zip(NAMES, row)) for row in out.tolist()]
+
+
+def order(tiles, heads, last_first):
+    """(tile, head) of each program: heads in sections, and the longest tiles of a section first."""
+    numbers = range(tiles - 1, -1, -1) if last_first else range(tiles)
+    sections = [range(i, min(i + SECTION, heads)) for i in range(0, heads, SECTION)]
+    return [(number, head) for section in sections for number in numbers for head in section]
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("of_queries", [True, False])
+def test_tiles_of_batch_entries(of_queries, causal):
+    """Each of every head once: of queries the last ones first under a causal mask, of keys the first ones."""
+    len_q, len_k, lens, starts = 19, 21, [21, 9], [0, 4]
+    tiles = 3
+    found = programs(tiles * BATCH * HEADS, len_q, len_k, of_queries=of_queries, causal=causal, batch=BATCH,
+                     starts=starts, lens=lens, left=11)  # fmt: skip
+    expected = order(tiles, BATCH * HEADS, of_queries and causal)
+    assert [(x["number"], x["batch_head"]) for x in found] == expected
+    for x in found:
+        batch = x["batch_head"] // HEADS
+        keys = lens[batch]
+        assert (x["batch"], x["head"], x["of_batch"]) == (batch, x["batch_head"] % HEADS, batch)
+        assert (x["index"], x["row"], x["sequence"]) == (x["number"], 0, -1)
+        assert x["num_rows"] == (len_q if of_queries else len_k)
+        assert (x["first_q"], x["num_queries"], x["first_k"]) == (0, len_q, 0)
+        assert (x["num_keys"], x["q_offset"]) == (keys, keys - len_q)
+        assert x["first_key"] == min(keys, max(starts[batch], keys - len_q - 11, 0))
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("of_queries", [True, False])
+def test_tiles_of_packed_sequences(of_queries, causal):
+    """A sequence of the one has as its partner the sequence of that number of the other."""
+    ends, ends_k = [0, 9, 9, 20], [0, 5, 12, 33]
+    tiles = (20 if of_queries else 33) // BLOCK + 3 + 1
+    found = programs(tiles * HEADS, 20, 33, of_queries=of_queries, causal=causal, ends=ends, ends_k=ends_k)
+    assert [(x["number"], x["batch_head"]) for x in found] == order(tiles, HEADS, of_queries and causal)
+    own, held = (ends if of_queries else ends_k), set()
+    for x in found:
+        s = x["sequence"]
+        assert (x["batch"], x["head"], x["of_batch"], x["first_key"]) == (0, x["batch_head"], 0, -1)
+        assert x["index"] == x["number"] - (own[s] // BLOCK + s)
+        queries, keys = (([*of, of[-1]])[s + 1] - of[s] for of in (ends, ends_k))
+        assert (x["row"], x["num_rows"]) == (own[s], queries if of_queries else keys)
+        assert (x["first_q"], x["num_queries"], x["first_k"]) == (ends[s], queries, ends_k[s])
+        assert (x["num_keys"], x["q_offset"]) == (keys, keys - queries)
+        held |= {(x["head"], x["row"] + i) for i in range(x["index"] * BLOCK, x["num_rows"])}
+    assert held == {(head, row) for head in range(HEADS) for row in range(own[-1])}
