@@ -12,12 +12,12 @@ from fused_rope_attn.attention.hopper.backward_block import (
     allocate_barrier,
     allocate_query_ring,
     init_query_ring,
+    whole_tile,
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
 from fused_rope_attn.attention.hopper.barriers import allocate_barriers
 from fused_rope_attn.attention.hopper.dq import stage_rows
-from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
@@ -74,22 +74,16 @@ def allocate_buffers(operands, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.co
 
 
 @jit
-def whole_tile(tile):
-    """K or V of the block, (BLOCK_N, BLOCK_D), at an address that is not computed before it is used: see ``opaque``."""
-    return tile.smem.index(opaque(0)).reshape((BLOCK_N, tile.smem.shape[4]))
-
-
-@jit
 def own_rows(tile, WARPGROUP: gl.constexpr):
     """The rows of K or V that a warpgroup owns, (KEYS, BLOCK_D)."""
-    return whole_tile(tile).slice(WARPGROUP * KEYS, KEYS, dim=0)
+    return whole_tile(tile.smem).slice(WARPGROUP * KEYS, KEYS, dim=0)
 
 
 @jit
 def own_columns(tile, WARPGROUP: gl.constexpr):
     """The columns of K that make a warpgroup's part of dQ, (BLOCK_N, BLOCK_D / CONSUMERS)."""
     HALF: gl.constexpr = tile.smem.shape[4] // CONSUMERS
-    return whole_tile(tile).slice(WARPGROUP * HALF, HALF, dim=1)
+    return whole_tile(tile.smem).slice(WARPGROUP * HALF, HALF, dim=1)
 
 
 @jit
