@@ -1,6 +1,7 @@
 """What the warps of an sm_90 backward block share: records of its work, its buffers with their barriers, its range."""
 
 from fused_rope_attn.attention.hopper.barriers import Ring, allocate_barriers
+from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.masks import first_query, query_range
@@ -91,6 +92,19 @@ class KeyGradients:
 def allocate_barrier():
     """Room for one mbarrier, (1,), not yet initialised."""
     return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+
+
+@jit
+def whole_tile(smem):
+    """K or V of the block, (1, 1, 1, rows, columns), as a tile; of more than 64 columns, at an ``opaque`` address.
+
+    Otherwise the descriptors of its products, up to 16 of 64 bits each, wait in registers around the loop, which then
+    spill or, in the kernel for wide heads, make every product synchronous (C7512). Those of 64 columns have room there,
+    and to make them anew costs 30 of 500 instructions.
+    """
+    COLUMNS: gl.constexpr = smem.shape[4]
+    slot = 0 if COLUMNS == 64 else opaque(0)
+    return smem.index(slot).reshape((smem.shape[3], COLUMNS))
 
 
 @jit

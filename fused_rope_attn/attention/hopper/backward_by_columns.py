@@ -18,6 +18,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     allocate_barrier,
     allocate_query_ring,
     init_query_ring,
+    whole_tile,
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_block_product, store_gradients, weigh
@@ -94,17 +95,6 @@ def allocate_buffers(operands, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, 
 
 
 @jit
-def whole_tile(smem):
-    """K or V (1, 1, 1, KEYS, BLOCK_D) as a tile, whose address the compiler must not know from the last step.
-
-    Otherwise ptxas keeps the 16 descriptors of a product of all its columns in 32 registers around the loop, which it
-    then lacks, and makes every product synchronous (C7512).
-    """
-    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return smem.index(zero).reshape((KEYS, smem.shape[4]))
-
-
-@jit
 def add_half(pointer, dq):
     """Add dq (BLOCK_M, 64) float32 to the accumulator, where ``pointer`` is the first of its numbers.
 
@@ -144,7 +134,6 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
     no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
     no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
     ds_t = ds_smem.permute((1, 0))
-    k_tile = k_smem.index(0).reshape((KEYS, BLOCK_D))
     if WARPGROUP == 0:
         key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
         columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
@@ -189,7 +178,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
             mbarrier.arrive(buffers.ds.full)
             q_ring.wait_full(step)
         mbarrier.wait(buffers.ds.full, step & 1)
-        dq_token = warpgroup_mma(ds_t, k_tile.slice(WARPGROUP * OWN, HALF, dim=1), no_dq, use_acc=False, is_async=True)
+        k_columns = whole_tile(k_smem).slice(WARPGROUP * OWN, HALF, dim=1)
+        dq_token = warpgroup_mma(ds_t, k_columns, no_dq, use_acc=False, is_async=True)
         dk_token = warpgroup_mma(ds_smem, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         if WARPGROUP == 1:
@@ -199,7 +189,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
         # Behind it the other half can take the same registers. Triton 3.8 and 3.9 put none there themselves, and then
         # they do not suffice (C7512).
         barrier()
-        k_columns = k_tile.slice(WARPGROUP * OWN + HALF, HALF, dim=1)
+        k_columns = whole_tile(k_smem).slice(WARPGROUP * OWN + HALF, HALF, dim=1)
         dq_token = warpgroup_mma(ds_t, k_columns, no_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_token])
         q_ring.release(step)

@@ -12,6 +12,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     allocate_barrier,
     allocate_query_ring,
     init_query_ring,
+    whole_tile,
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
@@ -35,7 +36,7 @@ from fused_rope_attn.runtime.triton_compat import (
 class Buffers:
     """Shared memory that these warpgroups use.
 
-    k, v: (1, 1, BLOCK_N, BLOCK_D) 16-bit. ds: (2, BLOCK_N, BLOCK_M) 16-bit, for every other block, full when both
+    k, v: (1, 1, 1, BLOCK_N, BLOCK_D) 16-bit. ds: (2, BLOCK_N, BLOCK_M) 16-bit, for every other block, full when both
     warpgroups have written their keys. dq: (CONSUMERS, 1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32, a part and a pair
     of mbarriers for each warpgroup.
     """
@@ -53,8 +54,8 @@ def allocate_buffers(operands, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.co
     """``Buffers``, their barriers initialised. DS_LAYOUT: of a tile of dS in shared memory."""
     q = allocate_query_ring(operands.q, operands.stats, Q_STAGES)
     do = allocate_query_ring(operands.do, operands.stats, DO_STAGES)
-    k_smem = gl.allocate_shared_memory(operands.k.dtype, operands.k.block_type.shape, operands.k.layout)
-    v_smem = gl.allocate_shared_memory(operands.v.dtype, operands.v.block_type.shape, operands.v.layout)
+    k_smem = gl.allocate_shared_memory(operands.k.dtype, [1] + operands.k.block_type.shape, operands.k.layout)
+    v_smem = gl.allocate_shared_memory(operands.v.dtype, [1] + operands.v.block_type.shape, operands.v.layout)
     ds_smem = gl.allocate_shared_memory(operands.k.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
     dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + dq_desc.block_type.shape, dq_desc.layout)
     k = Buffer(smem=k_smem, full=allocate_barrier(), empty=None)
@@ -70,6 +71,19 @@ def allocate_buffers(operands, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.co
         mbarrier.init(dq.full.index(part), count=1)
         mbarrier.init(dq.empty.index(part), count=1)
     return Buffers(k=k, v=v, ds=ds, q=q, do=do, dq=dq)
+
+
+@jit
+def own_rows(tile, WARPGROUP: gl.constexpr):
+    """The rows of K or V that a warpgroup owns, (KEYS, BLOCK_D)."""
+    return whole_tile(tile.smem).slice(WARPGROUP * KEYS, KEYS, dim=0)
+
+
+@jit
+def own_columns(tile, WARPGROUP: gl.constexpr):
+    """The columns of K that make a warpgroup's part of dQ, (BLOCK_N, BLOCK_D / CONSUMERS)."""
+    HALF: gl.constexpr = tile.smem.shape[4] // CONSUMERS
+    return whole_tile(tile.smem).slice(WARPGROUP * HALF, HALF, dim=1)
 
 
 @jit
@@ -93,13 +107,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
-    k_tile = buffers.k.smem.reshape((BLOCK_N, BLOCK_D))
-    k = k_tile.slice(WARPGROUP * KEYS, KEYS, dim=0)
-    v = buffers.v.smem.reshape((BLOCK_N, BLOCK_D)).slice(WARPGROUP * KEYS, KEYS, dim=0)
-    k_columns = k_tile.slice(WARPGROUP * HALF, HALF, dim=1)
 
-    s_token = issue_product(k, q_ring.smem.index(0), q_ring.full.index(0), 0, no_s)
-    dp_token = issue_product(v, do_ring.smem.index(0), do_ring.full.index(0), 0, no_s)
+    s_token = issue_product(own_rows(buffers.k, WARPGROUP), q_ring.smem.index(0), q_ring.full.index(0), 0, no_s)
+    dp_token = issue_product(own_rows(buffers.v, WARPGROUP), do_ring.smem.index(0), do_ring.full.index(0), 0, no_s)
     s = warpgroup_mma_wait(1, deps=[s_token])
     block = 0
     q_slot = 0
@@ -134,10 +144,13 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         ds_operand = gl.convert_layout(ds, P)
         next_q = q_ring.smem.index(next_slot)
         if EARLY_SCORES:
-            s_token = issue_product(k, next_q, q_ring.full.index(next_slot), next_phase, no_s)
+            s_token = issue_product(
+                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s
+            )
         mbarrier.wait(buffers.ds.full, step & 1)
         # Without early scores dV is alone in flight, and this waits for nothing: the wait for dQ covers dV.
         dv = warpgroup_mma_wait(1, deps=[dv_token])
+        k_columns = own_columns(buffers.k, WARPGROUP)
         dq_token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
         dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
         if EARLY_SCORES:
@@ -150,10 +163,14 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         fence_async_shared()
         mbarrier.arrive(dq_buffer.full.index(WARPGROUP))
         if not EARLY_SCORES:
-            s_token = issue_product(k, next_q, q_ring.full.index(next_slot), next_phase, no_s)
+            s_token = issue_product(
+                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s
+            )
         next_do_slot = do_ring.slot(step + 1)
         next_do, next_do_phase = do_ring.smem.index(next_do_slot), ((step + 1) // do_ring.STAGES) & 1
-        dp_token = issue_product(v, next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s)
+        dp_token = issue_product(
+            own_rows(buffers.v, WARPGROUP), next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s
+        )
         # Only dP crosses the loop's edge in flight: ptxas makes every product synchronous where an accumulator in
         # flight meets one from elsewhere, as dk and dv would meet their zeros.
         if EARLY_SCORES:
@@ -175,8 +192,7 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
 
     mask.first_key None: there are no keys that do not exist, or a window hides them all.
     """
-    v_smem = buffers.v.smem
-    BLOCK_D: gl.constexpr = v_smem.shape[3]
+    BLOCK_D: gl.constexpr = buffers.v.smem.shape[4]
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
@@ -190,7 +206,7 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
     store_gradients(
         dk, dv, own_keys, sizes.NK, mask, scale, gradients,
-        dv_stage=v_smem.reshape((BLOCK_N, BLOCK_D)).slice(WARPGROUP * KEYS, KEYS, dim=0),
+        dv_stage=own_rows(buffers.v, WARPGROUP),
         dk_room=buffers.dq.smem.index(WARPGROUP), dk_room_empty=buffers.dq.empty.index(WARPGROUP),
         dk_room_uses=total, FIRST_COLUMN=0,
     )  # fmt: skip

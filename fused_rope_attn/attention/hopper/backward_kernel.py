@@ -162,11 +162,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     )  # fmt: skip
     if SPLITS_COLUMNS:
         buffers = allocate_column_buffers(operands, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
-        k_tile = Buffer(smem=buffers.k.smem.index(0), full=buffers.k.full, empty=None)
-        v_tile = Buffer(smem=buffers.v.smem.index(0), full=buffers.v.full, empty=None)
     else:
         buffers = allocate_key_buffers(operands, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
-        k_tile, v_tile = buffers.k, buffers.v
+    k_tile = Buffer(smem=buffers.k.smem.index(0), full=buffers.k.full, empty=None)
+    v_tile = Buffer(smem=buffers.v.smem.index(0), full=buffers.v.full, empty=None)
     arrival = None
     if ZEROES_ROWS:
         arrival = allocate_barrier()

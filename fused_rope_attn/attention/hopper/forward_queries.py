@@ -1,11 +1,12 @@
 """The query tiles of the sm_90 forward in shared memory, and the warps that rotate them on their way there."""
 
+from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, tile_bounds
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, rows_from
-from fused_rope_attn.runtime.triton_compat import fence_async_shared, gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, mbarrier
 
 
 @record
@@ -115,11 +116,15 @@ def rotate_queries(tiles, queries, source, NQ, NK):
         queries.wait_empty(tile_step)
         for warpgroup in gl.static_range(CONSUMERS):
             for chunk in gl.static_range(ROWS // CHUNK):
-                start = tile.start_m + warpgroup * ROWS + chunk * CHUNK
+                # Addresses of all rows at once, or loads of a chunk ahead of the last one's end, do not fit into the
+                # registers of these warps.
+                start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
                 q = load_rotated(
                     rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
                     PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE,
                 )  # fmt: skip
+                if warpgroup + chunk > 0:
+                    barrier()
                 queries.tile(tile_step, warpgroup).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
         mbarrier.arrive(queries.full.index(queries.barrier(tile_step, 0)))
