@@ -55,9 +55,10 @@ def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr, LAYOUT: tl.
     count = 0
     for start in range(0, num_sequences + 1, CHUNK):
         if LAYOUT is None:
-            index = start + tl.arange(0, CHUNK)
+            of_chunk = tl.arange(0, CHUNK)
         else:
-            index = start + gl.arange(0, CHUNK, LAYOUT)
+            of_chunk = gl.arange(0, CHUNK, LAYOUT)
+        index = start + of_chunk
         begin = tl.load(cu_ptr + index, mask=index <= num_sequences, other=0)
         count += tl.sum(((begin // BLOCK + index <= tile) & (index <= num_sequences)).to(tl.int32), 0)
     sequence = tl.maximum(0, count - 1)

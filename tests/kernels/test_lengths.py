@@ -18,7 +18,8 @@ from fused_rope_attn.kernels.lengths import (
 )
 from tests.support.marks import interpreted
 
-pytestmark = interpreted
+# NumPy divides truth values without an error, and with the result of `and` where it does not warn.
+pytestmark = [interpreted, pytest.mark.filterwarnings("error:divide by zero")]
 BLOCK = 8
 
 
@@ -142,6 +143,14 @@ def test_more_sequences_than_are_looked_at_at_once():
         tile = ends[sequence] // BLOCK + sequence
         ((found, first_row, _, index),) = tiles_of(ends, ends[-1], tile, tile + 1)
         assert (found, first_row, index) == (sequence, ends[sequence], 0)
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025])
+def test_rows_behind_about_a_thousand_sequences(count):
+    """Their number is that of the sequences, and looked at with them."""
+    ends = list(range(count + 1))
+    tile = count // BLOCK + count
+    assert tiles_of(ends, count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 
 
 @pytest.mark.parametrize("ends", WRONG_ENDS, ids=str)

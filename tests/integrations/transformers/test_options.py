@@ -97,5 +97,4 @@ def test_three_modules_are_named(count, more):
     named = ", ".join(f"{i} (OddAttention)" for i in range(min(count, 3)))
     with pytest.raises(NotImplementedError) as caught:
         patch_model(torch.nn.Sequential(*(OddAttention() for _ in range(count))))
-    assert str(caught.value).startswith("model must have supported attention modules only (")
-    assert str(caught.value).endswith(f"), but has {named}{more}")
+    assert str(caught.value).endswith(f" only, but has {named}{more}")
