@@ -263,6 +263,13 @@ def test_large_calls_pass(lead, width, rotary_dim):
     assert check_attention(**given | {"kv_lens": None}, max_seqlen_k=900) == (rotary_dim or 512)
 
 
+def test_messages_of_large_calls():
+    q, k, v = (torch.empty(300, heads, 900, 512, device=meta) for heads in (600, 7, 7))
+    table = torch.empty(900, 256, device=meta)
+    with pytest.raises(ValueError, match="^k has 7 heads, but q's 600 heads must be a multiple of it"):
+        check_attention(**arguments(q=q, k=k, v=v, cos=table, sin=table))
+
+
 def test_the_smallest_calls_pass():
     """One sequence of no token, one position id, two columns."""
     x, ends = torch.zeros(0, 1, 2), torch.zeros(1, dtype=i32)
