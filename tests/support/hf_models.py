@@ -166,11 +166,12 @@ _ROWS: dict[str, tuple[str, dict]] = {
     ),
 }
 _CONFIGS = {name: f"{name}TextConfig" for name in ("Emu3", "Gemma3", "Qwen3_5", "Qwen3_5Moe")}
+_NAMES = set(dir(transformers))  # which takes a quarter of a second to list
 # Those that the installed transformers has and that are supported with it.
 MODELS = {
     name: row
     for name, row in _ROWS.items()
-    if f"{row[0]}ForCausalLM" in dir(transformers) and not any(path.startswith(f"{name}.") for path in UNSUPPORTED)
+    if f"{row[0]}ForCausalLM" in _NAMES and not any(path.startswith(f"{name}.") for path in UNSUPPORTED)
 }
 # One of each peculiarity.
 THOROUGH = (

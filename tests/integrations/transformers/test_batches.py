@@ -6,6 +6,7 @@ import transformers
 from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import batch as batches
+from fused_rope_attn.integrations.transformers import patch_model
 from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe, tokens_seen
 from tests.support.hf_models import attentions_of, make_model
 
@@ -17,13 +18,13 @@ needs_is_causal = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def llama():
-    return make_model("llama")
+    return patch_model(make_model("llama"))
 
 
 @pytest.fixture(scope="module")
 def mistral():
     """Its layers see windows of 8 tokens."""
-    return make_model("mistral")
+    return patch_model(make_model("mistral"))
 
 
 def described(model, size=2, length=5, **given):
