@@ -70,7 +70,7 @@ SUBJECTS = (
     Subject("rotation/validation.py", ("rotation/test_refusals.py",)),
     Subject(
         "runtime/checks.py",
-        (*_CALLS, *_CALLS_OF_STEPS, "rotation/test_refusals.py", "attention/test_kinds.py"),
+        (*_CALLS, *_CALLS_OF_STEPS, "runtime/test_checks.py", "rotation/test_refusals.py", "attention/test_kinds.py"),
         ("attention/test_more_queries.py",),
     ),
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
