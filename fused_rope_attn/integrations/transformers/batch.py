@@ -18,6 +18,7 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.obstacles import (
     is_blind,
     is_causal,
+    layer_of,
     obstacle,
     refuse_what_nobody_computes,
     uses_flash,
@@ -97,7 +98,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     tokens = given["inputs_embeds"] if tokens is None else tokens
     size, length = tokens.shape[:2]
     past = given.get("past_key_values")
-    seen = 0 if past is None else tokens_seen(past)
+    # Not the cache's first layer, which in hybrid models may be another kind's.
+    seen = 0 if past is None else tokens_seen(past, layer_of(attentions[0]))
     if not causal and (seen != 0 or _reused(past)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     convention = state_of(attentions[0], PATCH).convention
@@ -147,7 +149,7 @@ def _masked(
         return batch if position_ids is None else _with_positions(batch, position_ids)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
-            return Batch(f"an attention_mask of {mask.shape[1]} columns for {seen + length} keys")
+            return Batch("an attention_mask that has not one column for every key")
         mask = mask.to(tokens.device)
         return _padded(mask, past, length) if causal else _padded_both_ways(mask)
     # Of bidirectional masks only flash-attention's heed position ids, and only those of a single row.
@@ -176,7 +178,7 @@ def _with_cache(
         batch = batch._replace(rows=seen)
     if seen == 0 and not _reused(past) or batch.declared:
         return batch
-    kv_lens = _lengths(past, given, size, length, device)
+    kv_lens = _lengths(past, given, seen, size, length, device)
     written = (StaticLayer,) if batch.rows is None else (StaticLayer, DynamicLayer)
     may_write = may_write and any(type(layer) in written for layer in past.layers)
     return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if may_write else None)
@@ -291,17 +293,18 @@ def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
     return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest, declared=True)
 
 
-def _lengths(past: Cache, given: dict[str, Any], size: int, length: int, device: torch.device) -> Tensor:
+def _lengths(
+    past: Cache, given: dict[str, Any], seen: int | None, size: int, length: int, device: torch.device
+) -> Tensor:
     """(B,) int32: tokens after this pass, of a cache that holds some; more than there are where a full sliding layer no
     longer counts them, since kernels read no further than its end."""
     layers = [layer for layer in past.layers if isinstance(layer, StaticLayer)]
     whole = next((layer for layer in layers if not layer.is_sliding), None)
-    seen = tokens_seen(past)
     if given.get("cache_position") is not None:
         total = given["cache_position"][-1] + 1
     elif not layers:
         total = cast(int, seen) + length  # dynamic layers count on the host
-    elif whole is None and seen >= layers[0].max_cache_len:
+    elif whole is None and cast(int, seen) >= layers[0].max_cache_len:
         total = layers[0].max_cache_len + length
     else:
         # Compiled graphs are replayed with a tensor's value, but with the int that they were made with.

@@ -79,7 +79,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
     past = given.get("past_key_values")
-    if past is not None and not _is_known(past):
+    if past is not None and not _is_known(past, attentions):
         return f"a cache of type {type(past).__name__}"
     return ""
 
@@ -160,8 +160,19 @@ def _implementation(config: Any) -> str:
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
-def _is_known(past: Any) -> bool:
-    if not isinstance(past, Cache) or not all(isinstance(layer, (DynamicLayer, StaticLayer)) for layer in past.layers):
+def layer_of(module: nn.Module) -> int:
+    """The place of a module's keys and values in a cache."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else 0
+
+
+def _is_known(past: Any, attentions: list[nn.Module]) -> bool:
+    """Whether a cache is one of transformers' that hold keys and values. Layers of other modules may hold anything."""
+    # A model's own type (MiniMax's) may count its tokens in a way of its own.
+    if not isinstance(past, Cache) or type(past).__module__.startswith("transformers.models."):
+        return False
+    places = [place for place in map(layer_of, attentions) if place < len(past.layers)]
+    if not all(isinstance(past.layers[place], (DynamicLayer, StaticLayer)) for place in places):
         return False
     # Of transformers 5: caches whose queries do not stand at the end of the keys.
     return getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)

@@ -74,8 +74,8 @@ FULL = [1, 1, 1, 1, 1]
         (([0, 0, 0, 0, 1], [3, 3, 3, 3, 3]), {"kv_starts": [4, 0]}),
         (([1, 0, 1, 1, 1], FULL), {"original": "an attention_mask with holes"}),
         ((FULL, [0, 1, 0, 1, 1]), {"original": "an attention_mask with holes"}),
-        (([1, 1, 1, 1], [1, 1, 1, 1]), {"original": "an attention_mask of 4 columns for 5 keys"}),
-        (([*FULL, 1], [*FULL, 1]), {"original": "an attention_mask of 6 columns for 5 keys"}),
+        (([1, 1, 1, 1], [1, 1, 1, 1]), {"original": "an attention_mask that has not one column for every key"}),
+        (([*FULL, 1], [*FULL, 1]), {"original": "an attention_mask that has not one column for every key"}),
     ],
     ids=str,
 )

@@ -80,6 +80,7 @@ def test_packed(calls):
     assert_close(run(model, ids, position_ids=positions)[0], whole, 1e-5)
 
 
+@pytest.mark.unpoisoned
 @reads_is_causal
 def test_compiled():
     """A graph cannot look into the mask: padded rows are found on the device."""

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
 from fused_rope_attn.integrations.transformers import families, patch_model, unpatch_model
 from tests.support import hf_vision_models
@@ -39,7 +40,6 @@ def test_family(name, calls):
             unpatch_model(model).set_attn_implementation("eager")
             passes += 1
     assert calls == {"rope_attention": passes * len(modules)}
-    hybrid = families.hands_padding_on(model)
     calls.clear()
     ids, mask = make_ids(2, 13), torch.ones((2, 13), dtype=torch.int64)
     mask[1, :5] = 0
@@ -48,8 +48,14 @@ def test_family(name, calls):
         patched_tokens, patched_scores = generate(patch_model(model), ids, mask, **options)
         assert torch.equal(tokens, patched_tokens)
         assert_close(patched_scores, scores, 1e-5, "scores")
-    # Caches of hybrid models are left to the modules' own attention.
-    assert hybrid or sum(calls.values()) == 2 * 4 * len(modules)
+    # Onto a cache of a model's own type its own attention runs: MiniMax's, and those of hybrid models before 5. That
+    # cache is made behind the prompt's description, so that the prompt itself is served where the model makes it.
+    if name == "minimax":
+        assert calls == {"rope_attention": 2 * len(modules)}
+    elif families.hands_padding_on(model) and transformers.__version__.startswith("4."):
+        assert "rope_attention_with_kvcache" not in calls
+    else:
+        assert sum(calls.values()) == 2 * 4 * len(modules)
 
 
 @pytest.mark.parametrize("name", [name for name in ("seed_oss", "starcoder2") if name in MODELS])

@@ -75,6 +75,7 @@ def test_the_table_line_by_line():
     assert str(patch_report(modules[0])).splitlines()[2].split()[0] == "(model)"
 
 
+@pytest.mark.unpoisoned
 def test_graphs_are_not_counted():
     model, ids = patch_model(make_model("llama")), make_ids(1, 5)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

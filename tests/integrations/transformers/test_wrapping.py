@@ -31,6 +31,7 @@ def test_adapters_around_a_patched_model(calls):
     assert calls == {"rope_attention": 4} and len(patch_report(merged)) == 2
 
 
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("padded", [False, True])
 def test_exported(padded):
     model, ids = make_model("mistral"), make_ids(2, LENGTH)
