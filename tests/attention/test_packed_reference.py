@@ -62,6 +62,7 @@ def test_the_packed_reference_keeps_bad_values_where_they_are(case, bad):
             assert torch.equal(x[:, :, hidden], y[:, :, hidden])
 
 
+@pytest.mark.unpoisoned
 def test_the_packed_reference_differentiates_and_compiles():
     """Its products are autograd functions of its own: twice differentiable, one graph."""
     case = packed(((2, 3), (3, 1), (0, 2), (3, 4)), behind=(1, 1), dtype=torch.float64, heads_q=4, heads_kv=2)

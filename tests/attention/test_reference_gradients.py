@@ -112,6 +112,7 @@ def test_autocast_does_not_cast_a_second_time():
     assert inside.dtype == torch.float32 and torch.equal(plain, inside)
 
 
+@pytest.mark.unpoisoned
 def test_traces_with_dynamic_lengths():
     from torch._dynamo.testing import CompileCounter
 
