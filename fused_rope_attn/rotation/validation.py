@@ -148,7 +148,7 @@ def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any]) -> None:
             refuse_device(x.device, name, **{out_name: out})
         if out.shape != x.shape:
             raise ValueError(f"{out_name} must have {name}'s shape {shown(x.shape)}, but has {shown(out.shape)}")
-        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
+        if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
             raise ValueError(f"{out_name} must not be expanded: several elements share memory, strides {out.stride()}")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             wanting = name if x.requires_grad else out_name

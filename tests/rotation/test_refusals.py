@@ -183,6 +183,8 @@ def test_axes_of_one_entry_may_be_expanded():
     assert torch.equal(apply_rope(x, cos, sin, out=out), x) and torch.equal(out, x)
     none = zeros(1, 1, 1, 8).expand(0, 1, 1, 8)
     assert apply_rope(x[:0], cos, sin, out=none).numel() == 0
+    shared = none.expand(0, 3, 1, 8)  # between no elements
+    assert apply_rope(zeros(0, 3, 1, 8), cos, sin, out=shared).shape == (0, 3, 1, 8)
 
 
 def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
