@@ -105,8 +105,8 @@ def _check_new_tokens(
     if shape[2] > k_cache.shape[2]:
         raise ValueError(f"k must have at most k_cache's S_max = {k_cache.shape[2]} positions, but has {shape[2]}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        strides = cache.stride()
-        if 0 in strides and cache.numel() and any(n > 1 and not stride for stride, n in zip(strides, cache.shape)):
+        strides = cache.stride() if cache.numel() else ()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, cache.shape)):
             raise ValueError(
                 f"{name} must not be expanded, since it is written: several elements share memory, strides "
                 f"{in_layout(strides, layout)}"

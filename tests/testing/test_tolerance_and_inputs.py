@@ -290,7 +290,7 @@ def test_blocks_of_the_reference_add_up(monkeypatch, dtype):
     case = Case(2, 6, 3, 37, 41, 16, dtype=torch.float32, table_batch=True, rotary_dim=10, interleaved=True)
     inputs = make_inputs(case)
     whole = run_reference(inputs, case, dtype)
-    monkeypatch.setitem(testing._BLOCK_BYTES, "cpu", 2 * 10 * 41 * 8)  # ten rows of one group
+    monkeypatch.setitem(testing.runs.BLOCK_BYTES, "cpu", 2 * 10 * 41 * 8)  # ten rows of one group
     for name, a, b in zip(TENSORS, whole, run_reference(inputs, case, dtype)):
         torch.testing.assert_close(a, b, msg=name)
         assert a.dtype == (torch.float64 if dtype else torch.float32)

@@ -1,0 +1,25 @@
+"""Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share."""
+
+from fused_rope_attn.testing.cases import LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of
+from fused_rope_attn.testing.poison import poison_empty
+from fused_rope_attn.testing.rounding import RandomRounding
+from fused_rope_attn.testing.runs import Results, run_op, run_reference
+from fused_rope_attn.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
+
+__all__ = [
+    "DRAWS",
+    "LAYOUTS",
+    "TABLES",
+    "Case",
+    "Comparison",
+    "Inputs",
+    "RandomRounding",
+    "Results",
+    "compare",
+    "make_inputs",
+    "masks_of",
+    "noise_of_zero",
+    "poison_empty",
+    "run_op",
+    "run_reference",
+]

@@ -1,0 +1,189 @@
+"""Problems, and random inputs for them as they lie in memory."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("bnhd", "bhnd", "odd", "expanded")
+TABLES = ("rope", "yarn", "random")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: sizes, features, and how its tensors lie in memory. `head_dim` D, `rotary_dim` R (None: R = D)."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    causal: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    dtype: torch.dtype = torch.float16
+    softmax_scale: float | None = None
+    tables: str = "rope"  # "yarn": interpolated and scaled, not unit-norm; "random": not a rotation at all
+    table_dtype: torch.dtype = torch.float32
+    table_batch: bool = False  # (B, S, W) tables, another angle in every batch
+    full_width: bool = False  # every angle twice: width R instead of R/2
+    layout: str = "bnhd"  # "bhnd": contiguous; "odd": unaligned, odd strides; "expanded": one batch, stride 0
+    extra_rows: int = 0  # table rows beyond len_k
+    seed: int = 0
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    sinks: bool = False  # random ones, and their gradient
+    kv_starts: tuple[int, ...] | None = None  # one for each batch entry, like kv_lens
+    kv_lens: tuple[int, ...] | None = None
+    sinks_dtype: torch.dtype = torch.float32
+    seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
+
+    @property
+    def rotary(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def name(self) -> str:
+        """Sizes, then only what differs from the defaults: `B2 H4/2 N63x100 D64 causal fp16 R=16 interleaved`."""
+        heads = f"{self.heads_q}/{self.heads_kv}" if self.heads_q != self.heads_kv else f"{self.heads_q}"
+        length = f"{self.len_q}x{self.len_k}" if self.len_q != self.len_k else f"{self.len_q}"
+        words = [f"B{self.batch} H{heads} N{length} D{self.head_dim}", "causal" if self.causal else "full"]
+        words.append(_SHORT[self.dtype])
+        if self.rotary_dim is not None:
+            words.append(f"R={self.rotary_dim}")
+        if self.interleaved:
+            words.append("interleaved")
+        if self.softmax_scale is not None:
+            words.append(f"scale={self.softmax_scale:g}")
+        if self.tables != "rope":
+            words.append(self.tables)
+        if self.table_dtype != torch.float32:
+            words.append(f"{_SHORT[self.table_dtype]}-tables")
+        if self.table_batch:
+            words.append("per-batch")
+        if self.full_width:
+            words.append("full-width")
+        if self.layout != "bnhd":
+            words.append(self.layout)
+        if self.extra_rows:
+            words.append(f"S=NK+{self.extra_rows}")
+        if self.window is not None:
+            words.append(f"window={self.window[0]},{self.window[1]}")
+        if self.softcap:
+            words.append(f"softcap={self.softcap:g}")
+        if self.sinks:
+            words.append("sinks" if self.sinks_dtype == torch.float32 else f"{_SHORT[self.sinks_dtype]}-sinks")
+        for name in ("kv_starts", "kv_lens"):
+            if (bounds := getattr(self, name)) is not None:
+                words.append(f"{name}={','.join(map(str, bounds))}")
+        if self.seqlens is not None:
+            words.append("packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens))
+        if self.seed:
+            words.append(f"seed={self.seed}")
+        return " ".join(words)
+
+
+def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The masks of a case as keyword arguments of ``rope_attention``; sinks (HQ,), where it has some."""
+    device = torch.device(device)
+
+    def bounds(values: tuple[int, ...] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    sinks = None
+    if case.sinks:
+        # Always as many, and on the CPU: a case of the first heads alone has the same sinks.
+        generator = torch.Generator().manual_seed(case.seed + 1)
+        sinks = torch.randn(256, generator=generator)[: case.heads_q].to(device, case.sinks_dtype)
+    return {
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": sinks,
+        "kv_starts": bounds(case.kv_starts),
+        "kv_lens": bounds(case.kv_lens),
+    }
+
+
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class Inputs(NamedTuple):
+    """q and do (B, HQ, NQ, D); k and v (B, HKV, NK, D); cos and sin in the form that the case asks for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    do: Tensor
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """Normally distributed q, k, v and do with the case's strides, and its tables; equal for equal seed and device."""
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(case.seed)
+    shape_q = (case.batch, case.heads_q, case.len_q, case.head_dim)
+    shape_k = (case.batch, case.heads_kv, case.len_k, case.head_dim)
+    q, k, v, do = (_random(shape, case.dtype, case.layout, generator) for shape in (shape_q, shape_k, shape_k, shape_q))
+    cos, sin = _tables(case, generator)
+    return Inputs(q, k, v, cos, sin, do)
+
+
+def _random(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, generator: torch.Generator) -> Tensor:
+    b, h, n, d = shape
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=generator.device, dtype=dtype)
+
+    if layout == "bnhd":
+        return normal(b, n, h, d).transpose(1, 2)
+    if layout == "bhnd":
+        return normal(b, h, n, d)
+    if layout == "odd":
+        # One element in, so that no row is 16-byte aligned, and 3 (5) more columns (heads), so that no stride is even.
+        return normal(b, n, h + 5, d + 3)[:, :, 2 : h + 2, 1 : d + 1].transpose(1, 2)
+    if layout == "expanded":
+        return normal(1, h, n, d).expand(b, h, n, d)
+    raise ValueError(f"layout must be one of {LAYOUTS}, but is {layout!r}")
+
+
+def _tables(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows, half = case.len_k + case.extra_rows, case.rotary // 2
+    batch = case.batch if case.table_batch else 1
+    device = generator.device
+    if case.tables == "random":
+        # Any angle, radius 0.5 .. 1.5. Longer tails would only make every softmax a choice of one key.
+        uniform = torch.rand((2, batch, rows, half), generator=generator, device=device)
+        angle, radius = 2 * math.pi * uniform[0], 0.5 + uniform[1]
+        cos, sin = radius * angle.cos(), radius * angle.sin()
+    elif case.tables in ("rope", "yarn"):
+        # Angles in float64: at position 128K a float32 product is 4e-3 off, and the tables are not under test here.
+        frequency = 10000.0 ** -(torch.arange(half, device=device, dtype=torch.float64) / max(half, 1))
+        scale = 1.0
+        if case.tables == "yarn":
+            factor = (
+                4.0  # context extension: interpolate the lower half of the frequencies, and scale (2309.00071, 3.4)
+            )
+            scale = 0.1 * math.log(factor) + 1.0
+            frequency = torch.where(torch.arange(half, device=device) >= half // 2, frequency / factor, frequency)
+        start = 7.0 * torch.arange(batch, device=device, dtype=torch.float64)
+        position = start[:, None] + torch.arange(rows, device=device, dtype=torch.float64)
+        angle = position[..., None] * frequency
+        cos, sin = scale * angle.cos(), scale * angle.sin()
+    else:
+        raise ValueError(f"tables must be one of {TABLES}, but is {case.tables!r}")
+
+    def finish(table: Tensor) -> Tensor:
+        table = table.to(case.table_dtype)
+        if case.full_width:
+            table = table.repeat_interleave(2, dim=-1) if case.interleaved else torch.cat((table, table), dim=-1)
+        return table if case.table_batch else table[0]
+
+    return finish(cos), finish(sin)

@@ -1,0 +1,38 @@
+"""NaN in memory that nothing has written yet."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# torch.empty of more elements is left as it is: poisoning would make the pages of a sparse allocation real.
+_POISON_LIMIT = 1 << 28
+
+
+@contextmanager
+def poison_empty() -> Iterator[None]:
+    """Inside, `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` return NaN where they return floats,
+    so that an output element which nothing wrote shows. Allocations beyond 2^28 elements are left alone."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_nan(*args: Any, **kwargs: Any) -> Tensor:
+            x = allocate(*args, **kwargs)
+            if x.is_floating_point() and x.numel() <= _POISON_LIMIT:
+                with torch.no_grad():
+                    x.fill_(math.nan)
+            return x
+
+        return allocate_nan
+
+    targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in targets]
+    try:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, poisoned(original))
+        yield
+    finally:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, original)

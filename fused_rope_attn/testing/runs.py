@@ -1,0 +1,207 @@
+"""What attention gives for a case: the reference in any dtype, and the operator in any backend."""
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fused_rope_attn.attention import reference
+from fused_rope_attn.testing.cases import Case, Inputs, masks_of
+
+# Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
+BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+
+
+class _Results(NamedTuple):
+    o: Tensor
+    lse: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+class Results(_Results):
+    """Outputs and gradients; the gradients are None where they were not asked for, that of the sinks without sinks."""
+
+    dsinks: Tensor | None = None
+
+
+def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:
+    """The reference's outputs and gradients: `ref64` with dtype=torch.float64, `eager` with None (the inputs' dtype).
+
+    Inputs and tables are taken as given and cast, so that a low-precision table is nobody's error. Goes through
+    batches, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed in
+    at least float32 and rounded once.
+    """
+    dtype = case.dtype if dtype is None else dtype
+    if case.seqlens is not None:
+        return _reference_packed(inputs, case, case.seqlens, dtype)
+    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+    wide = dtype == torch.float64
+    cos, sin = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
+    if wide:
+        cos, sin = cos.double(), sin.double()
+
+    lse_dtype = torch.float64 if wide else torch.float32
+    o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
+    lse = torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
+    masks = masks_of(case, q.device)
+    dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
+
+    group = case.heads_q // case.heads_kv
+    head_bytes = max(1, group * case.len_q * case.len_k * (8 if wide else 4))
+    limit = BLOCK_BYTES.get(q.device.type, BLOCK_BYTES["cpu"])
+    step = max(1, limit // head_bytes)  # key-value heads at once
+    rows = max(1, case.len_q if step > 1 else min(case.len_q, limit * case.len_q // head_bytes))
+    for b in range(case.batch):
+        table = slice(b, b + 1) if cos.shape[0] > 1 else slice(0, 1)
+        for first in range(0, case.heads_kv, step):
+            kv = (slice(b, b + 1), slice(first, first + step))
+            qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
+            q_block, k_block, v_block, do_block = (x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs]))
+            part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
+            if case.sinks:
+                part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
+            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], dsinks_part = _reference_heads(
+                q_block, k_block, v_block, do_block, cos[table], sin[table], case, rows, **part
+            )
+            if dsinks_part is not None:
+                dsinks[qs[1]] += dsinks_part
+    results = Results(o, lse, dq, dk, dv)
+    results.dsinks = dsinks if case.sinks else None
+    return results
+
+
+def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Results:
+    """Each sequence by itself: no mask of packed sequences is involved. Rows behind the last one see nothing."""
+    q, k = inputs.q, inputs.k
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
+    lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
+    dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
+    first_q = first_k = 0
+    for len_q, len_k in seqlens:
+        if len_q == len_k == 0:  # there may be thousands
+            continue
+        # Lengths on the device: queries before position 0 see nothing, causal or not.
+        one = replace(case, seqlens=None, len_q=len_q, len_k=len_k, kv_lens=(len_k,))
+        rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
+        some_q, some_k = (x[:, :, rows_q] for x in (q, inputs.do)), (x[:, :, rows_k] for x in (k, inputs.v))
+        (q_part, do_part), (k_part, v_part) = some_q, some_k
+        part = run_reference(Inputs(q_part, k_part, v_part, inputs.cos, inputs.sin, do_part), one, dtype)
+        for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
+            whole[:, :, rows] = cast(Tensor, x)
+        if part.dsinks is not None:
+            dsinks += part.dsinks
+        first_q, first_k = first_q + len_q, first_k + len_k
+    results = Results(o, lse, dq, dk, dv)
+    results.dsinks = dsinks if case.sinks else None
+    return results
+
+
+def _reference_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    case: Case,
+    rows: int,
+    sinks: Tensor | None = None,
+    **bounds: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`reference.attention` and its gradients for a few heads, `rows` queries at a time."""
+    with torch.enable_grad():
+        q, k = q.requires_grad_(), k.requires_grad_()
+        position, low, high = reference.visible_range(
+            case.len_q, case.len_k, case.causal, window=case.window, device=q.device, **bounds
+        )
+        absent = reference.absent_keys(case.len_k, position, window=case.window, **bounds)
+        if absent is not None:
+            k, v = (x.detach().masked_fill(absent[:, None, :, None], 0).requires_grad_() for x in (k, v))
+        q_rot = reference.rotate(q, *reference.query_rows(cos, sin, position), interleaved=case.interleaved)
+        k_rot = reference.rotate(
+            k, cos[:, None, : case.len_k], sin[:, None, : case.len_k], interleaved=case.interleaved
+        )
+        # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
+        leaves = [x.detach().requires_grad_() for x in (q_rot, k_rot, v)]
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        dsinks = None
+        if sinks is not None:
+            leaves.append(sinks.detach().requires_grad_())
+            dsinks = torch.zeros_like(sinks)
+        o, dq_rot = torch.zeros_like(q, requires_grad=False), torch.zeros_like(q, requires_grad=False)
+        lse = torch.zeros(q.shape[:3], device=q.device, dtype=sum_dtype)
+        dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
+        for start in range(0, case.len_q, rows):
+            part = slice(start, start + rows)
+            o_part, lse_part = reference.attend(
+                leaves[0][:, :, part], leaves[1], leaves[2], low[:, part], high[:, part], softmax_scale=case.scale,
+                softcap=case.softcap, sinks=leaves[3] if sinks is not None else None,
+            )  # fmt: skip
+            dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
+            if dsinks is not None:
+                dsinks += sinks_part[0]
+            o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part
+            dq_rot += dq_part
+            dk_rot += dk_part
+            dv += dv_part
+        dq, dk = torch.autograd.grad((q_rot, k_rot), (q, k), (dq_rot, dk_rot.to(k.dtype)))
+    return o, lse, dq, dk, dv, dsinks
+
+
+def run_op(
+    inputs: Inputs,
+    case: Case,
+    *,
+    backend: str,
+    strategy: str = "auto",
+    deterministic: bool = False,
+    grads: bool = True,
+) -> Results:
+    """`fused_rope_attn.rope_attention` on the inputs as they lie in memory, with gradients unless `grads` is False."""
+    import fused_rope_attn  # here, so that inputs and references need the reference only
+
+    q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
+    masks = masks_of(case, q.device)
+    if case.sinks:
+        masks["sinks"].requires_grad_(grads)
+    options: dict[str, Any] = {
+        "softmax_scale": case.softmax_scale,
+        "rotary_dim": case.rotary_dim,
+        "interleaved": case.interleaved,
+        "return_lse": True,
+        "deterministic": deterministic,
+        "backend": backend,
+        "strategy": strategy,
+        **masks,
+    }
+    if case.seqlens is None:
+        with warnings.catch_warnings():
+            # A case that has more queries than keys has them on purpose.
+            warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)
+            o, lse = fused_rope_attn.rope_attention(q, k, v, inputs.cos, inputs.sin, case.causal, **options)
+    else:
+        q_packed, k_packed, v_packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
+        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(q.device)
+        max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
+        del options["kv_starts"], options["kv_lens"]
+        o, lse = fused_rope_attn.rope_attention_varlen(
+            q_packed, k_packed, v_packed, inputs.cos, inputs.sin, ends[:, 0].contiguous(), ends[:, 1].contiguous(),
+            max_seqlen_q, max_seqlen_k, case.causal, **options,
+        )  # fmt: skip
+        o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    if not grads:
+        return Results(o, lse)
+    wanted = (q, k, v, masks["sinks"]) if case.sinks else (q, k, v)
+    dq, dk, dv, *dsinks = torch.autograd.grad(o, wanted, inputs.do)
+    results = Results(o.detach(), lse.detach(), dq, dk, dv)
+    results.dsinks = dsinks[0] if dsinks else None
+    return results

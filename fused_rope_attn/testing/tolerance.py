@@ -1,0 +1,206 @@
+"""The contract's tolerance: an error budget taken from eager PyTorch's own distance to float64.
+
+It holds for the whole tensor and for every row (one batch, head, position). The row rule is the one that sees rotary
+bugs: a table shifted by one in the last rows, or one key dropped for them, passes any rule on the whole tensor.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_rope_attn.testing.cases import Case, Inputs
+from fused_rope_attn.testing.rounding import RandomRounding
+
+# The float32 noise of what should be zero: two sums of one row's products, in another order, for inputs of order 1.
+# Hopper's tensor cores cut off what falls below their sum: 3.4e-6 was seen at D 128 (H200).
+_ZERO = 2.0**-17
+# So many further draws of eager's error decide where a single one refuses.
+DRAWS = 32
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against float64. The errors are maxima over it; `detail` says what failed and where.
+
+    `ratio` is error over eager_error and fails above 2 (3 for gradients), `row_ratio` the same for the rms error of the
+    worst row and fails above 2.5; eps is part of both, as a share of the limit.
+    """
+
+    tensor: str
+    error: float
+    eager_error: float
+    ratio: float
+    row_ratio: float
+    ok: bool
+    detail: str
+
+
+def compare(
+    name: str,
+    out: Tensor,
+    ref64: Tensor,
+    eager: Tensor,
+    *,
+    grad: bool,
+    dtype: torch.dtype,
+    draws: Callable[[], Iterable[Tensor]] | None = None,
+    zero: float = 1.0,
+) -> Comparison:
+    """Hold `out` against the contract's tolerance. `name` "lse" gets lse's rule, anything else the rules on rows.
+
+    `ref64` float64, `eager` in the input dtype `dtype`, all of one shape (..., N, D), or (...) for lse. What is not
+    finite never passes, except an infinity of lse that float64 has too.
+
+    The row rule is `rms(out - ref64) <= 2.5 * rms(eager - ref64) + eps`. A row of eager is one draw, and may be exact
+    by luck (a single visible key; two roundings that cancel), which no other correct program repeats. So eps is the
+    unit roundoff of the row, plus eager's rms error around that position (all batches and heads, 16 positions either
+    side, those that are zero left out) 2.5 times, 5 times for gradients: delta = rowsum(o * do) from the rounded o
+    costs rows with few keys more than eager pays. It stays local, so that late rows of dk, far smaller than the early
+    ones, are held to their own size.
+
+    What is zero in exact arithmetic may be float32 noise: 2^-17 for inputs of order 1 and D up to 128, `zero` times as
+    much where the caller knows of more (`noise_of_zero`).
+
+    `draws` are for runs over so many rows that chance alone breaks a rule that has one draw on either side. What the
+    rule refuses is then held against the largest error that `DRAWS` eager results have in its place, each rounded at
+    random (`RandomRounding`), which `draws` computes. Where a row's error comes from one rounding, as with a single
+    visible key and a sink (`ds` is one number, and `dq` a multiple of one row of K), both sides of the rule are like
+    the absolute value of one normal variable, and one call in some thousands has a row whose eager error is lucky. The
+    largest of 32 such values is about 2.5 standard deviations, so that the limit, 2.5 times that, is beyond 6 of them:
+    one row in 10^9. Where a row's error is the sum of many roundings, which is where a wrong angle and a lost key
+    show, all draws are nearly equal, and their largest is hardly above a single one: there the rule stays what it is.
+    """
+    if out.shape != ref64.shape or eager.shape != ref64.shape:
+        raise ValueError(
+            f"{name} and eager must have the reference's shape {tuple(ref64.shape)}, but have {tuple(out.shape)} and "
+            f"{tuple(eager.shape)}"
+        )
+    if ref64.numel() == 0:
+        return Comparison(name, 0.0, 0.0, 0.0, 0.0, True, "empty")
+    if name == "lse":
+        return _compare_lse(name, out, ref64, eager, draws)
+
+    eager_error, eager_row = _eager_errors(eager, ref64)
+    difference = out.double() - ref64
+    slack = _slack(ref64, eager_row, grad=grad, dtype=dtype, zero=zero)
+    found = _judge(name, difference, eager_error, eager_row, *slack, grad=grad)
+    if found.ok or draws is None or not bool(torch.isfinite(difference).all()):
+        return found
+    for draw in draws():
+        error, row = _eager_errors(draw, ref64)
+        eager_error = max(eager_error, error / RandomRounding.EXCESS)
+        eager_row = torch.maximum(eager_row, row / RandomRounding.EXCESS)
+    return _judge(name, difference, eager_error, eager_row, *slack, grad=grad)
+
+
+def _eager_errors(eager: Tensor, ref64: Tensor) -> tuple[float, Tensor]:
+    """Eager's largest error, and the rms error of each of its rows (...)."""
+    # Where eager itself overflowed (float16 logits) it has no error to allow: only eps is left.
+    difference = torch.nan_to_num(eager.double() - ref64, nan=0.0, posinf=0.0, neginf=0.0)
+    return float(difference.abs().max()), _rms(difference)
+
+
+def _judge(
+    name: str, difference: Tensor, eager_error: float, eager_row: Tensor, eps: float, eps_row: Tensor, *, grad: bool
+) -> Comparison:
+    """The rules on the whole tensor and on its rows."""
+    error, row_error = float(difference.abs().max()), _rms(difference)
+    factor = 3.0 if grad else 2.0
+    allowed, allowed_row = factor * eager_error + eps, 2.5 * eager_row + eps_row
+    excess = torch.nan_to_num(row_error / allowed_row.clamp(min=1e-300), nan=math.inf)
+    worst = int(excess.argmax())
+    worst_excess = float(excess.flatten()[worst])
+
+    detail = []
+    if not bool(torch.isfinite(difference).all()):
+        where = tuple(int(i) for i in torch.nonzero(~torch.isfinite(difference))[0])
+        detail.append(f"not finite, first at {where}")
+    else:
+        if error > allowed:
+            detail.append(f"max error {error:.3g} > {allowed:.3g}")
+        if worst_excess > 1.0:
+            detail.append(
+                f"{int((excess > 1.0).sum())} of {excess.numel()} rows too far off, worst "
+                f"{_unravel(worst, excess.shape)}: rms error {float(row_error.flatten()[worst]):.3g} > "
+                f"{float(allowed_row.flatten()[worst]):.3g}, eager's {float(eager_row.flatten()[worst]):.3g}"
+            )
+    ratio = factor * error / max(allowed, 1e-300)
+    return Comparison(name, error, eager_error, ratio, 2.5 * worst_excess, not detail, "; ".join(detail))
+
+
+def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
+    """How much more float32 noise a tensor of a case has where exact arithmetic gives zero: `zero` of `compare`.
+
+    The noise is that of two sums over D products, and the tensor cores cut off a little at every step, so that it grows
+    with D. dk and dv add it up over the heads of a group, with random signs; dq and dk carry it through rotated vectors
+    and back through the rotation, which lengthens them twice where a table is not of unit norm, and are multiples of
+    the softmax scale, which is D ** -0.5 by default.
+    """
+    factor = max(1.0, case.head_dim / 128)
+    if name in ("dk", "dv"):
+        factor *= (case.heads_q / case.heads_kv) ** 0.5
+    if name in ("dq", "dk") and inputs.cos.numel():
+        norms = inputs.cos.float().square() + inputs.sin.float().square()
+        factor *= max(1.0, float(norms.mean()))
+        if case.softmax_scale is not None:
+            factor *= max(1.0, abs(case.softmax_scale) * case.head_dim**0.5)
+    return factor
+
+
+def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype, zero: float) -> tuple[float, Tensor]:
+    """The eps of the whole-tensor rule, and that of every row (...)."""
+    rms, unit = float(ref64.square().mean().sqrt()), torch.finfo(dtype).eps / 2
+    mean = eager_row.square().reshape(-1, eager_row.shape[-1]).mean(dim=0)
+    reach = min(16, mean.numel() - 1)
+    # Positions that are zero throughout, such as queries that see nothing, say nothing about their neighbours.
+    alive = (ref64 != 0).any(-1).reshape(-1, mean.numel()).any(0).to(mean.dtype)
+    sums = torch.stack((mean * alive, alive))
+    sums = F.avg_pool1d(sums, 2 * reach + 1, stride=1, padding=reach, count_include_pad=False)
+    around = (sums[0] / sums[1].clamp(min=1e-300)).sqrt()
+    eps_row = unit * _rms(ref64) + (5.0 if grad else 2.5) * around
+    # The last term is for what is zero in exact arithmetic: with one key ds = p * (dp - delta), where dp = delta.
+    noise = zero * _ZERO
+    eps = max((1e-5 if dtype in (torch.float32, torch.float64) else unit) * rms, noise)
+    return eps, eps_row + (eps if dtype in (torch.float32, torch.float64) else noise)
+
+
+def _compare_lse(
+    name: str, out: Tensor, ref64: Tensor, eager: Tensor, draws: Callable[[], Iterable[Tensor]] | None
+) -> Comparison:
+    infinite = torch.isinf(ref64)
+    same = bool((out.double()[infinite] == ref64[infinite]).all())
+    zero = torch.zeros_like(ref64)
+    difference = torch.where(infinite, zero, out.double() - ref64).abs()
+
+    def eager_error_of(eager: Tensor) -> float:
+        error = torch.where(infinite, zero, eager.double() - ref64).abs()
+        return float(torch.nan_to_num(error, nan=0.0, posinf=0.0).max())
+
+    eager_error = eager_error_of(eager)
+    if draws is not None and not float(difference.max()) <= 2.0 * eager_error + 1e-5:
+        eager_error = max(eager_error, *(eager_error_of(draw) / RandomRounding.EXCESS for draw in draws()))
+    allowed = 2.0 * eager_error + 1e-5 * (1.0 + torch.where(infinite, zero, ref64).abs())
+    excess = torch.nan_to_num(difference / allowed, nan=math.inf)
+    worst = int(excess.argmax())
+    error = float(difference.max())
+    detail = [] if same else ["infinities differ from float64's"]
+    if not float(excess.max()) <= 1.0:
+        detail.append(f"error {error:.3g}, eager's {eager_error:.3g}, worst {_unravel(worst, ref64.shape)}")
+    ratio = 2.0 * float(excess.max())
+    return Comparison(name, error, eager_error, ratio, ratio, not detail, "; ".join(detail))
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean(dim=-1).sqrt()
+
+
+def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
+    where = []
+    for size in reversed(shape):
+        index, remainder = divmod(index, size)
+        where.append(remainder)
+    return tuple(reversed(where))
