@@ -129,6 +129,20 @@ def test_cu_seqlens_that_are_given(llama):
     }
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_of_one_sequence_each_are_not_packed(llama, size):
+    assert described(llama, size, position_ids=torch.arange(5)[None]) == {}
+
+
+def test_sequences_in_a_graph(llama, monkeypatch):
+    """Nobody can count them there: there is room for as many as there are tokens, of all rows."""
+    monkeypatch.setattr(batches, "is_blind", lambda x: True)
+    ids = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]])
+    batch = described(llama, 3, position_ids=ids)
+    assert batch["cu_seqlens"] == [0, 2, 5, 10, 11, 12, 13, 14, *[15] * 8]
+    assert 5 <= batch["max_seqlen"] <= 15 and not batch.get("declared")
+
+
 def test_positions_beside_cu_seqlens(llama):
     given = packed([0, 2, 5], 3)
     expected = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4], "declared": True}

@@ -58,7 +58,7 @@ def test_holes_that_appear_while_decoding(calls):
         assert_close(steps(), expected, 1e-5)
 
 
-def test_a_layer_without_its_model(monkeypatch):
+def test_a_layer_without_its_model(monkeypatch, calls):
     monkeypatch.setattr(attention, "_passes_of_layers", Counter())
     model = patch_model(make_model("llama"))
     model.config._attn_implementation = "sdpa"
@@ -66,7 +66,22 @@ def test_a_layer_without_its_model(monkeypatch):
     tables = model.model.rotary_emb(x, torch.arange(10)[None])
     causal = torch.full((10, 10), float("-inf")).triu(1)[None, None]
     fused = layer(x, position_embeddings=tables)
+    assert calls == {"rope_attention": 1}
     with pytest.warns(UserWarning, match="without its model"):
         masked = layer(x, position_embeddings=tables, attention_mask=causal)
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     assert_close(first(fused), first(masked), 1e-5)
+
+
+def test_a_layer_without_a_mask(monkeypatch, calls):
+    """Eager attention that is given no mask hides no key: a layer by itself is bidirectional there, patched or not."""
+    monkeypatch.setattr(attention, "_passes_of_layers", Counter())
+    model = make_model("llama")
+    layer, x = model.model.layers[0], torch.randn(2, 10, SIZES["hidden_size"])
+    tables = model.model.rotary_emb(x, torch.arange(10)[None])
+    expected = layer(x, position_embeddings=tables)
+    patch_model(model)
+    with pytest.warns(UserWarning, match="hides no key from eager attention"):
+        found = layer(x, position_embeddings=tables)
+    first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+    assert torch.equal(first(found), first(expected)) and not calls
