@@ -36,6 +36,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def compiler_that_knows_torch():
+    """Dynamo lists torch's functions when it first compiles. A poisoned torch.empty would stand in the list for the true
+    one, which no later test of the process could compile then."""
+    assert torch.compile(lambda: torch.empty(1), backend="eager", fullgraph=True)().shape == (1,)
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(request):
     """NaN in every fresh floating tensor: an output element that no kernel wrote then shows in every comparison."""

@@ -51,7 +51,10 @@ _HF_MODELS = (
     "cohere", "gemma2", "gemma3", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral",
     "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
 )  # fmt: skip
-_HF_MORE = ("patching", "pickling", "fallbacks", "packing", "static_caches", "steps", "dynamic_caches", "prefill")
+_HF_MORE = (
+    "patching", "pickling", "fallbacks", "packing", "static_caches", "steps", "dynamic_caches", "prefill",
+    "text_towers_positions", "text_towers_gemma", "text_towers",
+)  # fmt: skip
 _HF_PRELOAD = ("transformers", *(f"transformers.models.{name}.modeling_{name}" for name in _HF_MODELS))
 
 
@@ -80,9 +83,11 @@ SUBJECTS = (
     _of_models("batch", "batches", more=("bidirectional", "distributed")),
     _of_models("conventions", "families_lookup", "packing", more=("families",)),
     _of_models("families", "families_lookup", more=("families",)),
-    _of_models("hooks", "patching", "pickling", more=("foreign_attention",)),
-    _of_models("obstacles", "fallbacks", "batches", more=("foreign_attention", "distributed", "bidirectional")),
-    _of_models("patch", "patching", "options", "pickling", more=("wrapping", "report")),
+    _of_models("hooks", "patching", "pickling", more=("foreign_attention", "options")),
+    _of_models(
+        "obstacles", "fallbacks", "batches", more=("foreign_attention", "distributed", "bidirectional", "families")
+    ),
+    _of_models("patch", "patching", "options", "pickling", more=("wrapping", "report", "families")),
     _of_models("report", "report", more=("options", "distributed")),
     _of_models("rooms", "dynamic_caches"),
     _of_models("state", "report", "pickling", more=("distributed",)),
