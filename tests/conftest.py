@@ -38,8 +38,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="session")
 def compiler_that_knows_torch():
-    """Dynamo lists torch's functions when it first compiles. A poisoned torch.empty would stand in the list for the true
-    one, which no later test of the process could compile then."""
+    """Dynamo lists torch's functions when it first compiles. A poisoned torch.empty would stand in that list for the
+    true one, which no later test of the process could compile then."""
     assert torch.compile(lambda: torch.empty(1), backend="eager", fullgraph=True)().shape == (1,)
     torch._dynamo.reset()
 
