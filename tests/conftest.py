@@ -14,6 +14,8 @@ if not HAS_GPU:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
+from torch._dynamo import trace_rules  # noqa: E402
+
 from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
@@ -36,17 +38,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def compiler_that_knows_torch():
-    """Dynamo lists torch's functions when it first compiles. A poisoned torch.empty would stand in that list for the
-    true one, which no later test of the process could compile then."""
-    assert torch.compile(lambda: torch.empty(1), backend="eager", fullgraph=True)().shape == (1,)
-    torch._dynamo.reset()
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(request):
     """NaN in every fresh floating tensor: an output element that no kernel wrote then shows in every comparison."""
+    # Dynamo lists torch's functions when it first compiles, and anew after a process group has begun. Where that was in
+    # a poisoned test, what torch.empty was then stands in the list, and no later test could compile torch.empty.
+    if torch.empty not in trace_rules.get_torch_obj_rule_map():
+        trace_rules.clear_lru_cache()
+        trace_rules.get_torch_obj_rule_map()
     if "unpoisoned" in request.keywords:
         yield
     else:
