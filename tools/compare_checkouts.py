@@ -119,7 +119,8 @@ def make_call(case: Case, package: ModuleType, device: str = "cuda") -> tuple[Ca
 
 
 def parts_of(case: Case, package: ModuleType, device: str = "cuda") -> dict[str, Callable]:
-    """The functions to time by name: the forward pass without gradient and, where there is one, the backward pass."""
+    """The functions to time by name: the forward pass without gradient and, where there is one, that with a gradient,
+    which saves what the backward pass needs, and the backward pass."""
     call, leaves = make_call(case, package, device)
 
     def forward():
@@ -129,9 +130,16 @@ def parts_of(case: Case, package: ModuleType, device: str = "cuda") -> dict[str,
     if case.function in ("rope_attention_with_kvcache", "apply_rope_qk"):
         return {"forward": forward}
     leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def saving():
+        return (call(*leaves).detach(),)
+
+    def backward():
+        return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
     o = call(*leaves)
     do = torch.randn(o.shape, device=device, dtype=o.dtype, generator=torch.Generator(device=device).manual_seed(1))
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
+    return {"forward": forward, "forward, saving": saving, "backward": backward}
 
 
 def largest_difference(before, after) -> float:

@@ -59,6 +59,7 @@ class Job:
     interleaved: bool = False
     rotary_dim: int | None = None
     masks: tuple[str, ...] = ()  # of MASKS
+    rotated: bool = False  # sm_90: forward saves rotated q and k, backward takes them
 
     @property
     def is_hopper(self) -> bool:
@@ -73,6 +74,7 @@ class Job:
         words += ["interleaved"] if self.interleaved else []
         words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
         words += ["+".join(self.masks)] if self.masks else []
+        words += ["rotated"] if self.rotated else []
         if self.is_hopper:
             words += [_changed(self.config) or "defaults"]
         else:
@@ -184,6 +186,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(job)
                 if full:
                     jobs.append(replace(job, dtype=torch.float16))
+    # What a training step runs.
+    trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
+    jobs += [replace(job, rotated=True) for job in trained]
     return list(dict.fromkeys(jobs))
 
 
@@ -229,6 +234,7 @@ def launch_attention(job: Job) -> None:
     """Call the launcher of ``job`` on tensors without memory."""
     if job.is_hopper:
         from fused_rope_attn.attention.hopper import backward, forward
+        from fused_rope_attn.attention.hopper.shapes import rotated_shape
     else:
         from fused_rope_attn.attention.portable import backward, forward
 
@@ -261,11 +267,15 @@ def launch_attention(job: Job) -> None:
         max_seqlen=500 if packed else 0,
     ).for_launch()
     if job.direction == "forward":
-        forward.attention_forward(problem, tensors, job.config)
+        forward.prepared(problem, tensors, job.config, *((True,) if job.rotated else ()))(tensors)
     else:
         lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
         do, o = torch.empty_like(q), torch.empty_like(q)
-        backward.attention_backward(problem, tensors, job.config, do=do, o=o, lse=lse)
+        if job.rotated:
+            shape = rotated_shape(batch, heads_q, length, problem.sequences, job.head_dim)
+            tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape))
+        run = backward.prepared(problem, (do, o, *tensors), job.config, *((True,) if job.rotated else ()))
+        run(tensors, do, o, lse)
 
 
 def _row(job: Job | RotationJob | CoRopeJob | DecodeJob, **fields) -> dict:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from fused_rope_attn.attention import configs, planning
-from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
+from fused_rope_attn.attention.problem import SCHEMA, Gradients, Outputs, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import PreparedCalls
-from fused_rope_attn.runtime.layouts import like_input
+from fused_rope_attn.runtime.layouts import has_descriptor, like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
@@ -19,7 +19,8 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
     """(forward, backward) of the portable or of the sm_90 backend, imported when a call first needs it.
 
-    Each gives the prepared call of (problem, tensors, configuration).
+    Each gives the prepared call of (problem, tensors, configuration, and of sm_90 whether q and k are saved or come
+    rotated).
     """
     if portable:
         from fused_rope_attn.attention.portable.backward import prepared as portable_backward
@@ -32,14 +33,18 @@ def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
     return hopper_forward, hopper_backward
 
 
-def _prepare_forward(problem: Problem, tensors: tuple) -> Callable:
-    config = planning.plan_for(problem, Tensors(*tensors).v).forward
-    return _doors(isinstance(config, configs.ForwardConfig))[0](problem.for_launch(), tensors, config)
+def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> Callable:
+    plan = planning.plan_for(problem, Tensors(*tensors).v)
+    saving = (True,) if saves_rotated and plan.saves_rotated else ()
+    portable = isinstance(plan.forward, configs.ForwardConfig)
+    return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, *saving)
 
 
-def _prepare_backward(problem: Problem, tensors: tuple) -> Callable:
+def _prepare_backward(problem: Problem, tensors: tuple, is_rotated: bool) -> Callable:
     config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
-    return _doors(isinstance(config, configs.BackwardConfig))[1](problem.for_launch(), tensors, config)
+    rotated = (True,) if is_rotated else ()
+    portable = isinstance(config, configs.BackwardConfig)
+    return _doors(portable)[1](problem.for_launch(), tensors, config, *rotated)
 
 
 # A plan depends on the problem and on v's layout in memory, so that it is remembered with the call that it leads to.
@@ -57,28 +62,51 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
     return tensors._replace(**strided) if strided else tensors
 
 
-def _run_forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def _addressable(tensors: Tensors) -> Tensors:
+    """The tensors of a backward pass of rotated q and k, which is sm_90's: hooks may have moved what forward saved."""
+    moved = {name: x.contiguous() for name, x in zip(("q", "k", "v"), tensors) if not has_descriptor(x)}
+    # What is contiguous already lies at an odd address.
+    copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
+    return tensors._replace(**copied) if copied else tensors
+
+
+def _run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
+    """saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can."""
     if problem.has_masks:
         tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
-        return _forward_calls(problem.with_precision(), tensors)(tensors)
+        return _forward_calls(problem.with_precision(), tensors, saves_rotated)(tensors)
 
 
-def _run_backward(problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
+def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bool = False) -> Gradients:
+    """is_rotated: q and k in ``tensors`` are the forward pass's q_rot and k_rot."""
     if problem.has_masks:
         tensors = _with_unit_strides(tensors)
+    if is_rotated:
+        tensors = _addressable(tensors)
     with device.guard(problem.device):
-        return _backward_calls(problem.with_precision(), (do, o, *tensors))(tensors, do, o, lse)
+        return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
 
 
 def _forward_impl(*arguments):
-    return _run_forward(*rebuild(*arguments))
+    o, lse, _, _ = _run_forward(*rebuild(*arguments))
+    return o, lse
 
 
 def _backward_impl(do, o, lse, *arguments):
+    return _with_dsinks(_run_backward(*rebuild(*arguments), do, o, lse), do)
+
+
+def _rotated_backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
-    gradients = _run_backward(problem, tensors, do, o, lse)
-    return gradients if problem.has_sinks else gradients._replace(dsinks=tensors.q.new_empty(0))
+    # Packed queries lie padded in q_rot.
+    problem = problem._replace(len_q=o.shape[2])
+    return _with_dsinks(_run_backward(problem, tensors, do, o, lse, is_rotated=True), do)
+
+
+def _with_dsinks(gradients: Gradients, do: torch.Tensor) -> Gradients:
+    """An operator returns tensors only: an empty one where there are no sinks."""
+    return gradients._replace(dsinks=do.new_empty(0)) if gradients.dsinks is None else gradients
 
 
 def _forward_fake(q, *arguments):
@@ -91,8 +119,15 @@ def _backward_fake(do, o, lse, *arguments):
     return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), dsinks
 
 
+def _rotated_backward_fake(do, o, lse, *arguments):
+    _, tensors = rebuild(*arguments)
+    dsinks = do.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks)
+    return like_input(o), like_input(tensors.v), like_input(tensors.v), dsinks
+
+
 class _Attention(torch.autograd.Function):
-    """Saves the *unrotated* q, k, v: gradients come back in the frame the caller knows.
+    """Saves q and k rotated, where the kernels can make and take them so and the call is an eager one; else as they
+    came. Gradients come back in the frame that the caller knows.
 
     ``keyset`` is the dispatcher's, or None for a call that skips it.
     """
@@ -100,11 +135,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keyset, problem: Problem, *arguments):
         tensors = Tensors(*arguments)
+        q_rot = None
         if keyset is None:
-            o, lse = _run_forward(problem, tensors)
+            o, lse, q_rot, k_rot = _run_forward(problem, tensors, saves_rotated=True)
+            if q_rot is not None:
+                tensors = tensors._replace(q=q_rot, k=k_rot)
         else:
             o, lse = _forward.below_autograd(keyset, *flatten(problem, tensors))
         ctx.plain = keyset is None
+        ctx.is_rotated = q_rot is not None
         ctx.problem = problem
         ctx.save_for_backward(o, lse, *tensors)
         ctx.mark_non_differentiable(lse)
@@ -120,20 +159,24 @@ class _Attention(torch.autograd.Function):
             tensors = Tensors(*saved)
             # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
             if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled():
-                gradients = _run_backward(ctx.problem, tensors, do, o, lse)
+                gradients = _run_backward(ctx.problem, tensors, do, o, lse, ctx.is_rotated)
             else:
-                gradients = Gradients(*_backward(do, o, lse, *flatten(ctx.problem, tensors)))
+                operator = _rotated_backward if ctx.is_rotated else _backward
+                gradients = Gradients(*operator(do, o, lse, *flatten(ctx.problem, tensors)))
         of = Tensors(gradients.dq, gradients.dk, gradients.dv, None, None, sinks=gradients.dsinks)
         return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """Makes a second differentiation an error instead of a silent zero."""
+    """Makes a second differentiation an error instead of a silent zero.
+
+    It reaches this node from q, k and v, or where these were saved rotated, from o, which forward returned.
+    """
 
     @staticmethod
-    def forward(ctx, keyset, *arguments):
+    def forward(ctx, operator, keyset, *arguments):
         ctx.set_materialize_grads(False)
-        return _backward.below_autograd(keyset, *arguments)
+        return operator.below_autograd(keyset, *arguments)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -154,10 +197,18 @@ def _forward_autograd(keyset, *arguments):
     return _forward.below_autograd(keyset, *arguments)
 
 
-def _backward_autograd(keyset, *arguments):
+def _autograd_of_backward(operator: Operator, keyset, *arguments):
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        return _AttentionBackward.apply(keyset, *arguments)
-    return _backward.below_autograd(keyset, *arguments)
+        return _AttentionBackward.apply(operator, keyset, *arguments)
+    return operator.below_autograd(keyset, *arguments)
+
+
+def _backward_autograd(keyset, *arguments):
+    return _autograd_of_backward(_backward, keyset, *arguments)
+
+
+def _rotated_backward_autograd(keyset, *arguments):
+    return _autograd_of_backward(_rotated_backward, keyset, *arguments)
 
 
 # Which kernels backend="auto" means is decided inside the operators, where v's address is known.
@@ -174,6 +225,13 @@ _backward = Operator(
     fake=_backward_fake,
     autograd=_backward_autograd,
 )
+# q and k are those that an eager forward pass has saved rotated, whose backward pass has to go through the dispatcher.
+_rotated_backward = Operator(
+    f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    run=_rotated_backward_impl,
+    fake=_rotated_backward_fake,
+    autograd=_rotated_backward_autograd,
+)
 
 
 def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,4 +243,4 @@ def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.T
         return _forward(*flatten(problem, tensors))
     if _needs_gradient(tensors):
         return _Attention.apply(None, problem, *tensors)
-    return _run_forward(problem, tensors)
+    return _run_forward(problem, tensors)[:2]

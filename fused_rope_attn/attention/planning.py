@@ -33,6 +33,17 @@ class Plan:
     forward: configs.ForwardConfig | configs.HopperForwardConfig | Any = None
     backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
 
+    @property
+    def saves_rotated(self) -> bool:
+        """Whether an eager forward pass keeps rotated q and k for backward, in place of q and k as they came.
+
+        Both passes must be those of sm_90, which share the form of the rotated copies. Then backward has nothing to
+        rotate, and whatever nobody else holds of q and k is free as soon as forward has read it.
+        """
+        return isinstance(self.forward, configs.HopperForwardConfig) and isinstance(
+            self.backward, configs.HopperBackwardConfig
+        )
+
 
 def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> int:
     """How many of ``length`` keys a query sees at most, by one."""

@@ -104,12 +104,12 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BL
         store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
-@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "num_sequences", "position_limit"])
+@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "GROUP_SIZE", "num_sequences", "position_limit"])
 def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr, k_ptr,
                       k_rot_ptr, cos_ptr, sin_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides, do_strides, q_strides,
-                      q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, NQ, pitch,
-                      NK, num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                      q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, GROUP_SIZE,
+                      NQ, pitch, NK, num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr,
+                      R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
                       READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
                       PAD_TO: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
@@ -151,6 +151,10 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             num_key_heads=B * HKV,
             PROGRESS_ROWS=PROGRESS_ROWS,
         )
+        if progress_ptr is not None:
+            if block == 0:
+                for head in range(first_head, last_head):
+                    tl.store(progress_ptr + batch * HKV + head // GROUP_SIZE, 0)
         for head in range(first_head, last_head):
             o_rows, do_rows = rows_of_head(o, head), rows_of_head(do, head)
             batch_head = batch * HQ + tl.cast(head, tl.int64)
@@ -174,10 +178,6 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             block, chunk, batch = block_of_heads(pid, count_tiles(NK, num_sequences, BLOCK_N), tl.cdiv(HKV, HEADS))
             first_head = chunk * HEADS
             last_head = tl.minimum(first_head + HEADS, HKV)
-            if progress_ptr is not None:
-                if block == 0:
-                    for head in range(first_head, last_head):
-                        tl.store(progress_ptr + batch * HKV + head, 0)
             len_k = existing_keys(lens_ptr, batch, NK)
             first_k = 0
             if cu_k_ptr is not None:

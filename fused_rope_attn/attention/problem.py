@@ -34,6 +34,19 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
 
 
+class Outputs(NamedTuple):
+    """What a forward pass returns: o like q, lse ``(B, HQ, NQ)``, and the rotated copies where they were asked for.
+
+    q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are what the products took: rotated, in pair
+    order, q times the sign of softmax_scale. Packed queries lie in q_rot as ``hopper.shapes.padded_rows`` says.
+    """
+
+    o: Any
+    lse: Any
+    q_rot: Any = None
+    k_rot: Any = None
+
+
 class Gradients(NamedTuple):
     """What a backward pass returns: gradients like q, k, v and, where the call has them, sinks."""
 

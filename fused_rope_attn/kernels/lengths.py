@@ -102,8 +102,8 @@ def describe_tiles(table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: 
     """Write what attention needs to know of each tile of BLOCK queries; the programs of a launch share the tiles.
 
     table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row behind its sequence's last (not greater
-    than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries. The
-    other words are not written.
+    than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries, and the
+    sequence's own number. The other words are not written.
     """
     for tile in range(tl.program_id(0), count_tiles(NQ, num_sequences, BLOCK), tl.num_programs(0)):
         sequence, first_q, len_q, block = packed_tile(tile, cu_q_ptr, num_sequences, NQ, BLOCK)
@@ -114,3 +114,4 @@ def describe_tiles(table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: 
         tl.store(entry + 2, first_k)
         tl.store(entry + 3, len_k)
         tl.store(entry + 4, len_q)
+        tl.store(entry + 5, sequence)

@@ -167,10 +167,10 @@ def test_the_table_of_tiles(seed, programs):
     (ends, total), (draw, ends_k) = drawn(seed), (random.Random(seed), [0])
     for _ in ends[1:]:
         ends_k.append(ends_k[-1] + draw.randint(0, 12))
-    table = torch.full((counted(total, len(ends) - 1) + 1, 6), -1, dtype=torch.int32)
-    describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 6)
+    table = torch.full((counted(total, len(ends) - 1) + 1, 7), -1, dtype=torch.int32)
+    describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 7)
     expected = []
     for sequence, first_row, rows, index in tiles_of(ends, total):
         keys = ends_k[sequence + 1] - ends_k[sequence] if sequence < len(ends) - 1 else 0
-        expected.append([first_row + index * BLOCK, first_row + rows, ends_k[sequence], keys, rows, -1])
-    assert table.tolist() == [*expected, [-1] * 6]
+        expected.append([first_row + index * BLOCK, first_row + rows, ends_k[sequence], keys, rows, sequence, -1])
+    assert table.tolist() == [*expected, [-1] * 7]

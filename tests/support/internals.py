@@ -4,7 +4,7 @@ import torch
 
 from fused_rope_attn.attention import ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
-from fused_rope_attn.attention.problem import Gradients, Tensors, describe, flatten
+from fused_rope_attn.attention.problem import Gradients, Outputs, Tensors, describe, flatten
 from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
@@ -74,11 +74,11 @@ def go_through_the_dispatcher(monkeypatch):
 def _replace_launchers(monkeypatch, portable, forward, backward):
     given = ops._doors
 
-    def prepare_forward(problem, tensors, config):
-        return lambda tensors: forward(problem, tensors, config)
+    def prepare_forward(problem, tensors, config, *saves_rotated):
+        return lambda tensors: Outputs(*forward(problem, tensors, config, *saves_rotated))
 
-    def prepare_backward(problem, tensors, config):
-        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config))
+    def prepare_backward(problem, tensors, config, *is_rotated):
+        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config, *is_rotated))
 
     doors = prepare_forward, prepare_backward
     monkeypatch.setattr(ops, "_doors", lambda asked: doors if asked is portable else given(asked))
@@ -90,7 +90,9 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
 def replace_portable_launchers(monkeypatch, forward, backward=None):
     """``forward`` and ``backward`` run in the place of the portable kernels' launchers.
 
-    Both are called with (problem, tensors, configuration) and return what a launcher returns.
+    Both are called with (problem, tensors, configuration) and return what a launcher returns: (o, lse), or with q_rot
+    and k_rot behind them, and (dq, dk, dv). In the place of sm_90's they are told True behind that, where q and k are
+    to be saved rotated, or come so.
     """
     _replace_launchers(monkeypatch, True, forward, backward)
 
@@ -155,9 +157,9 @@ def described_problems(monkeypatch):
     """A list to which the forward operator of attention, which then runs as before, adds its problems."""
     seen, run = [], ops._run_forward
 
-    def note(problem, tensors):
+    def note(problem, tensors, saves_rotated=False):
         seen.append(problem)
-        return run(problem, tensors)
+        return run(problem, tensors, saves_rotated)
 
     monkeypatch.setattr(ops, "_run_forward", note)
     return seen

@@ -10,7 +10,7 @@ from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, padded_rows, rotated_shape
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -31,15 +31,21 @@ class BlockSource(Source):
 
 
 class BackwardCall:
-    """The launches of one backward signature: pre-process, main kernel, post-process."""
+    """The launches of one backward signature: pre-process, main kernel, post-process.
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig):
+    is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
+    """
+
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
         do, o, *of_forward = tensors
         given = Tensors(*of_forward)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
-        self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
+        self.is_rotated = is_rotated
+        # o lies in memory as q did, and in practice v as k did.
+        dq_strides, dk_strides = map(output_strides, (o, v) if is_rotated else (q, k))
+        self.strides = dq_strides, dk_strides, dv_strides = dq_strides, dk_strides, output_strides(v)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
         if self.empty:
@@ -50,9 +56,9 @@ class BackwardCall:
         # A copy of dO for the rare gradient that the TMA cannot address.
         self.copy_do = not has_descriptor(do)
         do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
-        pitch = tile_count(len_q, sequences, BLOCK_M.value) * BLOCK_M.value
-        self.q_rot_shape = (batch, heads_q, pitch if problem.is_packed else len_q, problem.head_dim)
-        q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
+        pitch = padded_rows(len_q, sequences)
+        self.q_rot_shape = rotated_shape(batch, heads_q, len_q, sequences, problem.head_dim)
+        q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)
         # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
@@ -76,7 +82,7 @@ class BackwardCall:
         key_blocks = tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
         self.preprocess = Launch(
             preprocess_kernel,
-            batch * (query_blocks + key_blocks),
+            batch * (query_blocks + (0 if is_rotated else key_blocks)),
             {"num_warps": 4},
             shared,
             o_strides=o.stride(),
@@ -88,7 +94,7 @@ class BackwardCall:
             B=batch,
             HEADS=chunk,
             BLOCK_N=block,
-            ROTATE=True,
+            ROTATE=not is_rotated,
             PROGRESS_ROWS=BLOCK_M.value,
             PAD_TO=BLOCK_M.value if problem.is_packed else 0,
         )
@@ -145,7 +151,7 @@ class BackwardCall:
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-            for x, strides in zip((q, k, v), self.strides)
+            for x, strides in zip((o, k, v), self.strides)
         )
         if self.empty:
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None if sinks is None else torch.zeros_like(sinks))
@@ -157,7 +163,7 @@ class BackwardCall:
         progress: torch.Tensor | None = None
         if self.progress_size is not None:
             cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=q.device)
-        q_rot, k_rot = q.new_empty(self.q_rot_shape), k.new_empty(k.shape)
+        q_rot, k_rot = (q, k) if self.is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         stream = device.current_stream(q.device)
         self.preprocess(
             stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=cleared, progress_ptr=progress,

@@ -8,9 +8,9 @@ from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.shapes import ROWS, rotated_shape
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
-from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.attention.problem import Outputs, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -19,9 +19,9 @@ from fused_rope_attn.runtime.triton_compat import gl
 
 
 class ForwardCall:
-    """The launches of one forward signature."""
+    """The launches of one forward signature; ``saves_rotated``: of one that keeps q and k rotated for backward."""
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig):
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saves_rotated: bool = False):
         given = Tensors(*tensors)
         q, k, v = given.q, given.k, given.v
         pad_d = max(64, block_d(problem.head_dim))
@@ -29,6 +29,7 @@ class ForwardCall:
         self.empty = problem.batch * problem.len_q == 0
         self.o_strides = output_strides(q)
         self.packed = problem.is_packed
+        self.saves_rotated = saves_rotated
         if self.empty:
             return
         block_n = config.block_n
@@ -46,9 +47,14 @@ class ForwardCall:
         self.k_source = Source(k.new_empty(k.shape), block_n, pad_d, True, key_layout)
         self.v_source = Source(v, block_n, pad_d, True, key_layout)
         self.o_source = Source(o_like, ROWS.value, columns, True, layout([1, 1, ROWS.value, columns], element))
+        q_layout = layout([1, 1, ROWS.value, pad_d], element)
         if wide:
-            q_layout = layout([1, 1, ROWS.value, pad_d], element)
             self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
+        elif saves_rotated:
+            self.q_rot_shape = rotated_shape(
+                problem.batch, problem.heads_q, problem.len_q, problem.sequences, problem.head_dim
+            )
+            self.q_source = Source(q.new_empty(self.q_rot_shape), ROWS.value, pad_d, True, q_layout)
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = tile_count(problem.len_q, problem.sequences, BLOCK_M.value)
         num_tiles = tiles_per_head * num_heads
@@ -78,32 +84,34 @@ class ForwardCall:
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, tensors: Tensors) -> Outputs:
         q = tensors.q
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.empty:
-            return o, lse
+            return Outputs(o, lse)
         stream = device.current_stream(q.device)
         counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
-        q_desc = None
+        q_rot = q_desc = q_rot_desc = None
         if self.rotate_queries is not None:
-            q, q_desc = None, self.q_source(self.rotate_queries(stream, tensors))
+            q_rot = self.rotate_queries(stream, tensors)
+            q, q_desc = None, self.q_source(q_rot)
+        elif self.saves_rotated:
+            q_rot = q.new_empty(self.q_rot_shape)
+            q_rot_desc = self.q_source(q_rot)
         k = self.rotate_keys(stream, tensors, counter)
         self.launch(
-            stream, q_ptr=q, q_desc=q_desc, k_desc=self.k_source(k), v_desc=self.v_source(tensors.v),
-            o_desc=self.o_source(o), o_ptr=o if self.packed else None, cos_ptr=tensors.cos, sin_ptr=tensors.sin,
-            lse_ptr=lse, counter_ptr=counter, sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts,
-            lens_ptr=tensors.kv_lens,
+            stream, q_ptr=q, q_desc=q_desc, q_rot_desc=q_rot_desc, k_desc=self.k_source(k),
+            v_desc=self.v_source(tensors.v), o_desc=self.o_source(o), o_ptr=o if self.packed else None,
+            cos_ptr=tensors.cos, sin_ptr=tensors.sin, lse_ptr=lse, counter_ptr=counter, sinks_ptr=tensors.sinks,
+            starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens,
         )  # fmt: skip
-        return o, lse
+        return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
 
 
 prepared = PreparedCalls(ForwardCall)
 
 
-def attention_forward(
-    problem: Problem, tensors: Tensors, config: HopperForwardConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_forward(problem: Problem, tensors: Tensors, config: HopperForwardConfig) -> Outputs:
     """As the portable ``attention_forward``, with the kernels for sm_90."""
     return prepared(problem, tensors, config)(tensors)

@@ -2,11 +2,19 @@
 
 from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
-from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, tile_bounds
+from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, rotated_row, tile_bounds
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, rows_from
-from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import (
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+)
 
 
 @record
@@ -84,6 +92,7 @@ class QuerySource:
     cos_strides: gl.tuple  # (batch, row, pair)
     sin_strides: gl.tuple
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
+    saved_desc: gl.tensor | None  # where the rotated queries are kept for a backward pass, in blocks of ROWS rows
     D: gl.constexpr
     R: gl.constexpr
     INTERLEAVED: gl.constexpr
@@ -92,7 +101,7 @@ class QuerySource:
 
 @jit
 def rotate_queries(tiles, queries, source, NQ, NK):
-    """Rotate the query rows of each tile into shared memory; a warpgroup's work."""
+    """Rotate the query rows of each tile into shared memory, and save them where asked; a warpgroup's work."""
     BLOCK_D: gl.constexpr = queries.smem.shape[2]
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
@@ -114,6 +123,10 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             format=row_format,
         )  # fmt: skip
         queries.wait_empty(tile_step)
+        if source.saved_desc is not None:
+            # The last tile's queries have left, and with them those that lay here before.
+            tma_store_wait(0)
+            barrier()
         for warpgroup in gl.static_range(CONSUMERS):
             for chunk in gl.static_range(ROWS // CHUNK):
                 # Addresses of all rows at once, or loads of a chunk ahead of the last one's end, do not fit into the
@@ -127,6 +140,17 @@ def rotate_queries(tiles, queries, source, NQ, NK):
                     barrier()
                 queries.tile(tile_step, warpgroup).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
+        if source.saved_desc is not None:
+            barrier()
+            for warpgroup in gl.static_range(CONSUMERS):
+                # Behind its end a packed sequence has whole blocks of ROWS to itself, and no more.
+                if tile.start_m + warpgroup * ROWS < query_end(tile, NQ):
+                    tma_store(
+                        source.saved_desc, [tile.batch, tile.head, rotated_row(tile) + warpgroup * ROWS, 0],
+                        queries.tile(tile_step, warpgroup).reshape((1, 1, ROWS, BLOCK_D)),
+                    )  # fmt: skip
         mbarrier.arrive(queries.full.index(queries.barrier(tile_step, 0)))
         tile_step += 1
         tile = next_tile(tiles, tile_step)
+    if source.saved_desc is not None:
+        tma_store_wait(0)

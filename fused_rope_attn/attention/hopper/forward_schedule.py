@@ -1,9 +1,10 @@
 """Which tile a block of the sm_90 forward works on next, and which keys it sees: what the loading warp finds out."""
 
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.tiles import QueryTile, TileBounds
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.kernels.lengths import existing_keys
+from fused_rope_attn.kernels.lengths import existing_keys, padded_row
 from fused_rope_attn.kernels.masks import Mask, key_range, sequence_mask
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import scheduled_tile
@@ -31,6 +32,7 @@ class Schedule:
     NK: gl.tensor | None
     tiles_per_head: gl.tensor | None  # packed calls: entries of the table, some of which hold no queries
     BLOCK_N: gl.constexpr
+    SAVES_QUERIES: gl.constexpr  # whether packed tiles need their place among the rotated queries that are saved
 
 
 @record
@@ -43,11 +45,11 @@ class Work:
 
 
 @jit
-def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, BLOCK_N: gl.constexpr):
+def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, rotated_row, BLOCK_N: gl.constexpr):
     """The ``QueryTile`` of a head's queries from row ``start_m`` on, whose position is start_m + q_offset.
 
-    mask: the sequence's ``kernels.masks.Mask``; query_end as in ``TileBounds``. Every tile visits a block at least,
-    whose scores are masked where nothing is visible: its rows become zero on the usual path.
+    mask: the sequence's ``kernels.masks.Mask``; query_end and rotated_row as in ``TileBounds``. Every tile visits a
+    block at least, whose scores are masked where nothing is visible: its rows become zero on the usual path.
     """
     first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
     if mask.first_key is not None:
@@ -63,6 +65,7 @@ def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, BLOCK_N: gl.c
     bounds = TileBounds(
         last_block=last_block, lower_masked_from=last_block + 1 - full_first // BLOCK_N,
         first_key=0 if mask.first_key is None else mask.first_key, num_keys=mask.num_keys, query_end=query_end,
+        rotated_row=rotated_row,
     )  # fmt: skip
     return QueryTile(
         start_m=start_m, bh=bh, batch=batch, head=head, num_blocks=num_blocks,
@@ -94,13 +97,13 @@ def tile_work(schedule, masks, index):
     mask = sequence_mask(
         schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS
     )
-    tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, schedule.BLOCK_N)
+    tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, None, schedule.BLOCK_N)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
 
 
 @jit
 def table_entry(schedule, masks, index):
-    """(head, first row, row behind the sequence's last, first key row, keys, queries) of a tile of packed queries.
+    """(head, first row, row behind the sequence's last, first key row, keys, queries, sequence) of a packed tile.
 
     As ``describe_tiles`` left it in the table. A tile past the last one is read as the last.
     """
@@ -109,7 +112,15 @@ def table_entry(schedule, masks, index):
         schedule.heads_per_section, LAST_TILE_FIRST=masks.IS_CAUSAL,
     )  # fmt: skip
     entry = schedule.counter_ptr + TILE_WORDS + slot * TILE_WORDS
-    return head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
+    return (
+        head,
+        gl.load(entry),
+        gl.load(entry + 1),
+        gl.load(entry + 2),
+        gl.load(entry + 3),
+        gl.load(entry + 4),
+        gl.load(entry + 5),
+    )
 
 
 @jit
@@ -125,12 +136,16 @@ def packed_work(schedule, masks, index):
     Rows are those of the packed tensors, so that a tile has its first row for ``start_m``, and the row behind its
     sequence's last in place of NQ: positions, which depend on the difference, come out as they are.
     """
-    head, row, end, first_k, len_k, len_q = table_entry(schedule, masks, index)
+    head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
     while (row >= end) & (index < schedule.num_tiles):
         index = take_index(schedule)
-        head, row, end, first_k, len_k, len_q = table_entry(schedule, masks, index)
+        head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
     mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS)
-    tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, schedule.BLOCK_N)
+    rotated_row = row
+    if schedule.SAVES_QUERIES:
+        first_q = end - len_q
+        rotated_row = padded_row(first_q, sequence, BACKWARD_BLOCK_M) + row - first_q
+    tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, rotated_row, schedule.BLOCK_N)
     tile = tile_if(index < schedule.num_tiles, tile)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
 

@@ -24,6 +24,7 @@ class TileBounds:
     first_key: gl.tensor  # no row sees a key before this one
     num_keys: gl.tensor  # keys from this one on do not exist
     query_end: gl.tensor | None  # in packed calls: the row behind the last one of the tile's sequence
+    rotated_row: gl.tensor | None  # in packed calls: the tile's first row among the rotated queries that are saved
 
 
 @record
@@ -47,8 +48,9 @@ def tile_bounds(tile, NK):
     """The ``TileBounds`` of any tile: where none are announced, none are carried around loops either."""
     if tile.bounds is None:
         return TileBounds(
-            last_block=tile.num_blocks - 1, lower_masked_from=tile.num_blocks, first_key=0, num_keys=NK, query_end=None
-        )
+            last_block=tile.num_blocks - 1, lower_masked_from=tile.num_blocks, first_key=0, num_keys=NK, query_end=None,
+            rotated_row=None,
+        )  # fmt: skip
     else:
         return tile.bounds
 
@@ -62,6 +64,17 @@ def query_end(tile, NQ):
         return NQ
     else:
         return tile.bounds.query_end
+
+
+@jit
+def rotated_row(tile):
+    """The row at which a tile's queries begin among the rotated ones that are saved for a backward pass."""
+    if tile.bounds is None:
+        return tile.start_m
+    elif tile.bounds.rotated_row is None:
+        return tile.start_m
+    else:
+        return tile.bounds.rotated_row
 
 
 @jit
@@ -93,7 +106,7 @@ class TileRing:
 @constexpr_function
 def announced_words(has_bounds, is_packed):
     """How many numbers announce a tile."""
-    return 6 + 4 * has_bounds + is_packed
+    return 6 + 4 * has_bounds + 2 * is_packed
 
 
 @jit
@@ -115,6 +128,7 @@ def announce_tile(tiles, step, tile):
         tiles.write(word + 9, tile.bounds.num_keys)
         if tiles.IS_PACKED:
             tiles.write(word + 10, tile.bounds.query_end)
+            tiles.write(word + 11, tile.bounds.rotated_row)
     mbarrier.arrive(ring.full.index(ring.slot(step)))
 
 
@@ -124,6 +138,7 @@ def read_bounds(tiles, word):
     return TileBounds(
         last_block=tiles.read(word), lower_masked_from=tiles.read(word + 1), first_key=tiles.read(word + 2),
         num_keys=tiles.read(word + 3), query_end=tiles.read(word + 4) if tiles.IS_PACKED else None,
+        rotated_row=tiles.read(word + 5) if tiles.IS_PACKED else None,
     )  # fmt: skip
 
 

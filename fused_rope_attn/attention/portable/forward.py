@@ -8,7 +8,7 @@ from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
 from fused_rope_attn.attention.prepass import RotateKeys
-from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.attention.problem import Outputs, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -59,12 +59,12 @@ class ForwardCall:
             PDL=pdl,
         )
 
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, tensors: Tensors) -> Outputs:
         q, k = tensors.q, tensors.k
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.empty:
-            return o, lse
+            return Outputs(o, lse)
         stream = device.current_stream(q.device)
         if self.rotate_keys is not None:
             k = self.rotate_keys(stream, tensors)
@@ -73,13 +73,13 @@ class ForwardCall:
             sin_ptr=tensors.sin, o_ptr=o, lse_ptr=lse, sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts,
             lens_ptr=tensors.kv_lens, cu_q_ptr=tensors.cu_seqlens_q, cu_k_ptr=tensors.cu_seqlens_k,
         )  # fmt: skip
-        return o, lse
+        return Outputs(o, lse)
 
 
 prepared = PreparedCalls(ForwardCall)
 
 
-def attention_forward(problem: Problem, tensors: Tensors, config: ForwardConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_forward(problem: Problem, tensors: Tensors, config: ForwardConfig) -> Outputs:
     """Run the forward pass of a ``problem`` that is ``for_launch``.
 
     Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log.

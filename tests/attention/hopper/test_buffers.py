@@ -37,10 +37,10 @@ def test_the_table_of_packed_tiles(case):
     rotate = RotateKeys(tensors, problem, shared, config, counter=True, tile_rows=32)
     counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
     rotate(0, tensors, counter)
-    table = [tuple(row[:5]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
+    table = [tuple(row[:6]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
     expected = [
-        (first_q + start, first_q + len_q, first_k, len_k, len_q)
-        for first_q, len_q, first_k, len_k in sequences_of(case)
+        (first_q + start, first_q + len_q, first_k, len_k, len_q, s)
+        for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case))
         for start in range(0, len_q, 32)
     ]
     assert counter[0] == 0 and [row for row in table if row[0] < row[1]] == expected
