@@ -31,7 +31,8 @@ import torch
 import triton
 
 from fused_rope_attn.attention import configs
-from fused_rope_attn.attention.problem import Tensors, describe
+from fused_rope_attn.attention.arguments import rotated_shape
+from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from tools import aot
 from tools.corope_jobs import CoRopeJob, corope_jobs
 from tools.decode_jobs import DecodeJob, decode_jobs
@@ -59,7 +60,7 @@ class Job:
     interleaved: bool = False
     rotary_dim: int | None = None
     masks: tuple[str, ...] = ()  # of MASKS
-    rotated: bool = False  # sm_90: forward saves rotated q and k, backward takes them
+    rotated: bool = False  # forward saves rotated q and k, backward takes them
 
     @property
     def is_hopper(self) -> bool:
@@ -120,6 +121,8 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 config=replace(row.config(arch, strategy), section_bytes=0),
                 causal=row.causal is not False,
                 gqa=bool(row.gqa),
+                # A store more than without.
+                rotated=direction == "forward" and strategy == "prepass",
             )
             jobs.append(job)
             if full:
@@ -234,7 +237,6 @@ def launch_attention(job: Job) -> None:
     """Call the launcher of ``job`` on tensors without memory."""
     if job.is_hopper:
         from fused_rope_attn.attention.hopper import backward, forward
-        from fused_rope_attn.attention.hopper.shapes import rotated_shape
     else:
         from fused_rope_attn.attention.portable import backward, forward
 
@@ -267,15 +269,15 @@ def launch_attention(job: Job) -> None:
         max_seqlen=500 if packed else 0,
     ).for_launch()
     if job.direction == "forward":
-        forward.prepared(problem, tensors, job.config, *((True,) if job.rotated else ()))(tensors)
+        kept = Saving.TILES if packed else Saving.ROWS
+        forward.prepared(problem, tensors, job.config, kept if job.rotated else Saving.NOTHING)(tensors)
     else:
         lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
         do, o = torch.empty_like(q), torch.empty_like(q)
         if job.rotated:
             shape = rotated_shape(batch, heads_q, length, problem.sequences, job.head_dim)
             tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape))
-        run = backward.prepared(problem, (do, o, *tensors), job.config, *((True,) if job.rotated else ()))
-        run(tensors, do, o, lse)
+        backward.prepared(problem, (do, o, *tensors), job.config, job.rotated)(tensors, do, o, lse)
 
 
 def _row(job: Job | RotationJob | CoRopeJob | DecodeJob, **fields) -> dict:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.kernels.arguments import scale_and_sign
+from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import table_strides
+
+# Query rows that the sm_90 backward takes at a time: packed sequences have whole tiles of them in its buffers.
+PADDED_TILE_ROWS = 64
 
 
 def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
@@ -39,3 +42,18 @@ def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
         "READS_LENGTHS": problem.reads_lengths,
         "PRECISION": problem.precision,
     }
+
+
+def padded_rows(len_q: int, sequences: int | None) -> int:
+    """Rows for each head in buffers of the backward's tiles: NQ up to whole tiles.
+
+    Packed sequences begin at ``kernels.lengths.padded_row`` each and have whole tiles to themselves.
+    """
+    return tile_count(len_q, sequences, PADDED_TILE_ROWS) * PADDED_TILE_ROWS
+
+
+def rotated_shape(
+    batch: int, heads: int, len_q: int, sequences: int | None, head_dim: int
+) -> tuple[int, int, int, int]:
+    """Shape of the rotated queries that the backward reads: like q, packed sequences in ``padded_rows``."""
+    return (batch, heads, len_q if sequences is None else padded_rows(len_q, sequences), head_dim)

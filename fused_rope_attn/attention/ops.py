@@ -8,7 +8,16 @@ from collections.abc import Callable
 import torch
 
 from fused_rope_attn.attention import configs, planning
-from fused_rope_attn.attention.problem import SCHEMA, Gradients, Outputs, Problem, Tensors, flatten, rebuild
+from fused_rope_attn.attention.problem import (
+    SCHEMA,
+    Gradients,
+    Outputs,
+    Problem,
+    Saving,
+    Tensors,
+    flatten,
+    rebuild,
+)
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import has_descriptor, like_input
@@ -19,8 +28,8 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
     """(forward, backward) of the portable or of the sm_90 backend, imported when a call first needs it.
 
-    Each gives the prepared call of (problem, tensors, configuration, and of sm_90 whether q and k are saved or come
-    rotated).
+    Each gives the prepared call of (problem, tensors, configuration, how q and k are saved or come): forward takes a
+    ``Saving``, backward whether they are rotated.
     """
     if portable:
         from fused_rope_attn.attention.portable.backward import prepared as portable_backward
@@ -35,16 +44,18 @@ def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
 
 def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> Callable:
     plan = planning.plan_for(problem, Tensors(*tensors).v)
-    saving = (True,) if saves_rotated and plan.saves_rotated else ()
+    saving = Saving.NOTHING
+    if saves_rotated and plan.saves_rotated:
+        reads_tiles = isinstance(plan.backward, configs.HopperBackwardConfig) and problem.is_packed
+        saving = Saving.TILES if reads_tiles else Saving.ROWS
     portable = isinstance(plan.forward, configs.ForwardConfig)
-    return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, *saving)
+    return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, saving)
 
 
 def _prepare_backward(problem: Problem, tensors: tuple, is_rotated: bool) -> Callable:
     config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
-    rotated = (True,) if is_rotated else ()
     portable = isinstance(config, configs.BackwardConfig)
-    return _doors(portable)[1](problem.for_launch(), tensors, config, *rotated)
+    return _doors(portable)[1](problem.for_launch(), tensors, config, is_rotated)
 
 
 # A plan depends on the problem and on v's layout in memory, so that it is remembered with the call that it leads to.
@@ -62,9 +73,14 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
     return tensors._replace(**strided) if strided else tensors
 
 
-def _addressable(tensors: Tensors) -> Tensors:
-    """The tensors of a backward pass of rotated q and k, which is sm_90's: hooks may have moved what forward saved."""
-    moved = {name: x.contiguous() for name, x in zip(("q", "k", "v"), tensors) if not has_descriptor(x)}
+def _addressable(problem: Problem, tensors: Tensors) -> Tensors:
+    """The tensors of a backward pass of rotated q and k, where hooks may have moved what forward saved.
+
+    Rotated q and k are contiguous and aligned. v need not be, except where only the sm_90 kernels can go on: they were
+    asked for, or read packed queries that are padded.
+    """
+    names = ("q", "k", "v") if problem.backend == "hopper" or problem.is_packed else ("q", "k")
+    moved = {name: x.contiguous() for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)}
     # What is contiguous already lies at an odd address.
     copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
     return tensors._replace(**copied) if copied else tensors
@@ -83,7 +99,7 @@ def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bo
     if problem.has_masks:
         tensors = _with_unit_strides(tensors)
     if is_rotated:
-        tensors = _addressable(tensors)
+        tensors = _addressable(problem, tensors)
     with device.guard(problem.device):
         return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
 

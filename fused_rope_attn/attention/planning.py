@@ -25,6 +25,9 @@ class Plan:
 
     ``backend`` and ``strategy`` are those of the forward pass. The backward pass may differ in both: the type of its
     configuration says which kernels it takes, and ``reason`` why. A generation step has a forward pass only.
+
+    ``saves_rotated``: an eager forward pass keeps q and k rotated for backward, in place of q and k as they came.
+    Backward then has nothing to rotate, and what nobody else holds of q and k is free as soon as forward has read it.
     """
 
     backend: str
@@ -32,17 +35,7 @@ class Plan:
     reason: str
     forward: configs.ForwardConfig | configs.HopperForwardConfig | Any = None
     backward: configs.BackwardConfig | configs.HopperBackwardConfig | None = None
-
-    @property
-    def saves_rotated(self) -> bool:
-        """Whether an eager forward pass keeps rotated q and k for backward, in place of q and k as they came.
-
-        Both passes must be those of sm_90, which share the form of the rotated copies. Then backward has nothing to
-        rotate, and whatever nobody else holds of q and k is free as soon as forward has read it.
-        """
-        return isinstance(self.forward, configs.HopperForwardConfig) and isinstance(
-            self.backward, configs.HopperBackwardConfig
-        )
+    saves_rotated: bool = False
 
 
 def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> int:
@@ -255,6 +248,10 @@ def _plan(
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
+    # Both must rotate ahead of their loops. The sm_90 forward stores queries that it rotates itself in whole tiles: it
+    # cannot leave packed ones as the portable backward reads them, without rows between the sequences.
+    rotates_ahead = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
+    stores_tiles = forward[0] and needs.head_dim <= configs.HOPPER_HEAD_DIM
     plan = Plan(
         "hopper" if forward[0] else "triton",
         strategy,
@@ -263,6 +260,7 @@ def _plan(
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
         else configs.backward(*portable, backward_strategy, *shape, masked),
+        rotates_ahead and not (needs.packed and stores_tiles and not backward[0]),
     )
     return plan, forward[0] or backward[0]
 

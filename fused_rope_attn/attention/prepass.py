@@ -11,13 +11,7 @@ from fused_rope_attn.attention.prepass_kernel import TILE_WORDS, rotate_kernel
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.runtime.launch import Launch
-from fused_rope_attn.runtime.layouts import block_d, is_long
-
-
-def _contiguous(shape) -> tuple[int, int, int, int]:
-    """Strides of the rotated copy of a (B, H, N, D) tensor."""
-    _, heads, length, head_dim = shape
-    return (heads * length * head_dim, length * head_dim, head_dim, 1)
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 
 
 def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config, *, overlaps: bool = False, **own):
@@ -30,7 +24,7 @@ def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config,
         {"num_warps": 4, **({"launch_pdl": True} if overlaps else {})},
         shared,
         x_strides=x.stride(),
-        out_strides=_contiguous(x.shape),
+        out_strides=contiguous_strides(x.shape),
         H=heads,
         N=length,
         HEADS=chunk,

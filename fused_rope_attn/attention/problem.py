@@ -6,6 +6,7 @@ only ``flatten`` and ``rebuild`` know the order in which they pass through an op
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,21 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
 
 
+class Saving(enum.Enum):
+    """What a forward pass keeps of rotated q and k for backward: nothing, or q_rot and k_rot, packed queries of q_rot
+    row by row, or in the sm_90 backward's whole tiles."""
+
+    NOTHING = 0
+    ROWS = 1
+    TILES = 2
+
+
 class Outputs(NamedTuple):
     """What a forward pass returns: o like q, lse ``(B, HQ, NQ)``, and the rotated copies where they were asked for.
 
     q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are what the products took: rotated, in pair
-    order, q times the sign of softmax_scale. Packed queries lie in q_rot as ``hopper.shapes.padded_rows`` says.
+    order, q times the sign of softmax_scale. Packed queries that the sm_90 backward reads lie in q_rot as
+    ``hopper.shapes.padded_rows`` says.
     """
 
     o: Any

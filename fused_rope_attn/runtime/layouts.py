@@ -40,12 +40,18 @@ def like_input(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Strides of a contiguous tensor of a shape (B, H, N, D)."""
+    _, heads, length, head_dim = shape
+    return (heads * length * head_dim, length * head_dim, head_dim, 1)
+
+
 def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Strides of ``like_input(x)``."""
     _, heads, length, head_dim = x.shape
     if heads > 1 and x.stride(1) < x.stride(2):
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
-    return (heads * length * head_dim, length * head_dim, head_dim, 1)
+    return contiguous_strides(x.shape)
 
 
 def has_descriptor(x: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ def test_the_operators_take_the_planned_kernels(arch, monkeypatch, backend, thro
     seen = []
 
     def launcher(name, results):
-        def launch(problem, tensors, config, *rotated):
+        def launch(problem, tensors, config, rotated):
             assert problem.causal and not problem.interleaved
             assert (problem.softmax_scale, problem.rotary_dim) == (0.25, 16)
             seen.append((name, type(config)))
@@ -55,7 +55,7 @@ def test_compile_asks_nothing_that_a_graph_does_not_know(arch, monkeypatch, back
     """One graph for lengths of every bucket: which kernels run is decided when it runs."""
     seen = []
 
-    def launch(problem, tensors, config, *saves_rotated):
+    def launch(problem, tensors, config, saving):
         q = tensors.q
         seen.append(type(config))
         return q.clone(), q.new_zeros(q.shape[:3], dtype=torch.float32)

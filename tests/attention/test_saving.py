@@ -1,6 +1,6 @@
-"""What an eager forward pass saves: q and k rotated where sm_90's kernels make and take them so, else as they came.
+"""What an eager forward pass saves: q and k rotated where its kernels make and backward's take them so, else as given.
 
-Launchers that compute nothing of their own stand in for the kernels.
+The portable kernels run in the interpreter; launchers that compute nothing of their own stand in for those of sm_90.
 """
 
 from types import SimpleNamespace
@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs, run_reference
+from fused_rope_attn.attention.problem import Saving
+from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
+from tests.support.attention import assert_equal, packed_case, sequences_of
 from tests.support.dtypes import F16
-from tests.support.internals import go_through_the_dispatcher, replace_sm_90_launchers
+from tests.support.internals import (
+    go_through_the_dispatcher,
+    plan_of,
+    replace_sm_90_launchers,
+    run_operators,
+    saved_by_portable_forward,
+)
+from tests.support.marks import cases, ignore_overflow, interpreted
+from tests.support.planning import call
 
 CASE = Case(1, 4, 2, 20, 20, 16, dtype=F16)
 
@@ -23,12 +33,12 @@ def sm_90(arch, monkeypatch):
     expected = run_reference(inputs, CASE)
     seen = SimpleNamespace(inputs=inputs, expected=expected, forward=[], backward=[])
 
-    def forward(problem, tensors, config, saves_rotated=False):
-        seen.forward.append(saves_rotated)
+    def forward(problem, tensors, config, saving):
+        seen.forward.append(saving)
         o, lse = expected.o.clone(), expected.lse.clone()
-        return (o, lse, tensors.q + 1, tensors.k + 2) if saves_rotated else (o, lse)
+        return (o, lse) if saving is Saving.NOTHING else (o, lse, tensors.q + 1, tensors.k + 2)
 
-    def backward(problem, tensors, config, is_rotated=False):
+    def backward(problem, tensors, config, is_rotated):
         seen.backward.append((is_rotated, tensors))
         return tuple(x.clone() for x in expected[2:])
 
@@ -56,7 +66,7 @@ def test_the_rotated_are_saved_and_the_others_are_not(sm_90):
     assert not {q.untyped_storage().data_ptr(), k.untyped_storage().data_ptr()} & storages
     assert_gradients(sm_90, torch.autograd.grad(o, leaves, sm_90.inputs.do))
     is_rotated, tensors = sm_90.backward.pop()
-    assert sm_90.forward == [True] and is_rotated
+    assert sm_90.forward == [Saving.ROWS] and is_rotated
     assert torch.equal(tensors.q, q + 1) and torch.equal(tensors.k, k + 2) and torch.equal(tensors.v, v)
 
 
@@ -64,7 +74,7 @@ def test_nothing_is_saved_without_a_gradient(sm_90):
     run(sm_90, needs=(False, False, False))
     with torch.no_grad():
         run(sm_90)
-    assert sm_90.forward == [False, False]
+    assert sm_90.forward == [Saving.NOTHING, Saving.NOTHING]
 
 
 def test_an_input_may_change_after_the_call(sm_90):
@@ -81,19 +91,13 @@ def test_an_input_may_change_after_the_call(sm_90):
     assert torch.equal(tensors.q, before[0]) and torch.equal(tensors.k, before[1])
 
 
-def test_a_deterministic_call_saves_what_it_was_given(sm_90):
-    """Its backward pass is the portable kernels', which read q and k as they came."""
-    run(sm_90, deterministic=True)
-    assert sm_90.forward == [False]
-
-
 def test_the_dispatcher_saves_what_it_was_given(sm_90, monkeypatch):
     """Which kernels run is not known before a traced graph does."""
     go_through_the_dispatcher(monkeypatch)
     leaves, o = run(sm_90)
     assert_gradients(sm_90, torch.autograd.grad(o, leaves, sm_90.inputs.do))
     is_rotated, tensors = sm_90.backward.pop()
-    assert sm_90.forward == [False] and not is_rotated and torch.equal(tensors.q, leaves[0])
+    assert sm_90.forward == [Saving.NOTHING] and not is_rotated and torch.equal(tensors.q, leaves[0])
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -146,3 +150,67 @@ def test_what_hooks_have_moved(sm_90, unpack):
     assert is_rotated
     for x, expected in zip(tensors, (leaves[0] + 1, leaves[1] + 2, leaves[2])):
         assert torch.equal(x, expected) and x.data_ptr() % 16 == 0 and x.stride(-1) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "packed", "expected"),
+    [
+        ({"backend": "hopper"}, False, True),
+        ({"backend": "hopper"}, True, True),
+        ({"backend": "hopper", "deterministic": True}, False, True),
+        ({"backend": "hopper", "deterministic": True}, True, False),
+        ({"backend": "triton", "strategy": "prepass"}, True, True),
+        ({"backend": "triton", "strategy": "inline"}, False, False),
+    ],
+)
+def test_what_a_plan_says_of_it(arch, options, packed, expected):
+    """The sm_90 forward stores tiles, which the portable backward of packed sequences cannot read."""
+    ends = {"cu_seqlens_q": torch.tensor([0, 2000]), "cu_seqlens_k": torch.tensor([0, 2000]), "max_seqlen": 2000}
+    given = call(2000, head_dim=128, batch=1, heads=(2, 1)) | options
+    assert plan_of(given, **(ends if packed else {})).saves_rotated is expected
+
+
+PORTABLE_CASES = (
+    Case(2, 4, 2, 20, 37, 24, dtype=torch.float32, interleaved=True, rotary_dim=16),
+    Case(1, 2, 1, 20, 37, 16, dtype=F16, causal=False, layout="odd", softmax_scale=-0.2),
+    Case(2, 2, 2, 20, 37, 16, dtype=torch.float32, kv_lens=(30, 0), sinks=True),
+    packed_case(Case(1, 4, 2, 20, 20, 16, dtype=torch.float32), (5, 0, 70, 33), behind=(7, 3)),
+)
+
+
+@interpreted
+@ignore_overflow
+@cases(*PORTABLE_CASES)
+def test_the_portable_kernels_save_what_they_would_rotate(case):
+    """Bit by bit the results of the operators, whose backward pass rotates q and k itself."""
+    inputs = make_inputs(case)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        eager = run_op(inputs, case, backend="triton", strategy="prepass")
+    kept = {x.untyped_storage().data_ptr() for x in saved}
+    assert inputs.v.untyped_storage().data_ptr() in kept
+    assert not kept & {x.untyped_storage().data_ptr() for x in (inputs.q, inputs.k)}
+    operators = run_operators(inputs, case, forward="triton", backward="triton", strategy="prepass")
+    assert_equal(eager, operators)
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_the_portable_forward_saves_the_tiles_that_the_sm_90_backward_reads(block_m):
+    """Each sequence from the row of its first whole tile on, with zeros behind its last query."""
+    case = packed_case(Case(1, 4, 2, 20, 20, 24, dtype=torch.float32), (5, 0, 70, 33, 128), behind=(7, 3))
+    inputs = make_inputs(case)
+    rows = saved_by_portable_forward(inputs, case, block_m, Saving.ROWS).q_rot
+    tiles = saved_by_portable_forward(inputs, case, block_m, Saving.TILES).q_rot
+    sequences = [(first_q, len_q) for first_q, len_q, _, _ in sequences_of(case)]
+    for s, (first, length) in enumerate(sequences):
+        start, padded = (first // 64 + s) * 64, -(-length // 64) * 64
+        assert torch.equal(tiles[:, :, start : start + length], rows[:, :, first : first + length])
+        assert not tiles[:, :, start + length : start + padded].any()
+
+
+@interpreted
+def test_tiles_that_would_leave_padding_as_it_was_are_not_saved():
+    case = packed_case(Case(1, 4, 2, 20, 20, 24, dtype=torch.float32), (5, 70))
+    assert saved_by_portable_forward(make_inputs(case), case, 32, Saving.TILES).q_rot is None

@@ -2,7 +2,7 @@
 
 import torch
 
-from fused_rope_attn.attention import ops, planning
+from fused_rope_attn.attention import configs, ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Outputs, Tensors, describe, flatten
 from fused_rope_attn.generation import launch as generation_launch
@@ -50,15 +50,24 @@ def operator_arguments(inputs, case, **options):
 ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
 
 
-def run_operators(inputs, case, *, forward, backward):
+def run_operators(inputs, case, *, forward, backward, **options):
     """``Results`` of the two operators, called one after the other with a backend each."""
-    o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward))
+    o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
     dq, dk, dv, dsinks = OPERATORS.attention_backward(
-        inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward)
+        inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward, **options)
     )
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
     return results
+
+
+def saved_by_portable_forward(inputs, case, block_m, saving):
+    """``Outputs`` of the portable forward pass with tiles of block_m rows, q_rot and k_rot as ``Saving`` says."""
+    from fused_rope_attn.attention.portable import forward as portable_forward
+
+    problem, tensors, _ = described_for_launch(inputs, case)
+    config = configs.ForwardConfig("prepass", configs.Tile(block_m, 32, 4, 1))
+    return portable_forward.prepared(problem, tensors, config, saving)(tensors)
 
 
 def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks):
@@ -74,11 +83,11 @@ def go_through_the_dispatcher(monkeypatch):
 def _replace_launchers(monkeypatch, portable, forward, backward):
     given = ops._doors
 
-    def prepare_forward(problem, tensors, config, *saves_rotated):
-        return lambda tensors: Outputs(*forward(problem, tensors, config, *saves_rotated))
+    def prepare_forward(problem, tensors, config, saving):
+        return lambda tensors: Outputs(*forward(problem, tensors, config, saving))
 
-    def prepare_backward(problem, tensors, config, *is_rotated):
-        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config, *is_rotated))
+    def prepare_backward(problem, tensors, config, is_rotated):
+        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config, is_rotated))
 
     doors = prepare_forward, prepare_backward
     monkeypatch.setattr(ops, "_doors", lambda asked: doors if asked is portable else given(asked))
@@ -90,9 +99,9 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
 def replace_portable_launchers(monkeypatch, forward, backward=None):
     """``forward`` and ``backward`` run in the place of the portable kernels' launchers.
 
-    Both are called with (problem, tensors, configuration) and return what a launcher returns: (o, lse), or with q_rot
-    and k_rot behind them, and (dq, dk, dv). In the place of sm_90's they are told True behind that, where q and k are
-    to be saved rotated, or come so.
+    Both are called with (problem, tensors, configuration), forward with a ``Saving`` behind them and backward with
+    whether q and k come rotated; they return what a launcher returns: (o, lse), or with q_rot and k_rot behind them,
+    and (dq, dk, dv).
     """
     _replace_launchers(monkeypatch, True, forward, backward)
 

@@ -164,7 +164,7 @@ def call(theme: str) -> str:
     c.box(
         640, 310, 310, 50, ["ops.py: the operator's gradient", "has no gradient itself: double backward raises"], "host"
     )
-    c.arrow((390, 335), (640, 335), dashed=True, label="saved: q, k, v unrotated, o, lse, tables", at=(516, 328))
+    c.arrow((390, 335), (640, 335), dashed=True, label="saved: rotated q, k; v, o, lse, tables", at=(516, 328))
     c.arrow((795, 360), (795, 382))
     c.box(640, 382, 310, 50, ["planning.py + configs.py", "of the backward pass, by itself"], "host")
     c.arrow((795, 432), (795, 486))

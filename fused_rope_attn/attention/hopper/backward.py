@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.arguments import padded_rows, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, padded_rows, rotated_shape
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count

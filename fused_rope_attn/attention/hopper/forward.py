@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.arguments import rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import ROWS, rotated_shape
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
-from fused_rope_attn.attention.problem import Outputs, Problem, Tensors
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -19,9 +19,11 @@ from fused_rope_attn.runtime.triton_compat import gl
 
 
 class ForwardCall:
-    """The launches of one forward signature; ``saves_rotated``: of one that keeps q and k rotated for backward."""
+    """The launches of one forward signature; of packed queries only wide heads are saved as ``Saving.ROWS``."""
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saves_rotated: bool = False):
+    def __init__(
+        self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saving: Saving = Saving.NOTHING
+    ):  # fmt: skip
         given = Tensors(*tensors)
         q, k, v = given.q, given.k, given.v
         pad_d = max(64, block_d(problem.head_dim))
@@ -29,7 +31,7 @@ class ForwardCall:
         self.empty = problem.batch * problem.len_q == 0
         self.o_strides = output_strides(q)
         self.packed = problem.is_packed
-        self.saves_rotated = saves_rotated
+        self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
         block_n = config.block_n
@@ -50,7 +52,7 @@ class ForwardCall:
         q_layout = layout([1, 1, ROWS.value, pad_d], element)
         if wide:
             self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
-        elif saves_rotated:
+        elif self.saves_rotated:
             self.q_rot_shape = rotated_shape(
                 problem.batch, problem.heads_q, problem.len_q, problem.sequences, problem.head_dim
             )

@@ -4,7 +4,7 @@ Both directions give a block two warpgroups that multiply. Each of them owns as 
 queries in the forward, of keys in the backward.
 """
 
-from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS
 from fused_rope_attn.runtime.triton_compat import gl
 
 # Warps of a warpgroup: all warps but the loading one come in fours.
@@ -18,20 +18,5 @@ KEYS = gl.constexpr(64)
 # Query rows of the forward's tile: those of both warpgroups.
 FORWARD_BLOCK_M = gl.constexpr(128)
 # Query rows that the backward takes at a time, and key rows of its tile: those of both warpgroups.
-BACKWARD_BLOCK_M = gl.constexpr(64)
+BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS)
 BACKWARD_BLOCK_N = gl.constexpr(128)
-
-
-def padded_rows(len_q: int, sequences: int | None) -> int:
-    """Rows for each head in buffers of the backward's tiles: NQ up to whole tiles.
-
-    Packed sequences begin at ``kernels.lengths.padded_row`` each and have whole tiles to themselves.
-    """
-    return tile_count(len_q, sequences, BACKWARD_BLOCK_M.value) * BACKWARD_BLOCK_M.value
-
-
-def rotated_shape(
-    batch: int, heads: int, len_q: int, sequences: int | None, head_dim: int
-) -> tuple[int, int, int, int]:
-    """Shape of the rotated queries that the backward reads: like q, packed sequences in ``padded_rows``."""
-    return (batch, heads, len_q if sequences is None else padded_rows(len_q, sequences), head_dim)

@@ -17,21 +17,28 @@ from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, ou
 
 
 class BackwardCall:
-    """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do."""
+    """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do.
 
-    def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig):
+    is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
+    """
+
+    def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False):
         do, o, *of_forward = tensors
         given = Tensors(*of_forward)
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
-        self.inline = inline = config.strategy == "inline"
+        inline = config.strategy == "inline" and not is_rotated
         self.preprocess = self.dkdv = self.dq = self.dsinks_shape = None
-        self.strides = dq_strides, dk_strides, dv_strides = output_strides(q), output_strides(k), output_strides(v)
+        # o lies in memory as q did, and in practice v as k did.
+        dq_strides, dk_strides = map(output_strides, (o, v) if is_rotated else (q, k))
+        self.strides = dq_strides, dk_strides, dv_strides = dq_strides, dk_strides, output_strides(v)
+        # Whether q and k are what the products take: they are rotated in the loops, or have been.
+        self.takes_given = inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)
         tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         chunk, block = config.rotate_heads, config.rotate_rows
         programs = tile_count(problem.len_q, sequences, block) * triton.cdiv(problem.heads_q, chunk) * batch
-        if not inline:
+        if not self.takes_given:
             programs += tile_count(problem.len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk) * batch
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
         pdl = config.pdl and programs > 0 and batch * problem.len_k > 0
@@ -60,7 +67,7 @@ class BackwardCall:
                 pitch=problem.len_q,
                 HEADS=chunk,
                 BLOCK_N=block,
-                ROTATE=not inline,
+                ROTATE=not self.takes_given,
                 PROGRESS_ROWS=0,
                 PAD_TO=0,
             )
@@ -102,8 +109,8 @@ class BackwardCall:
             )
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the rotated q and k; q and k themselves where they are rotated inline."""
-        if self.inline:
+        """Room for the rotated q and k; q and k themselves where they are rotated inline, or have been before."""
+        if self.takes_given:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -111,7 +118,7 @@ class BackwardCall:
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-            for x, strides in zip((q, k, v), self.strides)
+            for x, strides in zip((o, k, v), self.strides)
         )
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
 from fused_rope_attn.attention.prepass import RotateKeys
-from fused_rope_attn.attention.problem import Outputs, Problem, Tensors
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, output_strides
 
 
 class ForwardCall:
     """The launches of one forward signature: with a pre-pass, or without."""
 
-    def __init__(self, problem: Problem, tensors: tuple, config: ForwardConfig):
+    def __init__(self, problem: Problem, tensors: tuple, config: ForwardConfig, saving: Saving = Saving.NOTHING):
         given = Tensors(*tensors)
         q, k, v = given.q, given.k, given.v
         self.o_strides = output_strides(q)
@@ -31,6 +31,12 @@ class ForwardCall:
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None
         tile, pad_d = config.tile, block_d(problem.head_dim)
+        padding = PADDED_TILE_ROWS if saving is Saving.TILES else 0
+        # Tiles of fewer rows would leave some of the padding as it was.
+        self.saves_rotated = saving is not Saving.NOTHING and not inline and tile.block_m >= padding
+        self.q_rot_shape = rotated_shape(
+            problem.batch, problem.heads_q, problem.len_q, problem.sequences if padding else None, problem.head_dim
+        )
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
         self.k_source = Source(k_like, tile.block_n, pad_d, tma)
         self.v_source = Source(v, tile.block_n, pad_d, tma)
@@ -47,6 +53,7 @@ class ForwardCall:
             k_strides=k_like.stride(),
             v_strides=v.stride(),
             o_strides=self.o_strides,
+            q_rot_strides=contiguous_strides(self.q_rot_shape) if self.saves_rotated else None,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             BLOCK_M=tile.block_m,
@@ -56,6 +63,7 @@ class ForwardCall:
             USE_TMA=tma,
             USE_INT64_OFFSETS=is_long(q.stride(), k.stride(), v.stride(), self.o_strides),
             PREFETCH_ROWS=0 if tma or not pdl else config.prefetch_rows,
+            PAD_TO=padding,
             PDL=pdl,
         )
 
@@ -68,12 +76,14 @@ class ForwardCall:
         stream = device.current_stream(q.device)
         if self.rotate_keys is not None:
             k = self.rotate_keys(stream, tensors)
+        q_rot = q.new_empty(self.q_rot_shape) if self.saves_rotated else None
         self.launch(
-            stream, q_ptr=q, k_ptr=self.k_source(k), v_ptr=self.v_source(tensors.v), cos_ptr=tensors.cos,
-            sin_ptr=tensors.sin, o_ptr=o, lse_ptr=lse, sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts,
-            lens_ptr=tensors.kv_lens, cu_q_ptr=tensors.cu_seqlens_q, cu_k_ptr=tensors.cu_seqlens_k,
+            stream, q_ptr=q, q_rot_ptr=q_rot, k_ptr=self.k_source(k), v_ptr=self.v_source(tensors.v),
+            cos_ptr=tensors.cos, sin_ptr=tensors.sin, o_ptr=o, lse_ptr=lse, sinks_ptr=tensors.sinks,
+            starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens, cu_q_ptr=tensors.cu_seqlens_q,
+            cu_k_ptr=tensors.cu_seqlens_k,
         )  # fmt: skip
-        return Outputs(o, lse)
+        return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
 
 
 prepared = PreparedCalls(ForwardCall)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record
@@ -11,7 +12,15 @@ from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, load_r
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
-from fused_rope_attn.kernels.tiles import RowFormat, head_rows, load_head_tile, prefetch_rows, rows_from, store_tile
+from fused_rope_attn.kernels.tiles import (
+    Origin,
+    RowFormat,
+    head_rows,
+    load_head_tile,
+    prefetch_rows,
+    rows_from,
+    store_tile,
+)
 
 
 @record
@@ -67,21 +76,38 @@ def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: 
     return softmax
 
 
+@triton.jit
+def save_queries(q, q_rot_ptr, q_rot_strides, tile, start_m, row_format, PAD_TO: tl.constexpr):
+    """Write the rotated tile q (BLOCK_M, BLOCK_D) of a ``Tile`` where the backward pass reads it.
+
+    That is the row that it has in q, or with PAD_TO, for packed sequences, the one behind ``padded_row``; then the rows
+    up to a multiple of PAD_TO are zero. PAD_TO is 0 or at most BLOCK_M.
+    """
+    origin = tile.origin
+    num_rows = tile.num_rows
+    if PAD_TO:
+        first_row = padded_row(tile.origin.row, tile.sequence, PAD_TO)
+        origin = Origin(batch=tile.origin.batch, head=tile.origin.head, row=first_row)
+        num_rows = tl.cdiv(tile.num_rows, PAD_TO) * PAD_TO
+    rows = head_rows(q_rot_ptr, q_rot_strides, origin, num_rows, row_format)
+    store_tile(rows_from(rows, start_m), q, tl.arange(0, q.shape[0]))
+
+
 @triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
                                "num_sequences", "left", "right"])  # fmt: skip
-def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr,
-                   cu_k_ptr, q_strides, k_strides, v_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign,
-                   cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
-                   D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
+def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr, lens_ptr,
+                   cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides, cos_strides,
+                   sin_strides, qk_scale, q_sign, cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK,
+                   num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
                    READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
                    USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+                   PAD_TO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. What a call does
-    not use is None, and costs nothing: sinks to cu_k, cap_scale to right, num_sequences. Without ROTATE_INLINE k lies
-    rotated in memory, in pair order.
+    not use is None, and costs nothing: sinks to cu_k, cap_scale to right, num_sequences, and q_rot, in which the
+    rotated queries are saved as ``save_queries`` says. Without ROTATE_INLINE k lies rotated in memory, in pair order.
     """
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
@@ -109,6 +135,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_
     position_m = start_m + sequence.q_offset
     positions_q = position_m + offs
     q = load_rotated(rows_from(q_rows, start_m), offs, rotation, position_m, q_sign)
+    if q_rot_ptr is not None:
+        save_queries(q, q_rot_ptr, q_rot_strides, tile, start_m, row_format, PAD_TO)
 
     # The first block is taken apart; blocks in [full_first, full_last) run without masks.
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
