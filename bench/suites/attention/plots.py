@@ -7,32 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.attention.colours import COLOURS
+from bench.attention.standing import ours, strongest
 from bench.names import length_name
 from bench.plots import STYLE, pyplot, save
 from bench.report import Row, timed
-from bench.suites.attention.report import ours, strongest
 from bench.timing import EVEN, ratio
 
-# One colour for each provider, in every plot: red is ours, amber FlashAttention-2, blue cuDNN, green FlashAttention-4,
-# violet Triton, grey HF.
-COLOURS = {
-    "fused": "#d7263d",
-    "fused_inline": "#f46036",
-    "fused_prepass": "#a4133c",
-    "fused_hopper": "#ff5d8f",
-    "hf_sdpa": "#adb5bd",
-    "hf_flash_attn": "#6c757d",
-    "hf_triton_fa2": "#b892ff",
-    "liger_flash": "#f2a33a",
-    "liger_cudnn": "#1f77b4",
-    "liger_fa4": "#2a9d4b",
-    "compiled_cudnn": "#56a3d9",
-    "compiled_fa4": "#80c565",
-    "bare_flash": "#8f5a08",
-    "bare_cudnn": "#0b3c6f",
-    "bare_fa4": "#0f5c2e",
-    "bare_triton_fa2": "#6a3d9a",
-}
 _MARKERS = {"fused": "o", "hf": "^", "liger": "s", "compiled": "D", "bare": ""}
 # A talk's figure holds about eight lines: these, and whoever else is the strongest anywhere.
 _SHOWN = (
