@@ -202,8 +202,9 @@ def never_missing() -> None:
 
 
 def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, part: str) -> Callable[[], Any]:
-    """The function of a pass that is timed: "fwd" calls ``run(*leaves)`` without gradients, "bwd" runs the backward of
-    one graph again and again, "both" builds the graph every time. ``leaves`` that want gradients get them."""
+    """The function of a pass that is timed: "fwd" calls ``run(*leaves)`` without gradients, "fwd_grad" builds the graph
+    and drops it, "bwd" runs the backward of one graph again and again, "both" builds the graph every time. ``leaves``
+    that want gradients get them."""
     if part == "fwd":
 
         def forward() -> Any:
@@ -215,6 +216,8 @@ def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, 
     if part == "bwd":
         out = run(*leaves)
         return lambda: torch.autograd.grad(out, wanted, given, retain_graph=True)
+    if part == "fwd_grad":
+        return lambda: run(*leaves)
     if part == "both":
         return lambda: torch.autograd.grad(run(*leaves), wanted, given)
-    raise ValueError(f"a pass is fwd, bwd or both, not {part!r}")
+    raise ValueError(f"a pass is fwd, fwd_grad, bwd or both, not {part!r}")

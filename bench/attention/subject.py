@@ -31,7 +31,7 @@ class Subject:
         return [t.requires_grad_() for t in (*qk, x.v.detach())]
 
     def make(self, part: str) -> Callable[[], Any]:
-        """``fwd``, ``bwd`` or ``both``, as ``suite.forward_or_backward`` has them."""
+        """``fwd``, ``fwd_grad``, ``bwd`` or ``both``, as ``suite.forward_or_backward`` has them."""
         run, tables, causal = self._provider.run, self._tables, self._causal
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -33,8 +33,11 @@ class ProblemTrial(Trial):
 
     def enter(self, provider: Provider) -> Entry:
         verdict = check(provider, self._gate, self._clock.synchronize, grads=self._grads, strict=self._strict)
-        subject = Subject(provider, self._inputs, self.case.case.causal)
-        return Entry(provider, verdict, subject.make, facts=verdict.fields())
+        return Entry(provider, verdict, self.subject(provider).make, facts=verdict.fields())
+
+    def subject(self, provider: Provider) -> Subject:
+        """The provider with these inputs."""
+        return Subject(provider, self._inputs, self.case.case.causal)
 
     def gated(self) -> None:
         self._gate.release()

@@ -10,9 +10,9 @@ from typing import Any
 from bench.attention.colours import COLOURS
 from bench.attention.standing import ours, strongest
 from bench.names import length_name
-from bench.plots import STYLE, pyplot, save
+from bench.plots import STYLE, pyplot, ratio_bar, save
 from bench.report import Row, timed
-from bench.timing import EVEN, ratio
+from bench.timing import ratio
 
 _MARKERS = {"fused": "o", "hf": "^", "liger": "s", "compiled": "D", "bare": ""}
 # A talk's figure holds about eight lines: these, and whoever else is the strongest anywhere.
@@ -160,21 +160,8 @@ def _bars(axis: Any, cases: list[str], series: list[tuple[str, str, dict[str, fl
         for position, case in enumerate(cases):
             if case not in values:
                 continue
-            value = values[case]
             x = position + (index - (len(series) - 1) / 2) * width
-            lost = value < EVEN
-            hatch = "//" if lost else None
-            axis.bar(x, value - 1, width * 0.94, bottom=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
-            axis.annotate(
-                f"{value:.2f}",
-                (x, value),
-                xytext=(0, -3 if lost else 3),
-                textcoords="offset points",
-                ha="center",
-                va="top" if lost else "bottom",
-                fontsize=9,
-                color="#b00020" if lost else "#222222",
-            )
+            ratio_bar(axis, x, values[case], width, colour, 9)
     axis.set_xticks(range(len(cases)), cases, fontsize=12)
 
 

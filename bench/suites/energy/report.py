@@ -1,0 +1,70 @@
+"""Rows of energy to text: every provider of a case beside ours, losses printed like wins."""
+
+from __future__ import annotations
+
+from bench.attention.standing import ours, strongest
+from bench.report import PASSES, Row, milliseconds, not_timed, speedup, table, timed
+from bench.timing import EVEN, ratio
+
+_HEADER = ["", "pass", "ms", "mJ", "mJ of the rounds", "W", "MHz", "their ms / ours", "their mJ / ours"]
+
+
+def millijoules(value: float) -> str:
+    """Four significant digits: 3.217, 113.4, 2443."""
+    return f"{value:#.4g}".rstrip(".")
+
+
+def case_report(rows: list[Row]) -> str:
+    """A line for each provider and pass of one case, then who was not measured and why."""
+    first = rows[0]
+    lines = []
+    for part in PASSES:
+        group = timed(rows, part)
+        mine = ours(group, "mj")
+        for row in sorted(group, key=lambda row: row["mj"]):
+            spread = f"{millijoules(min(row['mj_rounds']))}-{millijoules(max(row['mj_rounds']))}"
+            line = [row["label"] + " ~" * (row["status"] == "loose"), part, milliseconds(row["ms"])]
+            line += [millijoules(row["mj"]), spread, f"{row['watts']:.0f}", f"{row['mhz']:.0f}"]
+            if mine is None or row is mine:
+                line += ["", ""]
+            else:
+                line += [speedup(value) for value in against(row, mine)]
+            lines.append(line)
+    limit = first.get("limit_watts")
+    head = f"{first['case']}   {first['shape']}" + (f"   (power limit {limit:.0f} W)" if limit else "")
+    blocks = [head, *([table(_HEADER, lines)] if lines else []), "\n".join(not_timed(rows))]
+    return "\n".join(filter(None, blocks))
+
+
+def against(row: Row, mine: Row) -> tuple[float, float]:
+    """Of a rival's row (its time over ours, its energy over ours), medians over rounds."""
+    return ratio(row["rounds"], mine["rounds"]), ratio(row["mj_rounds"], mine["mj_rounds"])
+
+
+def summary(rows: list[Row]) -> str:
+    """A line for each case and pass: ours, the rival with the least energy that rotates, and that of those which do
+    not."""
+    lines, less, more = [], 0, 0
+    for case in dict.fromkeys(row["case"] for row in rows):
+        for part in PASSES:
+            group = [row for row in timed(rows, part) if row["case"] == case]
+            mine = ours(group, "mj")
+            if mine is None:
+                continue
+            line = [case, part, milliseconds(mine["ms"]), millijoules(mine["mj"]), f"{mine['watts']:.0f}"]
+            for rotates in (True, False):
+                other = strongest(group, rotates=rotates, figure="mj")
+                if other is None:
+                    line += ["-", "", ""]
+                    continue
+                value = against(other, mine)[1]
+                if rotates:
+                    less, more = less + (value >= EVEN), more + (value < EVEN)
+                line += [other["label"] + " ~" * (other["status"] == "loose"), millijoules(other["mj"]), speedup(value)]
+            lines.append(line)
+    if not lines:
+        return "nothing was measured"
+    header = ["case", "pass", "ours ms", "mJ", "W", "least energy with rotation", "mJ", "theirs / ours"]
+    header += ["least energy without", "mJ", "theirs / ours"]
+    count = f"Energy against the best rival that rotates: {less} not more, {more} more"
+    return f"{count}\n\n{table(header, lines, left=2)}"
