@@ -141,39 +141,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class GpuClock:
-    """Device time by events, host time by wall clock, memory by the allocator, graphs by capture."""
+class DeviceClock:
+    """What every clock of a GPU has: host time by wall clock, memory by the allocator, graphs by capture."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-        self._flush.zero_()
-        self.flush_ms = min(self.sample(self._flush.zero_, 3))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
-        """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
-        for start, end in zip(starts, ends):
-            self._flush.zero_()
-            start.record()
-            fn()
-            end.record()
-        self.synchronize()
-        return [start.elapsed_time(end) for start, end in zip(starts, ends)]
-
-    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
-        """How many calls fill ``round_ms`` of device time, from 1 to 100; warms ``fn`` up."""
-        fn()
-        self.synchronize()
-        once = self.sample(fn, 1)[0]
-        if once > round_ms:
-            return 1
-        estimate = min(self.sample(fn, 3)) + self.flush_ms
-        return max(1, min(100, round(round_ms / estimate)))
 
     def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
         """A CUDA graph of one call of the function that ``make`` returns; ``.replay`` of it.
@@ -247,3 +222,35 @@ class GpuClock:
         """Give cached memory back between cases."""
         self.synchronize()
         torch.cuda.empty_cache()
+
+
+class GpuClock(DeviceClock):
+    """Device time of single calls by events, each with a cold L2."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._flush.zero_()
+        self.flush_ms = min(self.sample(self._flush.zero_, 3))
+
+    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
+        """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        for start, end in zip(starts, ends):
+            self._flush.zero_()
+            start.record()
+            fn()
+            end.record()
+        self.synchronize()
+        return [start.elapsed_time(end) for start, end in zip(starts, ends)]
+
+    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        """How many calls fill ``round_ms`` of device time, from 1 to 100; warms ``fn`` up."""
+        fn()
+        self.synchronize()
+        once = self.sample(fn, 1)[0]
+        if once > round_ms:
+            return 1
+        estimate = min(self.sample(fn, 3)) + self.flush_ms
+        return max(1, min(100, round(round_ms / estimate)))

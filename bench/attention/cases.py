@@ -109,7 +109,7 @@ def named(names: list[str], dtype: torch.dtype) -> list[BenchCase]:
     ValueError that lists what there is for another name, or without any.
     """
     known = {case.name.lower() for case in CASES} | {*GROUPS}
-    asked = {name if name in GROUPS else name.lower() for name in names}
+    asked = {name.lower() for name in names}
     if not asked or asked - known:
         what = ", ".join(sorted(asked - known)) or "nothing"
         groups, all_names = ", ".join(GROUPS), ", ".join(case.name for case in CASES)

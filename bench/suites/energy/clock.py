@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.suites.energy.counter import Counter
-from bench.timing import GpuClock, quantile
+from bench.timing import DeviceClock, quantile
 
 _WARM_SHARE = 0.15  # of a sample's replays: not measured, so that the card's clock settles
 _GRAPH_MS = 1.0  # what a graph lasts at least, in as many calls as that takes, so that replaying costs nothing
@@ -91,7 +91,7 @@ class Graph:
         self.replay()
 
 
-class LoadClock(GpuClock):
+class LoadClock(DeviceClock):
     """A ``runner.Clock`` whose samples are ``Load``."""
 
     def __init__(self, device: torch.device, counter: Counter):
@@ -169,8 +169,8 @@ class LoadClock(GpuClock):
 class Watch:
     """The steps of an energy counter, and the clock of the card at each look."""
 
-    def __init__(self, counter: Counter, now: Callable[[], float] = time.perf_counter):
-        self._counter, self._now = counter, now
+    def __init__(self, counter: Counter):
+        self._counter = counter
         self._last = counter.millijoules()
         self._steps: list[tuple[float, int]] = []  # (seconds, millijoules) right after a step
         self._mhz: list[float] = []
@@ -179,7 +179,7 @@ class Watch:
         read = self._counter.millijoules()
         if read != self._last:
             self._last = read
-            self._steps.append((self._now(), read))
+            self._steps.append((time.perf_counter(), read))
             self._mhz.append(self._counter.megahertz())
 
     def watts(self) -> float:
