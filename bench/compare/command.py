@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from bench.command import refuse
@@ -27,8 +26,8 @@ def main(argv: list[str]) -> int:
         figures = words(args.figures)
         if not figures or set(figures) - set(FIGURES):
             raise ValueError(f"--figures takes {', '.join(FIGURES)}, not {args.figures!r}")
-        a, b = (_chosen(read(path), args) for path in (args.a, args.b))
-        found = _of_providers(compare(a, b, figures, args.yardstick), words(args.providers))
+        a, b = read(args.a), read(args.b)
+        found = _chosen(compare(a, b, figures, args.yardstick), args)
     except (OSError, ValueError) as error:
         return refuse("compare", str(error))
     print("\n\n".join(filter(None, _blocks(a, b, found, args))))
@@ -54,45 +53,40 @@ def _parser() -> argparse.ArgumentParser:
     add("--threshold", type=float, default=0.02, metavar="SHARE", help=text)
     add("--figures", default=",".join(FIGURES), help=f"of {', '.join(FIGURES)} (default: all that both have)")
     add("--cases", default="", metavar="TEXT", help="only cases whose name contains one of these")
-    add("--providers", default="", metavar="NAMES", help="show only these; the others still tell the noise")
+    add("--providers", default="", metavar="NAMES", help="only these; the others still tell the noise")
     add("--passes", default="", metavar="NAMES", help="only these passes")
     add("--modes", default="", metavar="NAMES", help="only these modes")
     add("--all", action="store_true", help="also print what did not move")
     return parser
 
 
-def _chosen(file: File, args: argparse.Namespace) -> File:
-    """What --cases, --passes and --modes leave of a file. ValueError where that is nothing."""
+def _chosen(found: Comparison, args: argparse.Namespace) -> Comparison:
+    """What --cases, --providers, --passes and --modes leave. What they leave out has told the noise with the rest.
+
+    ValueError where they leave nothing.
+    """
     cases = [word.lower() for word in words(args.cases)]
-    passes, modes = words(args.passes), words(args.modes)
+    chosen = {"provider": words(args.providers), "part": words(args.passes), "mode": words(args.modes)}
 
     def wanted(key: Key) -> bool:
-        # A provider that failed before its passes has neither pass nor mode.
-        return (
-            (not cases or any(word in key.case.lower() for word in cases))
-            and (not passes or key.part in (*passes, ""))
-            and (not modes or key.mode in (*modes, ""))
+        if cases and not any(word in key.case.lower() for word in cases):
+            return False
+        return all(not names or getattr(key, field) in names for field, names in chosen.items())
+
+    moves = [move for move in found.moves if wanted(move.key)]
+    if not moves:
+        keys = [move.key for move in found.moves]
+        known = {field: ", ".join(dict.fromkeys(getattr(key, field) for key in keys)) for field in chosen}
+        raise ValueError(
+            "--cases, --providers, --passes and --modes leave nothing that both files have; there are the providers "
+            f"{known['provider']}, the passes {known['part']} and the modes {known['mode']}"
         )
-
-    measured = {key: found for key, found in file.measured.items() if wanted(key)}
-    if not measured:
-        raise ValueError(f"nothing in {file.path} is left by --cases, --passes and --modes")
-    return replace(file, measured=measured, failed={key: why for key, why in file.failed.items() if wanted(key)})
-
-
-def _of_providers(found: Comparison, providers: list[str]) -> Comparison:
-    """What is shown. ValueError where that is nothing."""
-    if not providers:
-        return found
-    known = dict.fromkeys(move.key.provider for move in found.moves)
-    if unknown := [name for name in providers if name not in known]:
-        raise ValueError(f"--providers must be in both files, not {', '.join(unknown)}; there are {', '.join(known)}")
     return Comparison(
-        [move for move in found.moves if move.key.provider in providers],
-        *([key for key in keys if key.provider in providers] for keys in (found.only_a, found.only_b)),
-        *({key: why for key, why in f.items() if key.provider in providers} for f in (found.lost, found.won)),
-        [key for key in found.without_yardstick if key.provider in providers],
-        found.blind,
+        moves,
+        *([key for key in keys if wanted(key)] for keys in (found.only_a, found.only_b)),
+        *({key: why for key, why in failures.items() if wanted(key)} for failures in (found.lost, found.won)),
+        [key for key in found.without_yardstick if wanted(key)],
+        [(part, mode) for part, mode in found.blind if any(move.key[4:6] == (part, mode) for move in moves)],
     )
 
 

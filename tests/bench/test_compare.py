@@ -276,12 +276,23 @@ def test_rows_of_one_file_alone_are_named(run):
     assert "Measured in B, not in A:" in run(b, _rows())[1]
 
 
+def test_what_is_left_out_still_tells_the_noise(run):
+    """Rivals moved by 5 %, some up and some down: ours at one case, asked for alone, did not move by more."""
+    b = [row | _times(row["ms"] * (1.05 if number % 2 else 0.95)) for number, row in enumerate(_rows())]
+    for options in ((), ("--providers", "fused"), ("--providers", "fused", "--cases", "Small-1K")):
+        status, text = run(_rows(), b, "--figures", "ms", *options)
+        assert status == 0 and "Ours: 0 worse, 0 better" in text
+    assert "Too few rivals" not in text and "hf_sdpa" not in text and "Llama7B" not in text
+
+
 def test_wrong_options_are_named(run):
     for options, message in (
         (("--threshold", "2"), "--threshold"),
         (("--figures", "tflops"), "--figures takes ms, mj, peak_mib"),
-        (("--providers", "nobody"), "--providers must be in both files, not nobody"),
-        (("--cases", "nowhere"), "nothing in"),
+        (("--providers", "nobody"), "leave nothing that both files have; there are the providers fused, hf_sdpa"),
+        (("--cases", "nowhere"), "leave nothing"),
+        (("--passes", "bwd"), "the passes fwd and the modes graph"),
+        (("--modes", "eager"), "leave nothing"),
     ):
         status, text = run(_rows(), _rows(), *options)
         assert status == 2 and message in text
