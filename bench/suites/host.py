@@ -26,6 +26,7 @@ from bench.gate import Verdict
 from bench.names import DTYPES, words
 from bench.report import Row, not_timed, speedup, table, timed
 from bench.suite import Entry, Suite, Times, never_missing, pick, provider_table
+from bench.tables import markdown, provenance
 from bench.timing import quantile, ratio
 from fused_rope_attn.testing import Case
 
@@ -212,6 +213,26 @@ def summary(rows: list[Row]) -> str:
     blocks = [f"{rows[0]['shape']}, eager calls, one thread"] if rows else []
     blocks.append(table(header, lines) if lines else "nothing was timed")
     return "\n\n".join([*blocks, *filter(None, ["\n".join(not_timed(rows))])])
+
+
+def results(rows: list[Row]) -> str:
+    """The generated table of the documents. ValueError without times of ours."""
+    found = {(row["provider"], row["pass"]): row for row in timed(rows)}
+    if not any(name == MINE for name, _ in found):
+        raise ValueError(f"no host time of {MINE}")
+    parts = [part for part in PASSES if (MINE, part) in found]
+    lines = []
+    for name in PROVIDERS:
+        here = [found.get((name, part)) for part in parts]
+        if any(here):
+            label = "`rope_attention`" if name == MINE else next(row["label"] for row in here if row)
+            lines.append([label, *(_quartiles(row) for row in here)])
+    header = [f"host time, µs (quartiles), at {rows[0]['shape']}", *(PASSES[part] for part in parts)]
+    return f"{markdown(header, lines)}\n\nEager calls of one thread. {provenance(rows, 'cuDNN')}"
+
+
+def _quartiles(row: Row | None) -> str:
+    return "" if row is None else f"{1e3 * row['ms']:.1f} ({1e3 * row['p25']:.1f} to {1e3 * row['p75']:.1f})"
 
 
 def _against(row: Row, mine: Row) -> str:

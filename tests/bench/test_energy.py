@@ -15,7 +15,7 @@ from bench.suites.energy import clock as energy_clock
 from bench.suites.energy import plots
 from bench.suites.energy.clock import Graph, Load, LoadClock, Loads, Watch
 from bench.suites.energy.counter import Nvml
-from bench.suites.energy.report import case_report, millijoules, summary
+from bench.suites.energy.report import case_report, millijoules, results, summary
 from bench.suites.energy.suite import USUAL, Energy
 from tests.support.bench import FACTS, TINY, Scripted, attention_row, right, run
 from tests.support.clocks import WallClock
@@ -289,6 +289,16 @@ def test_the_summary_counts_energy_not_time():
     assert "1.10x" in lines[0] and "0.80x LOSS" in lines[0] and "0.86x LOSS" in lines[1] and "FA4 ~" in lines[1]
     assert summary([]) == "nothing was measured"
     assert [millijoules(value) for value in (3.2171, 113.44, 2443.2)] == ["3.217", "113.4", "2443"]
+
+
+def test_the_table_of_the_documents():
+    lines = results(_rows()).splitlines()
+    assert lines[0] == "|  | `rope_attention` | Liger rope + FA4 | bare cuDNN |"
+    assert lines[2] == "| Llama7B-2K, forward | 0.1500 ms, 100.0 mJ, 667 W | 1.07 / 1.10× | 0.93 / 0.80× |"
+    assert lines[3] == "| Llama7B-4K, forward | 0.5000 ms, 350.0 mJ, 700 W | 0.96 / 0.86× ~ |  |"
+    assert "~: outside" in lines[-1] and "NVIDIA H200, bfloat16, driver 580" in lines[-1]
+    with pytest.raises(ValueError, match="no energy of rope_attention"):
+        results([row for row in _rows() if not row["ours"]])
 
 
 def test_the_plot_shows_time_above_energy():

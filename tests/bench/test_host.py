@@ -114,6 +114,11 @@ def test_ratios_to_functions_that_do_nothing_are_no_losses():
     assert "0.10x" in lines["a function that does nothing"] and "LOSS" not in lines["a function that does nothing"]
     assert "80.0" in lines["fused (auto)"] and "72.0-88.0" in lines["fused (auto)"] and "x" not in lines["fused (auto)"]
     assert host.summary([]) == "nothing was timed"
+    table = host.results(rows[:-1]).splitlines()
+    assert table[2] == "| `rope_attention` | 80.0 (72.0 to 88.0) | 80.0 (72.0 to 88.0) |"
+    assert table[-3] == "| a function that does nothing | 8.0 (7.2 to 8.8) |  |" and "NVIDIA H200" in table[-1]
+    with pytest.raises(ValueError, match="no host time of fused"):
+        host.results(rows[2:])
 
 
 def test_the_command_line(capsys, monkeypatch):

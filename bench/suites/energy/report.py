@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.attention.standing import ours, strongest
 from bench.report import PASSES, Row, milliseconds, not_timed, speedup, table, timed
+from bench.tables import markdown, provenance
 from bench.timing import EVEN, ratio
 
 _HEADER = ["", "pass", "ms", "mJ", "mJ of the rounds", "W", "MHz", "their ms / ours", "their mJ / ours"]
@@ -68,3 +69,30 @@ def summary(rows: list[Row]) -> str:
     header += ["least energy without", "mJ", "theirs / ours"]
     count = f"Energy against the best rival that rotates: {less} not more, {more} more"
     return f"{count}\n\n{table(header, lines, left=2)}"
+
+
+def results(rows: list[Row]) -> str:
+    """The generated table of the documents: ours in ms and mJ, every rival's time and energy over it. ValueError
+    without a measurement of ours."""
+    measured = timed(rows)
+    rivals = {row["provider"]: row["label"] for row in measured if not row["ours"]}
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in measured):
+        for part, words in PASSES.items():
+            group = [row for row in timed(measured, part) if row["case"] == case]
+            mine = ours(group, "mj")
+            if mine is None:
+                continue
+            found = {row["provider"]: row for row in group}
+            cells = [f"{milliseconds(mine['ms'])} ms, {millijoules(mine['mj'])} mJ, {mine['watts']:.0f} W"]
+            for name in rivals:
+                row = found.get(name)
+                pair = "" if row is None else " / ".join(f"{value:.2f}" for value in against(row, mine)) + "×"
+                cells.append(pair + " ~" * (row is not None and row["status"] == "loose"))
+            lines.append([f"{case}, {words}", *cells])
+    if not lines:
+        raise ValueError("no energy of rope_attention")
+    loose = " ~: outside the tolerance that ours is held to." * any(row["status"] == "loose" for row in measured)
+    note = f"Rivals: time / energy over ours, below 1 ours takes more.{loose}"
+    packages = ("cuDNN", "liger-kernel", "fa3-fwd", "flash-attn-4")
+    return f"{markdown(['', '`rope_attention`', *rivals.values()], lines)}\n\n{note} {provenance(rows, *packages)}"
