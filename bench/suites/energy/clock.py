@@ -25,7 +25,7 @@ _WARM_SHARE = 0.15  # of a sample's replays: not measured, so that the card's cl
 _GRAPH_MS = 1.0  # what a graph lasts at least, in as many calls as that takes, so that replaying costs nothing
 _MOST_CALLS = 64  # in one graph
 _BURST_MS = 5.0  # of replays that are queued at once
-_AHEAD = 2  # bursts in the queue: the device never waits, and the host sees the counter's steps as they come
+_AHEAD = 4  # bursts in the queue: the device never waits, however long NVML takes to answer
 _POLL_S = 2e-4
 
 
