@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from baselines.base import Attention, import_error, missing_package
 from baselines.triton_fa2 import triton_fa2
 
-# flash-attn and FlashAttention-4 take (B, N, H, D). The moves are views, about 3 µs of host time each.
+# flash-attn and FlashAttention-3 and -4 take (B, N, H, D). The moves are views, about 3 µs of host time each.
 _TO_BNHD = "b h n d -> b n h d"
 _TO_BHND = "b n h d -> b h n d"
 
@@ -78,6 +78,22 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return rearrange(o[0] if isinstance(o, tuple) else o, _TO_BHND)
 
 
+def _missing_fa3() -> str | None:
+    return missing_package("fa3-fwd", "fa3_fwd_interface", "flash_attn_func")
+
+
+@functools.cache
+def _flash_attn_3() -> Callable[..., Tensor]:
+    from fa3_fwd_interface import flash_attn_func
+
+    return flash_attn_func
+
+
+def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    o = _flash_attn_3()(*(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=causal)
+    return rearrange(o[0] if isinstance(o, tuple) else o, _TO_BHND)
+
+
 _ANY_DTYPE = (torch.float16, torch.bfloat16, torch.float32)
 
 # PyTorch chooses the backend, as in every Hugging Face model with attn_implementation="sdpa".
@@ -86,5 +102,7 @@ SDPA_FLASH = Attention("SDPA flash", (), _nothing_missing, _sdpa_flash)
 CUDNN = Attention("cuDNN", (), _nothing_missing, _sdpa_cudnn)
 # The official package; where it is absent, the same kernels as PyTorch builds them, and the label says so.
 FLASH_ATTN = Attention(_flash_attn_label, ("flash-attn",), _nothing_missing, _flash_attn_or_sdpa)
+# The wheel has no backward kernels and none for float16.
+FA3 = Attention("FA3", ("fa3-fwd",), _missing_fa3, _fa3, (torch.bfloat16,), backward=False)
 FA4 = Attention("FA4", ("flash-attn-4",), _missing_fa4, _fa4)
 TRITON_FA2 = Attention("Triton FA2", (), _nothing_missing, triton_fa2, _ANY_DTYPE, head_dim_multiple=1)

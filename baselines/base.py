@@ -58,7 +58,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Attention:
-    """``attend(q, k, v, causal) -> o``, differentiable. ``label`` is a function where it depends on the machine."""
+    """``attend(q, k, v, causal) -> o``, differentiable where ``backward`` says so. ``label`` is a function where it
+    depends on the machine."""
 
     label: str | Callable[[], str]
     pip: tuple[str, ...]
@@ -67,6 +68,7 @@ class Attention:
     dtypes: tuple[torch.dtype, ...] = HALF_DTYPES
     max_head_dim: int = 256
     head_dim_multiple: int = 8
+    backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class Baseline:
     @property
     def rotates(self) -> bool:
         return self.rotation is not None
+
+    @property
+    def backward(self) -> bool:
+        """False where there is a forward pass only: ``run`` then wants no gradients."""
+        return self.attention.backward
 
     @property
     def in_place(self) -> bool:

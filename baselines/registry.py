@@ -18,6 +18,8 @@ BASELINES: dict[str, Baseline] = {
         Baseline("liger_flash", rotations.LIGER, attentions.SDPA_FLASH),
         # The strongest pair that installs without a compiler.
         Baseline("liger_cudnn", rotations.LIGER, attentions.CUDNN),
+        # Forward only.
+        Baseline("liger_fa3", rotations.LIGER, attentions.FA3),
         # The strongest pair on Hopper.
         Baseline("liger_fa4", rotations.LIGER, attentions.FA4),
         # No package beyond PyTorch and the formula of Hugging Face.
@@ -26,6 +28,7 @@ BASELINES: dict[str, Baseline] = {
         # No rotation at all. The target is that a rotation costs nothing beyond the fastest of these.
         Baseline("bare_flash", None, attentions.FLASH_ATTN),
         Baseline("bare_cudnn", None, attentions.CUDNN),
+        Baseline("bare_fa3", None, attentions.FA3),
         Baseline("bare_fa4", None, attentions.FA4),
         Baseline("bare_triton_fa2", None, attentions.TRITON_FA2),
     )

@@ -44,17 +44,19 @@ def measure(suite: type[Suite], argv: list[str]) -> int:
         reason = "no GPU here; times of the interpreter mean nothing. --dry-run lists what would run."
         return refuse(suite.command, reason)
 
-    from bench.timing import GpuClock
-
+    try:
+        clock = suite.clock(torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError as error:
+        return refuse(suite.command, str(error))
     begin, facts = time.monotonic(), environment()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     out = args.out or RESULTS / f"{_file_prefix(suite)}{card(facts['gpu'])}-{stamp}.jsonl"
     deadline = begin + args.time_budget if args.time_budget else float("inf")
     mode = getattr(args, "mode", suite.mode)
-    options = Options(passes, suite.modes if mode == "both" else (mode,), args.rounds, args.round_ms, deadline)
+    modes = suite.modes if mode == "both" else (mode,)
+    options = Options(passes, modes, args.rounds, _round_ms(suite, args), suite.mirrored, deadline)
     progress = Progress(begin)
     print(_heading(facts, out))
-    clock = GpuClock(torch.device("cuda", torch.cuda.current_device()))
     run = Run(chosen, options, clock, facts, progress)
     rows: list[Row] = []
     status = 0
@@ -133,8 +135,10 @@ def _parser(suite: type[Suite]) -> argparse.ArgumentParser:
     if len(suite.modes) > 1:
         add("--mode", choices=("eager", "graph", "both"), default=suite.mode, help="calls, CUDA graphs, or both")
     add("--rounds", type=int, default=suite.rounds)
-    text = "GPU time for each provider in each round (default: %(default)s)"
-    add("--round-ms", type=float, default=suite.round_ms, help=text)
+    if suite.round_option:
+        name, unit = suite.round_option
+        text = "how long each provider runs in each round (default: %(default)s)"
+        add(name, dest="round_length", metavar="T", type=float, default=suite.round_ms / unit, help=text)
     name = f"bench/results/{_file_prefix(suite)}GPU-DATE.jsonl"
     add("--out", type=Path, help=f"JSON lines, appended (default: {name})")
     add("--time-budget", type=float, metavar="S", help="stop cleanly after so many seconds")
@@ -147,6 +151,10 @@ def _parser(suite: type[Suite]) -> argparse.ArgumentParser:
 def _file_prefix(suite: type[Suite]) -> str:
     """What files of rows begin with: ``rope-``, ``decode-tune-``, nothing for attention."""
     return f"{suite.command.replace(' --', '-')}-" if suite.command else ""
+
+
+def _round_ms(suite: type[Suite], args: argparse.Namespace) -> float:
+    return args.round_length * suite.round_option[1] if suite.round_option else suite.round_ms
 
 
 def _passes(suite: type[Suite], args: argparse.Namespace) -> tuple[str, ...]:

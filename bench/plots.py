@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.timing import EVEN
+
 _DPI = 150
 STYLE = {
     "font.size": 12,
@@ -44,3 +46,20 @@ def save(figures: Mapping[str, Any], directory: Path, mode: str) -> list[Path]:
             pyplot().close(figure)
             files.append(path)
     return files
+
+
+def ratio_bar(axis: Any, x: float, value: float, width: float, colour: str, fontsize: float) -> None:
+    """A bar from 1 to ``value`` (theirs over ours) with its number; below 1 it hangs, hatched and its number red."""
+    lost = value < EVEN
+    hatch = "//" if lost else None
+    axis.bar(x, value - 1, width * 0.94, bottom=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
+    axis.annotate(
+        f"{value:.2f}",
+        (x, value),
+        xytext=(0, -3 if lost else 3),
+        textcoords="offset points",
+        ha="center",
+        va="top" if lost else "bottom",
+        fontsize=fontsize,
+        color="#b00020" if lost else "#222222",
+    )

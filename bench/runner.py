@@ -12,9 +12,11 @@ import torch
 from bench.suite import Entry, Row, Suite, Trial
 from bench.timing import interleave
 
-# Host times are means over this many calls that nothing waits for.
+# Calls of one round of host time.
 _HOST_CALLS = 100
 _HOST_WARM_UP = 5
+# Modes that run CUDA graphs; in "load" they run back to back, with nothing between them.
+_GRAPHS = ("graph", "load")
 
 
 class Clock(Protocol):
@@ -43,6 +45,7 @@ class Options:
     modes: tuple[str, ...] = ("eager", "graph")
     rounds: int = 5
     round_ms: float = 20.0
+    mirrored: bool = False  # every second round in the order of the one before it backwards
     deadline: float = float("inf")
 
     def out_of_time(self) -> bool:
@@ -129,6 +132,9 @@ class Run:
             rows.append(self._row(*about, part=part, mode=mode))
 
         for name, entry in entries.items():
+            if reason := trial.unsupported_pass(entry.provider, part):
+                rows.append(self._row(trial, entry.provider, "unsupported", reason, entry.facts, part=part, mode=mode))
+                continue
             try:
                 with entry.active():
                     fn = self._callable(entry, part, mode)
@@ -137,7 +143,7 @@ class Run:
                     calls[name] = self._calls(fn, mode)
                 fns[name] = entry, fn
             except Exception as error:
-                failed(name, error, "no-graph" if mode == "graph" else None)
+                failed(name, error, "no-graph" if mode in _GRAPHS else None)
         clock_sample = self.clock.host_sample if mode == "host" else self.clock.sample
 
         def sample(pair: tuple[Entry, Callable[[], Any]], count: int) -> list[float]:
@@ -145,7 +151,8 @@ class Run:
             with entry.active():
                 return clock_sample(fn, count)
 
-        measured, errors = interleave(fns, sample, calls, self.options.rounds, self.options.out_of_time)
+        rounds, out_of_time, mirrored = self.options.rounds, self.options.out_of_time, self.options.mirrored
+        measured, errors = interleave(fns, sample, calls, rounds, out_of_time, trial.measurement, mirrored)
         for name, error in errors.items():
             failed(name, error)
         measured = {name: measurement.scaled(entries[name].scale) for name, measurement in measured.items()}
@@ -159,7 +166,7 @@ class Run:
 
     def _callable(self, entry: Entry, part: str, mode: str) -> Callable[[], Any]:
         """The function of a pass, or the replay of its CUDA graph."""
-        if mode != "graph" or not entry.captures:
+        if mode not in _GRAPHS or not entry.captures:
             return entry.make(part)
         name = entry.provider.name
         if name in self.no_graphs:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from bench import report
+from bench import report, timing
 from bench.gate import Verdict
 from bench.names import dtype_name, words
 from bench.timing import Measurement
@@ -48,6 +48,7 @@ class Entry:
 class Trial:
     """One case and its inputs. A subclass says how a provider enters it and what its rows hold."""
 
+    measurement: Callable[[], Any] = Measurement  # what collects the samples of one provider
     measures_memory = False  # whether eager calls of each pass also get a peak of memory
 
     def __init__(self, providers: Sequence[Any]) -> None:
@@ -63,6 +64,10 @@ class Trial:
 
     def unsupported(self, provider: Any) -> str | None:
         """Why a provider does not serve this case, or None."""
+        return None
+
+    def unsupported_pass(self, provider: Any, part: str) -> str | None:
+        """Why a provider that serves this case has no such pass, or None."""
         return None
 
     def enter(self, provider: Any) -> Entry:
@@ -85,7 +90,9 @@ class Suite:
     """A benchmark. Class attributes are the defaults of the options that all suites share.
 
     command: what follows ``python -m bench``, "" for attention. all_passes: what ``--passes`` chooses from, () where
-    there is no choice. modes: what ``--mode`` chooses from, likewise.
+    there is no choice. modes: what ``--mode`` chooses from, likewise. round_option: the option that sets how long each
+    provider runs in each round, and its unit in ms; None where there is no choice. mirrored: whether every second round
+    has the order of the one before it backwards.
     """
 
     command: ClassVar[str] = ""
@@ -97,6 +104,8 @@ class Suite:
     mode: ClassVar[str] = "graph"
     rounds: ClassVar[int] = 5
     round_ms: ClassVar[float] = 10.0
+    round_option: ClassVar[tuple[str, float] | None] = ("--round-ms", 1.0)
+    mirrored: ClassVar[bool] = False
     draws: ClassVar[bool] = False  # whether there are plots of its rows
 
     @classmethod
@@ -119,6 +128,11 @@ class Suite:
     def obstacle(self, case: Any) -> str | None:
         """Why a case cannot be measured on this machine at all, or None."""
         return None
+
+    @classmethod
+    def clock(cls, device: torch.device) -> Any:
+        """What measures, a ``runner.Clock``. RuntimeError where this machine lacks what that needs."""
+        return timing.GpuClock(device)
 
     def open(self, case: Any, clock: Any) -> Trial:
         """The case with inputs, on the device of ``clock`` (a ``runner.Clock``)."""
@@ -188,8 +202,9 @@ def never_missing() -> None:
 
 
 def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, part: str) -> Callable[[], Any]:
-    """The function of a pass that is timed: "fwd" calls ``run(*leaves)`` without gradients, "bwd" runs the backward of
-    one graph again and again, "both" builds the graph every time. ``leaves`` that want gradients get them."""
+    """The function of a pass that is timed: "fwd" calls ``run(*leaves)`` without gradients, "fwd_grad" builds the graph
+    and drops it, "bwd" runs the backward of one graph again and again, "both" builds the graph every time. ``leaves``
+    that want gradients get them."""
     if part == "fwd":
 
         def forward() -> Any:
@@ -201,6 +216,8 @@ def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, 
     if part == "bwd":
         out = run(*leaves)
         return lambda: torch.autograd.grad(out, wanted, given, retain_graph=True)
+    if part == "fwd_grad":
+        return lambda: run(*leaves)
     if part == "both":
         return lambda: torch.autograd.grad(run(*leaves), wanted, given)
-    raise ValueError(f"a pass is fwd, bwd or both, not {part!r}")
+    raise ValueError(f"a pass is fwd, fwd_grad, bwd or both, not {part!r}")

@@ -3,10 +3,12 @@ clock drifts by 10 % and more under load, and a drift that both sides share canc
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 
 # Like triton.testing.do_bench: written before every timed call, so that no call finds its inputs in the L2.
 _FLUSH_BYTES = 256 << 20
+# Calls of one burst of host time. A device's queue holds about a thousand launches; a call with its backward makes ten
+# to thirty.
+_BURST = 25
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -32,6 +37,10 @@ class Measurement:
     """Times of one callable in ms: one list a round, rounds of all callables in the same order."""
 
     rounds: list[list[float]] = field(default_factory=list)
+
+    def add(self, sample: list[float]) -> None:
+        """What one more round has measured."""
+        self.rounds.append(sample)
 
     @property
     def samples(self) -> list[float]:
@@ -77,69 +86,69 @@ def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> di
     return rows
 
 
+def order(names: list[str], index: int, mirrored: bool = False) -> list[str]:
+    """The shuffled order of round ``index``. ``mirrored``: every second round is the one before it backwards, so that
+    each neighbour is a predecessor as often as a successor.
+
+    Fixed seeds: a run can be repeated. A mere rotation would leave everybody behind the same neighbour.
+    """
+    if not mirrored:
+        return random.Random(index).sample(names, len(names))
+    forwards = random.Random(index // 2).sample(names, len(names))
+    return forwards[::-1] if index % 2 else forwards
+
+
 def interleave(
     fns: dict[str, Callable[[], Any]],
-    sample: Callable[[Callable[[], Any], int], list[float]],
+    sample: Callable[[Callable[[], Any], int], Any],
     calls: dict[str, int],
     rounds: int,
     out_of_time: Callable[[], bool],
-) -> tuple[dict[str, Measurement], dict[str, Exception]]:
+    measurement: Callable[[], Any] = Measurement,
+    mirrored: bool = False,
+) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Measure every callable once a round, in another order each round: what runs before decides the card's clock.
 
     One that raises drops out with its exception. Stops after a whole round when ``out_of_time`` says so; what it has
-    measured by then is returned.
+    measured by then is returned. ``measurement`` makes what collects the samples, ``mirrored`` as in ``order``.
     """
-    measured = {name: Measurement() for name in fns}
+    measured = {name: measurement() for name in fns}
     failed: dict[str, Exception] = {}
     names = list(fns)
     for index in range(rounds):
         if index and out_of_time():
             break
-        # Fixed seeds: a run can be repeated. A mere rotation would leave everybody behind the same neighbour.
-        for name in random.Random(index).sample(names, len(names)):
+        for name in order(names, index, mirrored):
             if name in failed:
                 continue
             try:
-                measured[name].rounds.append(sample(fns[name], calls[name]))
+                measured[name].add(sample(fns[name], calls[name]))
             except Exception as error:
                 failed[name] = error.with_traceback(None)  # its frames would keep tensors alive
                 del measured[name]
     return measured, failed
 
 
-class GpuClock:
-    """Device time by events, host time by wall clock, memory by the allocator, graphs by capture."""
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector, as it was before afterwards."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class DeviceClock:
+    """What every clock of a GPU has: host time by wall clock, memory by the allocator, graphs by capture."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-        self._flush.zero_()
-        self.flush_ms = min(self.sample(self._flush.zero_, 3))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
-        """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
-        for start, end in zip(starts, ends):
-            self._flush.zero_()
-            start.record()
-            fn()
-            end.record()
-        self.synchronize()
-        return [start.elapsed_time(end) for start, end in zip(starts, ends)]
-
-    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
-        """How many calls fill ``round_ms`` of device time, from 1 to 100; warms ``fn`` up."""
-        fn()
-        self.synchronize()
-        once = self.sample(fn, 1)[0]
-        if once > round_ms:
-            return 1
-        estimate = min(self.sample(fn, 3)) + self.flush_ms
-        return max(1, min(100, round(round_ms / estimate)))
 
     def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
         """A CUDA graph of one call of the function that ``make`` returns; ``.replay`` of it.
@@ -190,17 +199,58 @@ class GpuClock:
         return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
 
     def host_sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
-        """ms of host time a call, one mean over ``calls`` that nothing waits for: the queue runs ahead of the GPU."""
+        """ms of host time a call, a mean for each burst of at most ``_BURST`` calls.
+
+        Nothing waits for the device within a burst: its queue is empty before, and holds all that a burst launches.
+        The garbage collector runs between bursts only.
+        """
         fn()
+        samples = []
+        for first in range(0, calls, _BURST):
+            count = min(_BURST, calls - first)
+            self.synchronize()
+            with _no_collection():
+                begin = time.perf_counter_ns()
+                for _ in range(count):
+                    fn()
+                elapsed = time.perf_counter_ns() - begin
+            samples.append(1e-6 * elapsed / count)
         self.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        elapsed = time.perf_counter() - begin
-        self.synchronize()
-        return [1e3 * elapsed / calls]
+        return samples
 
     def release(self) -> None:
         """Give cached memory back between cases."""
         self.synchronize()
         torch.cuda.empty_cache()
+
+
+class GpuClock(DeviceClock):
+    """Device time of single calls by events, each with a cold L2."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._flush.zero_()
+        self.flush_ms = min(self.sample(self._flush.zero_, 3))
+
+    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
+        """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        for start, end in zip(starts, ends):
+            self._flush.zero_()
+            start.record()
+            fn()
+            end.record()
+        self.synchronize()
+        return [start.elapsed_time(end) for start, end in zip(starts, ends)]
+
+    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        """How many calls fill ``round_ms`` of device time, from 1 to 100; warms ``fn`` up."""
+        fn()
+        self.synchronize()
+        once = self.sample(fn, 1)[0]
+        if once > round_ms:
+            return 1
+        estimate = min(self.sample(fn, 3)) + self.flush_ms
+        return max(1, min(100, round(round_ms / estimate)))

@@ -24,6 +24,9 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         Command("run", "rope_attention beside every rival; what runs without a command", "suites.attention.suite"),
+        Command("energy", "millijoules, watts and clock of rope_attention and its rivals", "suites.energy.suite"),
+        Command("host", "host time of eager calls, beside PyTorch's attention and functions that do nothing",
+                "suites.host"),
         Command("masks", "windows, packed sequences, and what other masks cost", "suites.masks.suite"),
         Command("rope", "the rotation alone", "suites.rotation.suite"),
         Command("decode", "a step of generation with a cache; --tune sweeps its configurations",
@@ -33,6 +36,7 @@ COMMANDS: dict[str, Command] = {
         Command("tune", "sweep tile configurations of the portable kernels, propose rows of their table",
                 "suites.tune.command"),
         Command("plot", "figures from files of rows of attention", "suites.attention.suite", "plot"),
+        Command("compare", "what moved between two files of rows, and by how much more than noise", "compare.command"),
         Command("docs", "write the generated tables of README.md and docs/benchmarks.md; --check compares", "docs"),
     )
 }  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 import baselines
 from baselines import BASELINES, attentions, base, registry, rotations, triton_fa2
 from baselines.base import Baseline
+from bench.attention.subject import check
 from bench.gate import Gate
-from bench.suites.attention.suite import check
 from fused_rope_attn import testing
 
 _interpreted = pytest.mark.skipif(
@@ -31,11 +31,13 @@ def test_the_registry_holds_the_rivals_of_the_benchmark():
         "hf_triton_fa2",
         "liger_flash",
         "liger_cudnn",
+        "liger_fa3",
         "liger_fa4",
         "compiled_cudnn",
         "compiled_fa4",
         "bare_flash",
         "bare_cudnn",
+        "bare_fa3",
         "bare_fa4",
         "bare_triton_fa2",
     }
@@ -52,6 +54,7 @@ def test_the_registry_holds_the_rivals_of_the_benchmark():
         ("hf_sdpa", ("transformers",)),
         ("hf_flash_attn", ("transformers", "flash-attn")),
         ("liger_cudnn", ("liger-kernel",)),
+        ("liger_fa3", ("liger-kernel", "fa3-fwd")),
         ("liger_fa4", ("liger-kernel", "flash-attn-4")),
         ("compiled_fa4", ("transformers", "flash-attn-4")),
         ("bare_cudnn", ()),
@@ -114,6 +117,18 @@ def test_flash_attention_4_gets_bnhd(returns_lse, monkeypatch):
     assert torch.equal(attentions.FA4.attend(q, k, k, False), q)
 
 
+@pytest.mark.parametrize("returns_lse", [True, False])
+def test_flash_attention_3_gets_bnhd_and_has_no_backward(returns_lse, monkeypatch):
+    def flash_attn_func(q, k, v, *, causal):
+        assert q.shape == (2, 16, 4, 8) and k.shape == v.shape == (2, 16, 2, 8) and causal
+        return (q, None) if returns_lse else q
+
+    monkeypatch.setattr(attentions, "_flash_attn_3", lambda: flash_attn_func)
+    q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+    assert torch.equal(attentions.FA3.attend(q, k, k, True), q)
+    assert [b.name for b in BASELINES.values() if not b.backward] == ["liger_fa3", "bare_fa3"]
+
+
 def test_what_a_rival_does_not_serve_is_said():
     def case(**other):
         return testing.Case(**{"batch": 1, "heads_q": 2, "heads_kv": 1, "len_q": 8, "len_k": 8, "head_dim": 64} | other)
@@ -125,6 +140,8 @@ def test_what_a_rival_does_not_serve_is_said():
     assert "head dims" in cudnn.unsupported(case(head_dim=264))
     assert "head dims" in BASELINES["bare_fa4"].unsupported(case(head_dim=20))
     assert "as many queries" in cudnn.unsupported(case(len_q=4))
+    assert "float16" in BASELINES["bare_fa3"].unsupported(case(dtype=torch.float16))
+    assert BASELINES["bare_fa3"].unsupported(case(dtype=torch.bfloat16)) is None
     for other in ({"interleaved": True}, {"rotary_dim": 32}, {"table_batch": True}, {"extra_rows": 1}):
         assert "half layout" in cudnn.unsupported(case(**other))
 
@@ -138,7 +155,8 @@ def test_tables_are_prepared_once_in_the_form_of_each_rotation():
     for rotation in (rotations.LIGER, rotations.COMPILED):
         assert all(table.dtype == torch.float32 for table in rotation.prepare(cos, sin, torch.bfloat16))
     assert BASELINES["bare_cudnn"].prepare(cos, sin, torch.float16) is None
-    assert [b.name for b in BASELINES.values() if b.in_place] == ["liger_flash", "liger_cudnn", "liger_fa4"]
+    in_place = [b.name for b in BASELINES.values() if b.in_place]
+    assert in_place == ["liger_flash", "liger_cudnn", "liger_fa3", "liger_fa4"]
 
 
 def test_importing_the_registry_imports_no_rival():

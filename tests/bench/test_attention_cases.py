@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.suites.attention import cases
+from bench.attention import cases
 
 
 def test_the_nineteen_of_the_inspiring_project():

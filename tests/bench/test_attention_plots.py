@@ -2,8 +2,9 @@
 
 import matplotlib.image
 
+from bench.attention import providers
 from bench.plots import pyplot
-from bench.suites.attention import plots, providers
+from bench.suites.attention import plots
 from tests.support.bench import attention_row, published
 
 

@@ -1,6 +1,6 @@
 """The text that a run of attention prints."""
 
-from bench.suites.attention import cases
+from bench.attention import cases
 from bench.suites.attention.report import case_report, summary
 from tests.support.bench import attention_row, published
 

@@ -8,8 +8,8 @@ import torch
 
 from baselines import BASELINES
 from bench import report
+from bench.attention import cases, providers
 from bench.runner import DeviceLost
-from bench.suites.attention import cases, providers
 from bench.suites.attention.report import case_report, summary
 from bench.suites.attention.suite import Attention, references
 from fused_rope_attn import testing
@@ -72,6 +72,25 @@ def test_a_run_times_rivals_and_ours_and_reports_who_is_missing():
     assert "FAILED the gate" in text and "pip install absent" in text and "kernel exploded" in text
     assert "wrong" not in summary(rows)
     assert not measurement.not_run
+
+
+def test_a_provider_without_a_backward_is_judged_and_timed_forward():
+    """Its gate asks for no gradients, and the passes that would say why there is none."""
+
+    def forward_only(q, k, v, tables, causal):
+        assert not torch.is_grad_enabled()
+        return right(q, k, v, tables, causal)
+
+    people = [providers.OURS["fused"], Scripted("forward", forward_only, "Forward", backward=False)]
+    rows, _ = _run(people, passes=("fwd", "bwd", "both"))
+    found = {(row["pass"], row["mode"]): row for row in rows if row["provider"] == "forward"}
+    assert all(found["fwd", mode]["status"] == "ok" for mode in ("eager", "graph"))
+    for part in ("bwd", "both"):
+        for mode in ("eager", "graph"):
+            row = found[part, mode]
+            assert row["status"] == "unsupported" and row["detail"] == "Forward has a forward pass only"
+    assert len(report.timed(rows, "bwd")) == 2 and not report.red(rows)
+    assert "Forward (bwd eager): unsupported: Forward has a forward pass only" in case_report(rows)
 
 
 def test_a_red_gate_of_ours_shows_no_speedup():

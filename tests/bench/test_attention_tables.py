@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.suites.attention import cases, tables
+from bench.attention import cases
+from bench.suites.attention import tables
 from bench.tables import milliseconds
 from tests.support.bench import attention_row
 

@@ -9,10 +9,10 @@ import torch
 from baselines import BASELINES
 from bench import __main__ as command
 from bench import report, timing
+from bench.attention import cases, providers
 from bench.environment import ROOT
 from bench.suite import pick
 from bench.suites import COMMANDS, corope
-from bench.suites.attention import cases, providers
 from fused_rope_attn import testing
 from tests.support.bench import FACTS, published
 from tests.support.clocks import WallClock

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from bench.attention.subject import check
 from bench.gate import Gate
-from bench.suites.attention.suite import check
 from fused_rope_attn import testing
 from tests.support.bench import TINY, Scripted, right
 

@@ -1,5 +1,6 @@
 """The clock of a GPU, with stand-ins for CUDA's streams, graphs and events."""
 
+import gc
 import time
 
 import pytest
@@ -72,6 +73,29 @@ def test_gpu_clock_samples_and_counts(gpu_clock):
     (host,) = gpu_clock.host_sample(lambda: time.sleep(0.001), 4)
     assert host >= 1.0
     gpu_clock.release()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_host_time_is_taken_in_bursts_that_wait_for_nothing(gpu_clock, monkeypatch, collects):
+    """The device is waited for between bursts, out of the time that is taken, and no garbage is collected in them."""
+    events, now = [], [0]
+    monkeypatch.setattr(timing, "_BURST", 3)
+    monkeypatch.setattr(gpu_clock, "synchronize", lambda: (events.append("wait"), now.__setitem__(0, now[0] + 10**9)))
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+
+    def call():
+        events.append("collects" if gc.isenabled() else "call")
+        now[0] += 2000
+
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        samples = gpu_clock.host_sample(call, 7)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert samples == pytest.approx([0.002] * 3)  # of 3, 3 and 1 calls of 2 µs
+    assert events[1:] == ["wait", *["call"] * 3, "wait", *["call"] * 3, "wait", "call", "wait"]
 
 
 def test_a_graph_that_leaves_its_outputs_unwritten_is_refused(gpu_clock, monkeypatch):

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from bench.timing import Measurement, interleave, quantile, ratio
+from bench.timing import Measurement, interleave, order, quantile, ratio
 
 
 @pytest.mark.parametrize("q", [0.0, 0.2, 0.5, 0.8, 1.0])
@@ -27,6 +27,13 @@ def test_ratios_are_taken_within_rounds():
     measurement = Measurement([[1.0, 3.0, 2.0], [4.0]])
     assert measurement.round_medians == [2.0, 4.0]
     assert measurement.quantiles() == (2.5, pytest.approx(1.6), pytest.approx(3.4))
+
+
+def test_mirrored_rounds_go_there_and_back():
+    names = ["a", "b", "c", "d", "e"]
+    rounds = [order(names, index, mirrored=True) for index in range(6)]
+    assert all(sorted(one) == names for one in rounds)
+    assert all(rounds[i + 1] == rounds[i][::-1] for i in (0, 2, 4)) and rounds[0] != rounds[2]
 
 
 def test_interleave_changes_the_order_and_drops_who_fails():

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
+from bench.attention import cases, providers
 from bench.runner import Options, Run
-from bench.suites.attention import cases, providers
 from fused_rope_attn import testing
 from tests.support.clocks import WallClock
 
@@ -26,6 +26,7 @@ class Scripted:
     rotates: bool = True
     in_place: bool = False
     half_tables: bool = False
+    backward: bool = True
     pip: tuple = ("scripted",)
     lacks: str | None = None
 

@@ -7,32 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.attention.colours import COLOURS
+from bench.attention.standing import ours, strongest
 from bench.names import length_name
-from bench.plots import STYLE, pyplot, save
+from bench.plots import STYLE, pyplot, ratio_bar, save
 from bench.report import Row, timed
-from bench.suites.attention.report import ours, strongest
-from bench.timing import EVEN, ratio
+from bench.timing import ratio
 
-# One colour for each provider, in every plot: red is ours, amber FlashAttention-2, blue cuDNN, green FlashAttention-4,
-# violet Triton, grey HF.
-COLOURS = {
-    "fused": "#d7263d",
-    "fused_inline": "#f46036",
-    "fused_prepass": "#a4133c",
-    "fused_hopper": "#ff5d8f",
-    "hf_sdpa": "#adb5bd",
-    "hf_flash_attn": "#6c757d",
-    "hf_triton_fa2": "#b892ff",
-    "liger_flash": "#f2a33a",
-    "liger_cudnn": "#1f77b4",
-    "liger_fa4": "#2a9d4b",
-    "compiled_cudnn": "#56a3d9",
-    "compiled_fa4": "#80c565",
-    "bare_flash": "#8f5a08",
-    "bare_cudnn": "#0b3c6f",
-    "bare_fa4": "#0f5c2e",
-    "bare_triton_fa2": "#6a3d9a",
-}
 _MARKERS = {"fused": "o", "hf": "^", "liger": "s", "compiled": "D", "bare": ""}
 # A talk's figure holds about eight lines: these, and whoever else is the strongest anywhere.
 _SHOWN = (
@@ -179,21 +160,8 @@ def _bars(axis: Any, cases: list[str], series: list[tuple[str, str, dict[str, fl
         for position, case in enumerate(cases):
             if case not in values:
                 continue
-            value = values[case]
             x = position + (index - (len(series) - 1) / 2) * width
-            lost = value < EVEN
-            hatch = "//" if lost else None
-            axis.bar(x, value - 1, width * 0.94, bottom=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
-            axis.annotate(
-                f"{value:.2f}",
-                (x, value),
-                xytext=(0, -3 if lost else 3),
-                textcoords="offset points",
-                ha="center",
-                va="top" if lost else "bottom",
-                fontsize=9,
-                color="#b00020" if lost else "#222222",
-            )
+            ratio_bar(axis, x, values[case], width, colour, 9)
     axis.set_xticks(range(len(cases)), cases, fontsize=12)
 
 

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
+from bench.attention.standing import ours, strongest
 from bench.report import PASSES, TIMED, Row, comparison, milliseconds, speedup, table, timed
 from bench.timing import EVEN, ratio
 
 _PASSES = PASSES | {"both": "forward + backward"}
 _MODES = {"eager": "eager calls", "graph": "CUDA graph", "host": "host time"}
-
-
-def strongest(rows: list[Row], *, rotates: bool) -> Row | None:
-    """The fastest rival among rows of one case, pass and mode."""
-    rivals = [row for row in rows if not row["ours"] and row["rotates"] == rotates]
-    return min(rivals, key=lambda row: row["ms"], default=None)
-
-
-def ours(rows: list[Row]) -> Row | None:
-    """What a user gets: ``fused`` where it was measured, else the fastest of ours."""
-    mine = [row for row in rows if row["ours"]]
-    chosen = [row for row in mine if row["provider"] == "fused"]
-    return chosen[0] if chosen else min(mine, key=lambda row: row["ms"], default=None)
 
 
 def case_report(rows: list[Row]) -> str:

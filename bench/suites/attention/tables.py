@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
+from bench.attention import cases, providers
+from bench.attention.standing import strongest
 from bench.report import PASSES, Row, timed
-from bench.suites.attention import cases, providers
-from bench.suites.attention.report import strongest
 from bench.tables import markdown, milliseconds, provenance
 from bench.timing import EVEN, ratio
 
@@ -168,4 +168,4 @@ def _standing(rows: list[Row]) -> dict[str, list[tuple[str, str, float]]]:
 
 def _count(found: list[tuple[str, str, float]], part: str) -> str:
     ratios = [value for _, at, value in found if at == part]
-    return f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}"
+    return f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}" if ratios else "no such pass"

@@ -103,6 +103,21 @@ def select(groups: list[str], names: str, dtype: torch.dtype) -> list[BenchCase]
     return [with_dtype(case, dtype) for case in matching(chosen, names)]
 
 
+def named(names: list[str], dtype: torch.dtype) -> list[BenchCase]:
+    """The cases with these names and those of these groups, in ``dtype`` and in the order of the table.
+
+    ValueError that lists what there is for another name, or without any.
+    """
+    known = {case.name.lower() for case in CASES} | {*GROUPS}
+    asked = {name.lower() for name in names}
+    if not asked or asked - known:
+        what = ", ".join(sorted(asked - known)) or "nothing"
+        groups, all_names = ", ".join(GROUPS), ", ".join(case.name for case in CASES)
+        raise ValueError(f"cases are given by name or group, not {what}; groups are {groups}, names are {all_names}")
+    chosen = [case for case in CASES if "all" in asked or case.name.lower() in asked or asked & set(case.groups)]
+    return [with_dtype(case, dtype) for case in chosen]
+
+
 def with_dtype(case: BenchCase, dtype: torch.dtype) -> BenchCase:
     """The same problem in another dtype."""
     return replace(case, case=replace(case.case, dtype=dtype))

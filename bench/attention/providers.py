@@ -19,6 +19,7 @@ class Provider(Protocol):
     rotates: bool
     in_place: bool
     half_tables: bool
+    backward: bool
     pip: tuple[str, ...]
 
     def missing(self) -> str | None: ...
@@ -38,6 +39,7 @@ class Fused:
     rotates: bool = True
     in_place: bool = False
     half_tables: bool = False
+    backward: bool = True
     pip: tuple[str, ...] = ()
 
     def missing(self) -> str | None:

@@ -1,0 +1,1 @@
+"""The benchmark of what a call costs in energy."""
