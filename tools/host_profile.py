@@ -1,7 +1,9 @@
-"""Time of the host in an eager call, without a GPU: the kernels are compiled, and a driver that does nothing takes them.
+"""Time of the host in an eager call of attention, without a GPU: a driver that does nothing takes the kernels.
 
     python -m tools.host_profile                            microseconds of each pass, both launchers
     python -m tools.host_profile --case hopper --profile    where they go, by cProfile
+
+The call is the smallest of docs/experiments/host.md: (1, 4/4, 128, 64), bfloat16, causal.
 
 What remains is Python's share of a call, and PyTorch's: the tensors are on the CPU, the launch by the driver is an
 empty C function called by ctypes, and Triton's own launcher costs nothing at all, so that its rows are a lower bound.
@@ -16,7 +18,6 @@ import ctypes
 import ctypes.util
 import io
 import pstats
-import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from tools import aot
 from verification.table import format_table
 
 CASES = ("hopper", "triton")
-PASSES = ("forward", "forward for a gradient", "forward and backward", "generation step", "apply_rope_qk")
+PASSES = ("forward", "forward for a gradient", "forward and backward")
 BATCH, HEADS, LENGTH, HEAD_DIM = 1, 4, 128, 64
 
 
@@ -75,16 +76,11 @@ def idle(by_driver: bool) -> Iterator[None]:
 
 def steps(case: str) -> dict[str, Callable[[], object]]:
     """A call of each pass, bfloat16 and causal."""
-    from fused_rope_attn import apply_rope_qk, rope_attention, rope_attention_with_kvcache
+    from fused_rope_attn import rope_attention
 
-    def tensor(length: int = LENGTH) -> torch.Tensor:
-        return torch.zeros(BATCH, HEADS, length, HEAD_DIM, dtype=torch.bfloat16)
-
-    q, k, v, do = (tensor() for _ in range(4))
+    q, k, v, do = (torch.zeros(BATCH, HEADS, LENGTH, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     cos = sin = torch.ones(LENGTH, HEAD_DIM // 2)
-    new = [tensor(1) for _ in range(3)]
-    lens = torch.full((BATCH,), LENGTH // 2, dtype=torch.int32)
 
     def forward_and_backward() -> None:
         o = rope_attention(*leaves, cos, sin, True, backend=case)
@@ -96,8 +92,6 @@ def steps(case: str) -> dict[str, Callable[[], object]]:
         lambda: rope_attention(q, k, v, cos, sin, True, backend=case),
         lambda: rope_attention(*leaves, cos, sin, True, backend=case),
         forward_and_backward,
-        lambda: rope_attention_with_kvcache(new[0], k, v, cos, sin, new[1], new[2], cache_seqlens=lens),
-        lambda: apply_rope_qk(q, k, cos, sin),
     )
     return dict(zip(PASSES, calls, strict=True))
 
@@ -113,23 +107,6 @@ def microseconds(call: Callable[[], object], rounds: int, calls: int) -> float:
     return 1e6 * min(times)
 
 
-def forget_calls() -> None:
-    """Every call is prepared again, with the launcher that is then to be found."""
-    from fused_rope_attn.attention import ops
-    from fused_rope_attn.attention.hopper import backward as hopper_backward
-    from fused_rope_attn.attention.hopper import forward as hopper_forward
-    from fused_rope_attn.attention.portable import backward, forward
-    from fused_rope_attn.generation import launch as generation
-    from fused_rope_attn.generation import ops as generation_ops
-    from fused_rope_attn.rotation import launch as rotation
-
-    for calls in (
-        ops._forward_calls, ops._backward_calls, hopper_forward.prepared, hopper_backward.prepared, forward.prepared,
-        backward.prepared, generation.prepared, generation_ops._calls, rotation._prepared,
-    ):  # fmt: skip
-        calls.forget()
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.host_profile", description=__doc__.partition("\n")[0])
     parser.add_argument("--case", choices=CASES, action="append", help="backend (default: all)")
@@ -139,9 +116,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="functions by their own time, instead of the table")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rows, reports = [], []
+    rows: list[dict[str, object]] = []
+    reports: list[str] = []
     for by_driver in (True,) if options.profile else (True, False):
-        forget_calls()
+        launch.PreparedCalls.forget_all()
         with idle(by_driver):
             for case in options.case or CASES:
                 for name, call in steps(case).items():

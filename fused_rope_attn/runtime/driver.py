@@ -45,7 +45,7 @@ class LaunchConfig(ctypes.Structure):
 def launch_attributes(*, pdl: bool, cooperative: bool, cluster: int) -> list[LaunchAttribute]:
     """What a launch is asked for beside its grid: an early start behind the kernel before it (programmatic dependent
     launch), a cooperative grid, and blocks in clusters of this size."""
-    wanted = []
+    wanted: list[tuple[int, tuple[int, ...]]] = []
     if pdl:
         wanted.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
     if cooperative:

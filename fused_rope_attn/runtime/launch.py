@@ -7,6 +7,7 @@ the tensors to the compiled kernel. The signature is at least as fine as Triton'
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -115,9 +116,12 @@ class PreparedCalls:
     record of all that is not a tensor, a tensor that a call has not is None.
     """
 
+    _instances: weakref.WeakSet[PreparedCalls] = weakref.WeakSet()
+
     def __init__(self, prepare: Callable):
         self._prepare = prepare
         self._calls: dict = {}
+        self._instances.add(self)
 
     def __call__(self, problem, tensors: tuple[torch.Tensor | None, ...], *config):
         # What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it. Written out,
@@ -141,6 +145,12 @@ class PreparedCalls:
     def forget(self) -> None:
         """Build every call again when it comes."""
         self._calls.clear()
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """The same for all instances: after a change of what launches are prepared from."""
+        for calls in cls._instances:
+            calls.forget()
 
 
 class Source:
