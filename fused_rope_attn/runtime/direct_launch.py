@@ -152,7 +152,7 @@ class DirectLaunch:
             block = Block(self._layout)
         block.write(
             stream, block.attributes, self._layout.num_attributes, *map(_address, self._plain(tensors)),
-            *[described(tensors) for described in self._described],
+            *[each.maps.get(_address(tensors[each.name][0])) or each.encoded(tensors) for each in self._described],
         )  # fmt: skip
         code = self._launch(block.config, self.function, block.parameters, None)
         self._blocks.append(block)
@@ -168,7 +168,7 @@ class DirectLaunch:
 class _Described:
     """The tensor maps of one descriptor, by the address of its tensor."""
 
-    __slots__ = ("name", "_encode", "_maps")
+    __slots__ = ("name", "maps", "_encode")
 
     def __init__(self, name: str, source, encoding: dict):
         fields = source.fields
@@ -178,21 +178,20 @@ class _Described:
         self._encode = functools.partial(
             encode_tensor_map, encoding=encoding, shape=fields["shape"], strides=fields["strides"]
         )
-        self._maps: dict[int, bytes] = {}
+        self.maps: dict[int, bytes] = {}
 
-    def __call__(self, tensors: Mapping[str, Any]) -> bytes:
+    def encoded(self, tensors: Mapping[str, Any]) -> bytes:
+        """The map of the tensor in a call, which ``maps`` has from then on."""
+        if len(self.maps) >= _MAX_MAPS:
+            self.maps.clear()
         address = _address(tensors[self.name][0])
-        found = self._maps.get(address)
-        if found is None:
-            if len(self._maps) >= _MAX_MAPS:
-                self._maps.clear()
-            found = self._maps[address] = self._encode(address)
+        found = self.maps[address] = self._encode(address)
         return found
 
     def check(self, pair: tuple) -> None:
         """Raise Unsupported where the bytes that were found for a tensor are no map of it."""
         address = _address(pair[0])
-        found = self({self.name: pair})
+        found = self.encoded({self.name: pair})
         if len(found) != MAP_BYTES or struct.pack(f"<{ADDRESS}", address) not in found:
             raise Unsupported("Triton's tensor map was not found where it should be")
 
