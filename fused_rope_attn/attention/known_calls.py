@@ -12,6 +12,7 @@ from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
 _MAX_KNOWN = 4096
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_STRIDED = torch.strided
 _known: dict[tuple, Problem] = {}
 
 
@@ -25,20 +26,22 @@ def signature(tensors: Tensors, window: Any, *options: Any) -> tuple | None:
         return None
     if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
         return None
-    q, k, v, cos, sin, *others = tensors
+    q, k, v, cos, sin, sinks, starts, lens, _, _ = tensors
     if q is None or k is None or v is None or cos is None or sin is None or q.is_nested:
         return None
-    strided = torch.strided
-    if q.layout is not strided or k.layout is not strided or v.layout is not strided:
+    if not (q.layout is k.layout is v.layout is _STRIDED) or cos.requires_grad or sin.requires_grad:
         return None
-    if cos.requires_grad or sin.requires_grad or (window is not None and type(window) is not tuple):
-        return None
+    masks: tuple | None = None
+    if window is not None or sinks is not None or starts is not None or lens is not None:
+        if window is not None and type(window) is not tuple:
+            return None
+        given = [None if x is None else (x.shape, x.dtype, x.device) for x in (sinks, starts, lens)]
+        masks = (window, *map(type, window or ()), *given)
     where = q.device
     return (
         q.shape, k.shape, v.shape, cos.shape, sin.shape, q.dtype, k.dtype, v.dtype, cos.dtype, sin.dtype,
-        where, k.device, v.device, cos.device, sin.device, device.arch(where),
-        *[None if x is None else (x.shape, x.dtype, x.device) for x in others],
-        torch.are_deterministic_algorithms_enabled(), window, *map(type, window or ()), *options, *map(type, options),
+        where, k.device, v.device, cos.device, sin.device, device.arch(where), masks, options, (*map(type, options),),
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
