@@ -15,11 +15,13 @@ import os
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from fused_rope_attn.runtime.parameters import Unsupported, kernel_parameters
 from tools import resources
 
 KB = 1024
@@ -42,7 +44,8 @@ THOROUGH = ("sm_90", "sm_86")
 @dataclass(frozen=True)
 class CompiledKernel:
     """What one compilation cost. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread;
-    ``serialised``: ptxas says that it made wgmma products wait for one another."""
+    ``serialised``: ptxas says that it made wgmma products wait for one another; ``refusal``: why the package leaves the
+    kernel's launches to Triton, "" where it makes them itself."""
 
     kernel: str
     arch: str
@@ -51,6 +54,7 @@ class CompiledKernel:
     registers: int
     spill: int
     serialised: bool
+    refusal: str
     shared: int
     shared_limit: int
     seconds: float
@@ -115,6 +119,15 @@ def _patch_everywhere(package: str, original, replacement) -> None:
                 setattr(module, attribute, replacement)
 
 
+def _refusal(src, metadata: dict, files: dict[str, str]) -> str:
+    ptx = next((Path(path).read_text() for name, path in files.items() if name.endswith(".ptx")), "")
+    try:
+        kernel_parameters(src.signature, metadata, ptx)
+    except Unsupported as reason:
+        return str(reason)
+    return ""
+
+
 @contextlib.contextmanager
 def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[CompiledKernel]]:
     """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills.
@@ -146,6 +159,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
                 registers=usage.registers,
                 spill=usage.spill,
                 serialised=resources.says_serialised(remarks),
+                refusal=_refusal(src, metadata, metadata_group),
                 shared=metadata["shared"],
                 shared_limit=limit,
                 seconds=times.total / 1e6,

@@ -9,7 +9,8 @@
     python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
 
 Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, spills
-more than SPILL_LIMIT, or, in the sm_90 backend, has wgmma products that ptxas made wait for one another.
+more than SPILL_LIMIT, takes parameters of its binary that the package's own launcher does not understand (NVIDIA), or,
+in the sm_90 backend, has wgmma products that ptxas made wait for one another.
 """
 
 from __future__ import annotations
@@ -224,6 +225,7 @@ def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob) -> list[dict]:
             registers=kernel.registers,
             spill=kernel.spill,
             serialised=kernel.serialised,
+            refusal=kernel.refusal,
             shared=kernel.shared,
             limit=kernel.shared_limit,
             seconds=kernel.seconds,
@@ -289,6 +291,8 @@ def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob, kernel: aot.Compile
         return "FAIL shared memory"
     if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
         return "FAIL wgmma serialised"
+    if kernel.refusal and aot.TARGETS[job.arch][0].backend == "cuda":
+        return f"FAIL launch: {kernel.refusal}"
     if kernel.spill > SPILL_LIMIT:
         return f"FAIL spills more than {SPILL_LIMIT} bytes"
     return "spills" if kernel.spill else "ok"

@@ -24,6 +24,9 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
+_CURRENT_GPU = torch.device("cuda")
+
+
 @functools.cache
 def _gpu_arch(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
@@ -34,8 +37,13 @@ def _gpu_arch(index: int) -> str:
 
 def arch(device: torch.device) -> str:
     """Architecture name of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"``, or its type, as ``"cpu"``."""
+    return _arch(torch.device("cuda", torch.cuda.current_device()) if device == _CURRENT_GPU else device)
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
     if device.type == "cuda":
-        return _gpu_arch(torch.cuda.current_device() if device.index is None else device.index)
+        return _gpu_arch(device.index)
     return "interpreter" if is_interpreted() and device.type == "cpu" else device.type
 
 
@@ -70,7 +78,8 @@ def cards() -> list[dict[str, object]]:
 
 def current_stream(device: torch.device) -> int:
     """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    # A tensor's device has an index where it is a GPU; to ask for its type would cost more than all the rest.
+    return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 class _NoGuard:
@@ -86,7 +95,7 @@ _NO_GUARD = _NoGuard()
 
 def guard(device: torch.device) -> AbstractContextManager[None]:
     """Context in which kernels launch on ``device``; free when it is already the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.index is None or device.index == torch._C._cuda_getDevice():
         return _NO_GUARD
     return torch.cuda.device(device)
 

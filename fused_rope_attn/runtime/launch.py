@@ -7,12 +7,17 @@ the tensors to the compiled kernel. The signature is at least as fine as Triton'
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fused_rope_attn.runtime.direct_launch import DirectLaunch
+from fused_rope_attn.runtime.driver import INVALID_CONTEXT
+from fused_rope_attn.runtime.parameters import Unsupported
 
 _MAX_PREPARED = 4096
 
@@ -32,7 +37,7 @@ class Launch:
             value.
     """
 
-    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tail", "tensor_names")
+    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "direct", "refusal", "tail", "tensor_names")
 
     def __init__(self, kernel, programs: int, options: dict, shared: dict | None = None, **own):
         names = kernel.arg_names
@@ -51,25 +56,51 @@ class Launch:
         self.options = {"enable_fp_fusion": True, **options}
         self.compiled = None
         self.tail = tuple(self.arguments.values())
+        self.direct: DirectLaunch | None = None
+        self.refusal = "not launched yet"
 
     def __call__(self, stream: int, **tensors) -> None:
         """Launch on the current device with the kernel's tensors, all of them by name and in its order.
 
-        ``stream`` is the device's current one, as ``device.current_stream`` gives it. A tensor may be None, or a tensor
-        descriptor.
+        ``stream`` is the device's current one, as ``device.current_stream`` gives it. A tensor may be None, or what a
+        ``Source`` makes of it.
+
+        Raises:
+            RuntimeError: the CUDA driver's, with the kernel's name.
         """
+        direct = self.direct
+        if direct is None or _hooked():
+            self.launch_by_triton(stream, tensors)
+        elif code := direct(stream, tensors):
+            # A thread that has not used its GPU yet: Triton's launcher makes a context current.
+            if code != INVALID_CONTEXT:
+                raise direct.error(code)
+            self.launch_by_triton(stream, tensors)
+
+    def launch_by_triton(self, stream: int, tensors: dict) -> None:
+        """The same by Triton's own launcher: the first launch, after which ``direct`` is known, and what may not or
+        cannot do without it. ``refusal`` says why a kernel cannot, and is empty where it can."""
         if tuple(tensors) != self.tensor_names:
             raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}, not {tuple(tensors)}")
+        given = {name: x[1].descriptor(x[0]) if type(x) is tuple else x for name, x in tensors.items()}
         compiled = self.compiled
         if compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
-            self.compiled = self.kernel[self.grid](**tensors, **self.arguments, **self.options)
+            self.compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
+            if self.compiled is not None:
+                self._prepare(tensors)
         elif _hooked():
-            compiled[self.grid](*tensors.values(), *self.tail)
+            compiled[self.grid](*given.values(), *self.tail)
         else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
             compiled.run(
-                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors.values(),
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given.values(),
                 *self.tail,
             )  # fmt: skip
+
+    def _prepare(self, tensors: dict) -> None:
+        try:
+            self.direct, self.refusal = DirectLaunch(self.compiled, self.grid, tensors, self.arguments), ""
+        except Unsupported as reason:
+            self.refusal = str(reason)
 
 
 def _hooked() -> bool:
@@ -85,9 +116,12 @@ class PreparedCalls:
     record of all that is not a tensor, a tensor that a call has not is None.
     """
 
+    _instances: weakref.WeakSet[PreparedCalls] = weakref.WeakSet()
+
     def __init__(self, prepare: Callable):
         self._prepare = prepare
         self._calls: dict = {}
+        self._instances.add(self)
 
     def __call__(self, problem, tensors: tuple[torch.Tensor | None, ...], *config):
         # What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it. Written out,
@@ -112,6 +146,12 @@ class PreparedCalls:
         """Build every call again when it comes."""
         self._calls.clear()
 
+    @classmethod
+    def forget_all(cls) -> None:
+        """The same for all instances: after a change of what launches are prepared from."""
+        for calls in cls._instances:
+            calls.forget()
+
 
 class Source:
     """What ``tiles.head_tiles`` takes for a tensor of one signature: itself, or with tma a tensor descriptor.
@@ -134,9 +174,12 @@ class Source:
             # Without the tensor itself, which would otherwise stay alive.
             self.fields = {**vars(self.kind(*arguments)), "base": None}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | TensorDescriptor | GluonTensorDescriptor:
-        if self.fields is None:
-            return x
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Source]:
+        """What a ``Launch`` takes for x: itself, or with this source the pair of which a descriptor can be made."""
+        return x if self.fields is None else (x, self)
+
+    def descriptor(self, x: torch.Tensor) -> TensorDescriptor | GluonTensorDescriptor:
+        """The descriptor of x itself, for Triton's launcher."""
         descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 _NAMESPACE = "fused_rope_attn"
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 
 
@@ -50,9 +51,6 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
     Its dispatch, about 15 us, can then be skipped by calling the implementation. None stands for a tensor not given.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
         return False
-    for x in tensors:
-        if x is not None and type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
-            return False
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None

@@ -1,4 +1,6 @@
-"""The names that moved between triton 3.6 and 3.9, Gluon's above all, under one name each; nothing else."""
+"""What moved between triton 3.6 and 3.9, Gluon's names above all, under one name each; nothing else."""
+
+import ctypes
 
 import triton
 from triton.experimental.gluon import jit
@@ -15,9 +17,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "TensorDescriptor", "aggregate", "barrier", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret",
-    "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init",
-    "warpgroup_mma_wait",
+    "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "barrier", "encode_tensor_map",
+    "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store",
+    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # A class whose fields travel through device code together; private before triton 3.9.
@@ -44,3 +46,25 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
         _semantic.builder.create_async_tma_reduce(
             ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle
         )
+
+
+TENSOR_MAP_BYTES = 128
+# The releases whose rules of launching a compiled kernel ``runtime/parameters.py`` follows.
+LAUNCHER_IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 10)
+
+
+def encode_tensor_map(address: int, encoding: dict, shape: list[int], strides: list[int]) -> bytes:
+    """The CUtensorMap that Triton's own launcher makes of a tensor descriptor: its 128 bytes.
+
+    ``encoding``: the entry of the compiled kernel's ``tensordesc_meta``. Reads past the shape give zeros.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    utils = triton.runtime.driver.active.utils
+    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # the latter in 3.6
+    dtype = TMA_DTYPE_DEVICE_TO_HOST[encoding["elem_type"]]
+    encoded = encode(
+        address, encoding["swizzle"], encoding["elem_size"], dtype, encoding["block_size"], shape, strides, 0
+    )
+    # The map is the last field of a Python object written in C, which has no accessor.
+    return ctypes.string_at(id(encoded) + type(encoded).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)

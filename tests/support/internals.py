@@ -2,7 +2,7 @@
 
 import torch
 
-from fused_rope_attn.attention import configs, ops, planning
+from fused_rope_attn.attention import configs, known_calls, ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Outputs, Tensors, describe, flatten
 from fused_rope_attn.generation import launch as generation_launch
@@ -114,6 +114,7 @@ def replace_sm_90_launchers(monkeypatch, forward, backward=None):
 def forget_plans():
     """Plans are remembered: after a change of the tables they must be made again."""
     planning._plan.cache_clear()
+    known_calls.forget()
     ops._forward_calls.forget()
     ops._backward_calls.forget()
 
@@ -160,6 +161,7 @@ def rotate_without_the_kernel(monkeypatch):
 def forget_warnings():
     """What is said once per process is said again."""
     checks._said.clear()
+    known_calls.forget()
 
 
 def described_problems(monkeypatch):

@@ -1,0 +1,110 @@
+"""A call that was seen before is not examined again, and one that differs in anything is."""
+
+import numpy as np
+import pytest
+import torch
+
+from fused_rope_attn import rope_attention
+from fused_rope_attn.attention import api, known_calls
+from fused_rope_attn.testing import Case, make_inputs
+from tests.support.marks import interpreted
+
+pytestmark = interpreted
+INPUTS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=3))
+OTHERS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=4))
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """A list that grows with every call that is examined; nothing is known at first."""
+    known_calls.forget()
+    seen, describe = [], api._describe
+    monkeypatch.setattr(api, "_describe", lambda *a, **options: seen.append(options) or describe(*a, **options))
+    yield seen
+    known_calls.forget()
+
+
+def call(inputs=INPUTS, causal=True, **options):
+    return rope_attention(*inputs[:5], causal, **{"backend": "triton", **options})
+
+
+def test_a_known_call_gives_what_an_examined_one_gives(examined):
+    expected = call(OTHERS)
+    assert not torch.equal(expected, call(INPUTS))
+    assert torch.equal(call(OTHERS), expected)
+    o, lse = call(OTHERS, return_lse=True)
+    again = call(OTHERS, return_lse=True)
+    assert len(examined) == 2 and torch.equal(o, expected) and torch.equal(again[0], o) and torch.equal(again[1], lse)
+
+
+def test_a_known_call_has_gradients(examined):
+    call()
+    gradients = []
+    for _ in range(2):
+        q, k, v = (x.detach().clone().requires_grad_() for x in INPUTS[:3])
+        o = rope_attention(q, k, v, INPUTS.cos, INPUTS.sin, True, backend="triton")
+        gradients.append(torch.autograd.grad(o, (q, k, v), INPUTS.do))
+        known_calls.forget()
+    assert len(examined) == 2  # the first of all and the last
+    assert all(torch.equal(x, y) and x.abs().sum() > 0 for x, y in zip(*gradients))
+
+
+DIFFERENT = {
+    "causal": {"causal": False},
+    "scale": {"softmax_scale": 0.5},
+    "cap": {"softcap": 2.0},
+    "window": {"window": (4, 0)},
+    "sinks": {"sinks": torch.ones(2)},
+    "strategy": {"strategy": "inline"},
+    "lens": {"kv_lens": torch.tensor([7], dtype=torch.int32)},
+    "tables": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, rotary_dim=8))},
+    "dtype": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, dtype=torch.float32))},
+    "length": {"inputs": make_inputs(Case(1, 2, 1, 15, 16, 16))},
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_another_call_is_examined(examined, case):
+    call()
+    options = DIFFERENT[case]
+    first = call(**options)
+    assert len(examined) == 2
+    assert torch.equal(call(**options), first) and len(examined) == 2
+
+
+WRONG = {
+    "an int for a bool": ({"causal": 1}, TypeError, "causal"),
+    "a bool of NumPy's": ({"causal": np.True_}, TypeError, "causal"),
+    "a bool for a number": ({"softcap": False}, TypeError, "softcap"),
+    "a window of bools": ({"window": (True, False)}, TypeError, "window"),
+    "a list for a string": ({"strategy": ["auto"]}, TypeError, "strategy"),
+    "tables with a gradient": ({"inputs": INPUTS._replace(cos=INPUTS.cos.clone().requires_grad_())}, ValueError, "cos"),
+    "another device": ({"inputs": INPUTS._replace(sin=INPUTS.sin.to("meta"))}, ValueError, "sin"),
+    "a table too short": ({"inputs": INPUTS._replace(cos=INPUTS.cos[:9], sin=INPUTS.sin[:9])}, ValueError, "cos"),
+    "a missing table": ({"inputs": INPUTS._replace(sin=None)}, TypeError, "sin"),
+    "a sparse tensor": ({"inputs": INPUTS._replace(v=INPUTS.v.to_sparse())}, TypeError, "v must be a dense"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_is_refused_beside_a_known_one(examined, case):
+    """The right calls that these are mistaken for, by equality of Python values, are known."""
+    options, error, match = WRONG[case]
+    call()
+    call(window=(1, 0))
+    for _ in range(2):
+        with pytest.raises(error, match=match):
+            call(**options)
+
+
+def test_what_torch_is_told_counts(examined):
+    call()
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(examined) == 2
+    with torch.autocast("cpu", torch.float16):
+        assert call().dtype == torch.float16
+    assert len(examined) == 3

@@ -1,0 +1,115 @@
+"""A compiled kernel and a CUDA driver that are none: launches leave the bytes that a GPU would have read."""
+
+import ctypes
+import time
+from collections import namedtuple
+from types import SimpleNamespace
+
+import torch
+
+from fused_rope_attn.runtime.driver import LaunchAttribute, LaunchConfig
+from fused_rope_attn.runtime.launch import Source
+from fused_rope_attn.runtime.triton_compat import gl
+
+NAME = "toy_kernel"
+# One parameter of every kind that kernels have: tensors, a descriptor, a tuple, an absent tensor, numbers, a constant.
+SIGNATURE = {
+    "x_ptr": "*fp32",
+    "y_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>",
+    "no_ptr": "constexpr",
+    "z_ptr": "*bf16",
+    "strides": ("i32", "i64", "constexpr"),
+    "scale": "fp32",
+    "BLOCK": "constexpr",
+}
+ENCODING = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+# (bytes, alignment) in the PTX: x, the tensor map with its shape and strides, z, two strides, scale, two of scratch.
+PARAMETERS = [(8, 8), (128, 64), *[(4, 4)] * 4, *[(8, 8)] * 4, (8, 8), (4, 4), (8, 8), (4, 4), (8, 8), (8, 8)]
+ARGUMENTS = {"strides": (640, 1 << 40, 1), "scale": 0.25, "BLOCK": 64}
+GRID = (12, 1, 1)
+
+
+def ptx(parameters=PARAMETERS, threads=128):
+    """The entry of a kernel as Triton's PTX declares it."""
+    lines = []
+    for i, (size, alignment) in enumerate(parameters):
+        if size == 128:
+            lines.append(f"\t.param .align {alignment} .b8 {NAME}_param_{i}[{size}]")
+        else:
+            pointer = " .ptr .global .align 1" if size == 8 else ""
+            lines.append(f"\t.param .u{8 * size}{pointer} {NAME}_param_{i}")
+    declared = ",\n".join(lines)
+    return f".visible .entry {NAME}(\n{declared}\n)\n.reqntid {threads}\n{{\n\tret;\n}}\n"
+
+
+def compiled_kernel(signature=SIGNATURE, text=None, function=0x5EED, asm=None, **changed):
+    """What Triton gives after compiling, as far as launches look at it; ``changed`` fields of its metadata."""
+    fields = {
+        "name": NAME, "target": SimpleNamespace(backend="cuda"), "num_warps": 4, "num_ctas": 1, "shared": 4096,
+        "global_scratch_size": 0, "profile_scratch_size": 0, "instrumentation_mode": "", "launch_pdl": True,
+        "launch_cooperative_grid": False, "tensordesc_meta": [ENCODING],
+    } | changed  # fmt: skip
+    metadata = namedtuple("KernelMetadata", fields)(**fields)
+    runs = []
+    return SimpleNamespace(
+        src=SimpleNamespace(signature=signature), metadata=metadata, function=function, packed_metadata=(4, 1, 4096),
+        asm={"ptx": ptx() if text is None else text} if asm is None else asm, runs=runs,
+        run=lambda *arguments: runs.append(arguments),
+    )  # fmt: skip
+
+
+def toy_tensors():
+    """Tensors for SIGNATURE, y with the source of its descriptor."""
+    y = torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.bfloat16)
+    source = Source(y, 64, 64, True, layout)
+    return {"x_ptr": torch.zeros(8), "y_desc": source(y), "no_ptr": None, "z_ptr": torch.zeros(8).bfloat16()}
+
+
+def toy_map(address, **encoding):
+    """The tensor map of ``encode_tensor_map``, recognisable."""
+    return address.to_bytes(8, "little") + bytes(range(120))
+
+
+class ToyKernel:
+    """What ``triton.jit`` gives: ``kernel[grid](...)`` notes its arguments and returns a compiled kernel."""
+
+    arg_names = list(SIGNATURE)
+    fn = SimpleNamespace(__name__=NAME)
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+        self.first = []
+
+    def __getitem__(self, grid):
+        def launch(**arguments):
+            self.first.append(arguments)
+            return self.compiled
+
+        return launch
+
+
+class RecordingDriver:
+    """What ``driver.load`` gives; every launch adds to ``launches`` what lay in its block of arguments."""
+
+    def __init__(self, code=0, parameters=PARAMETERS, seconds=0.0):
+        self.code, self.parameters, self.seconds = code, parameters, seconds
+        self.launches = []
+
+    def launch(self, config, function, parameters, extra):
+        time.sleep(self.seconds)
+        given = LaunchConfig.from_address(config.value)
+        attributes = (LaunchAttribute * given.num_attributes).from_address(given.attributes)
+        pointers = (ctypes.c_uint64 * len(self.parameters)).from_address(parameters.value)
+        self.launches.append(
+            SimpleNamespace(
+                grid=tuple(given.grid), block=tuple(given.block), shared=given.shared_bytes, stream=given.stream,
+                attributes=[(each.id, *each.value) for each in attributes], function=function.value, extra=extra,
+                values=[ctypes.string_at(at, size) for at, (size, _) in zip(pointers, self.parameters)],
+                misaligned=[i for i, at in enumerate(pointers) if at % self.parameters[i][1]],
+            )
+        )  # fmt: skip
+        return self.code
+
+    def message(self, code):
+        return f"CUDA error {code}, as the driver explains it"
