@@ -183,9 +183,9 @@ class Row:
 class HopperRow:
     """One line of the sm_90 backend's tables: ``config`` for what the other fields select, as in ``Row``.
 
-    auto: the length buckets in which ``backend="auto"`` takes it instead of the portable kernels, with much_work only
-    from ``MUCH_WORK`` on; an explicit ``backend="hopper"`` takes it in all of ``buckets``. note: why this
-    configuration, and why those buckets.
+    auto: the length buckets in which ``backend="auto"`` takes it instead of the portable kernels, with some_work only
+    from ``SOME_WORK`` on, with much_work only from ``MUCH_WORK`` on; an explicit ``backend="hopper"`` takes it in all
+    of ``buckets``. note: why this configuration, and why those buckets.
     """
 
     head_dim: int
@@ -195,6 +195,7 @@ class HopperRow:
     causal: bool | None = None
     buckets: tuple[str, ...] | None = None
     gqa: bool | None = None
+    some_work: bool = False
     much_work: bool = False
     packed: bool | None = None
 
@@ -311,6 +312,7 @@ _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/experiments)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _SLOWER = f"{_TIMED}: up to 2048 tokens the portable kernels are 3 to 9 % faster"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
+_TINY_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 9 and 15 % faster with 64 and 128 heads of 512"
 _WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 64 keys beside 256 columns of O; not with few tiles"
 _WIDE_TIMED = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): half the time of the portable kernels from 4K on"
 _MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): many short sequences fill the card, one does not"
@@ -325,6 +327,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
               much_work=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
               much_work=True, packed=True),
+    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _TINY_TILES, buckets=_TINY,
+              some_work=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
     HopperRow(256, HopperForwardConfig(64, attend_registers=240, pin=True, section_bytes=2 * _WIDEST), _BEYOND_TINY,
               _WIDE_TILES, much_work=True),
@@ -351,6 +355,9 @@ LAUNCH_BOUND_WORK = 2**26
 # ends. H200, 2026-11-21: .124 ms against .140 at (2, 64/64, 1024, 128), 2**34, but .042 against .037 at
 # (1, 32/8, 1024, 128), 2**32.
 MUCH_WORK = 2**33
+# Short sequences have fewer keys for each tile, and the persistent forward is ahead earlier. H200, 2026-11-22: 25.7 us
+# against 28.2 at (2, 32/32, 512, 128), 2**31, and 46.2 against 54.2 at (2, 64/64, 512, 128).
+SOME_WORK = 2**31
 
 # Packed sequences that are shorter than this, tokens over sequences (empty ones too), are left to the portable kernels.
 # Half of a forward tile of the sm_90 ones is empty then where a portable one is full, and their backward adds up to 64
@@ -362,8 +369,8 @@ LEAST_MEAN_LENGTH = 64
 
 
 def work_class(multiply_adds: int) -> int:
-    """0: launch-bound; 1: in between; 2: much work. A plan depends on this, not on the number."""
-    return (multiply_adds > LAUNCH_BOUND_WORK) + (multiply_adds >= MUCH_WORK)
+    """0: launch-bound; 1: little work; 2: some; 3: much. A plan depends on this, not on the number."""
+    return (multiply_adds > LAUNCH_BOUND_WORK) + (multiply_adds >= SOME_WORK) + (multiply_adds >= MUCH_WORK)
 
 
 # Architectures without rows of their own run those of the nearest relative.

@@ -267,7 +267,7 @@ def _plan(
 
 def _prefer(row: configs.HopperRow, length_bucket: str, work: int) -> tuple[bool, str]:
     """(whether ``"auto"`` takes the sm_90 kernels, why)."""
-    if length_bucket in row.auto and row.much_work and work < 2:
+    if length_bucket in row.auto and work < (3 if row.much_work else 2 if row.some_work else 0):
         return False, f"too little work for the sm_90 ones ({row.note})"
     if length_bucket in row.auto:
         return True, f"they are made for this card ({row.note})"

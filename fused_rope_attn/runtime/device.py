@@ -76,6 +76,11 @@ def cards() -> list[dict[str, object]]:
     return found
 
 
+def current_gpu() -> int:
+    """Number of the GPU on which this thread's launches go."""
+    return torch.cuda.current_device()
+
+
 def current_stream(device: torch.device) -> int:
     """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
     # A tensor's device has an index where it is a GPU; to ask for its type would cost more than all the rest.

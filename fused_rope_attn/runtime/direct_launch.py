@@ -158,12 +158,6 @@ class DirectLaunch:
         self._blocks.append(block)
         return code
 
-    def error(self, code: int) -> RuntimeError:
-        """What a caller is told of the driver's error code."""
-        found = driver.load()
-        reason = f"CUDA error {code}" if found is None else found.message(code)
-        return RuntimeError(f"the kernel {self.name} could not be launched: {reason}")
-
 
 class _Described:
     """The tensor maps of one descriptor, by the address of its tensor."""

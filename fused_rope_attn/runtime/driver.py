@@ -70,6 +70,20 @@ class Driver:
         self._library = library
         self.launch: Callable[..., int] = library.cuLaunchKernelEx
 
+    def make_current(self, index: int) -> None:
+        """Make the primary context of GPU number ``index``, which PyTorch uses, current in this thread.
+
+        PyTorch does so with the first work that a thread gives to the GPU, which an allocation from its cache is not.
+        """
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        for code in (
+            self._library.cuDeviceGet(ctypes.byref(device), index),
+            self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+            self._library.cuCtxSetCurrent(context),
+        ):
+            if code:
+                raise RuntimeError(f"no context of GPU {index} could be made current: {self.message(code)}")
+
     def message(self, code: int) -> str:
         """An error code as the driver names and explains it."""
         words = []
@@ -89,3 +103,17 @@ def load() -> Driver | None:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None
+
+
+def make_current(index: int) -> None:
+    """``Driver.make_current`` of this process's driver."""
+    found = load()
+    if found is None:
+        raise RuntimeError(f"no context of GPU {index} could be made current: there is no CUDA driver")
+    found.make_current(index)
+
+
+def message(code: int) -> str:
+    """``Driver.message`` of this process's driver, or the bare number without one."""
+    found = load()
+    return f"CUDA error {code}" if found is None else found.message(code)

@@ -15,8 +15,8 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_rope_attn.runtime import device, driver
 from fused_rope_attn.runtime.direct_launch import DirectLaunch
-from fused_rope_attn.runtime.driver import INVALID_CONTEXT
 from fused_rope_attn.runtime.parameters import Unsupported
 
 _MAX_PREPARED = 4096
@@ -68,14 +68,24 @@ class Launch:
         Raises:
             RuntimeError: the CUDA driver's, with the kernel's name.
         """
-        direct = self.direct
-        if direct is None or _hooked():
-            self.launch_by_triton(stream, tensors)
-        elif code := direct(stream, tensors):
-            # A thread that has not used its GPU yet: Triton's launcher makes a context current.
-            if code != INVALID_CONTEXT:
-                raise direct.error(code)
-            self.launch_by_triton(stream, tensors)
+        try:
+            code = self._launch(stream, tensors)
+        except RuntimeError as error:  # Triton's, which encodes tensor maps, and says in words what is wrong
+            if "invalid device context" not in str(error):
+                raise
+            code = driver.INVALID_CONTEXT
+        if code == driver.INVALID_CONTEXT:  # a thread that has not used its GPU yet
+            driver.make_current(device.current_gpu())
+            code = self._launch(stream, tensors)
+        if code:
+            raise RuntimeError(f"the kernel {self.kernel.fn.__name__} could not be launched: {driver.message(code)}")
+
+    def _launch(self, stream: int, tensors: dict) -> int:
+        """Launch by whichever way is open; returns the CUDA driver's error code, 0 for none."""
+        if self.direct is not None and not _hooked():
+            return self.direct(stream, tensors)
+        self.launch_by_triton(stream, tensors)
+        return 0
 
     def launch_by_triton(self, stream: int, tensors: dict) -> None:
         """The same by Triton's own launcher: the first launch, after which ``direct`` is known, and what may not or

@@ -30,7 +30,9 @@ def tables(monkeypatch):
             ("HOPPER_BACKWARD", configs.HOPPER_BACKWARD[-1], backward),
         ):
             monkeypatch.setattr(
-                configs, name, (dataclasses.replace(row, auto=auto, note=f"{name} row", much_work=False),)
+                configs,
+                name,
+                (dataclasses.replace(row, auto=auto, note=f"{name} row", some_work=False, much_work=False),),
             )
         forget_plans()
 

@@ -131,11 +131,13 @@ def test_the_persistent_forward_wants_tiles_to_spare(arch):
     assert kinds(few) == (PORTABLE[0], HOPPER[1]) and "too little work" in few.reason
 
 
-def test_rows_may_ask_for_much_work(arch, tables, monkeypatch):
+@pytest.mark.parametrize("name", ["some_work", "much_work"])
+def test_rows_may_ask_for_work(arch, tables, monkeypatch, name):
     """Then "auto" takes them from so many multiply-adds on; the explicit backend takes them always."""
     tables(("medium",), ("medium",))
-    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
-    below = configs.MUCH_WORK // (4096 * 4096 * 128) - 1  # heads
+    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], **{name: True}),))
+    monkeypatch.setattr(configs, "SOME_WORK", 2**32)
+    below = getattr(configs, name.upper()) // (4096 * 4096 * 128) - 1  # heads
     little, much = call(4096, heads=(below, below), batch=1), call(4096, heads=(below + 1, below + 1), batch=1)
     assert kinds(plan(**little)) == (PORTABLE[0], HOPPER[1]) and "too little work" in plan(**little).reason
     assert kinds(plan(**much)) == kinds(plan(**little, backend="hopper")) == HOPPER

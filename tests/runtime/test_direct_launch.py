@@ -195,12 +195,37 @@ def test_errors_of_the_driver_name_the_kernel(monkeypatch):
         launch(3, **tensors)
 
 
-def test_a_thread_without_a_context_goes_through_triton(monkeypatch):
-    """Triton's launcher makes a context current; the driver alone would not."""
-    install(monkeypatch, RecordingDriver(code=driver.INVALID_CONTEXT))
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    """An allocation from PyTorch's cache makes none current, and neither does a launch."""
+    recorded = RecordingDriver(code=driver.INVALID_CONTEXT)
+    install(monkeypatch, recorded)
+    monkeypatch.setattr("fused_rope_attn.runtime.device.current_gpu", lambda: 5)
     kernel, launch, tensors = launched_once()
     launch(3, **tensors)
-    assert len(kernel.compiled.runs) == 1
+    assert recorded.current == [5] and len(recorded.launches) == 2 and not kernel.compiled.runs
+
+
+@pytest.mark.parametrize("says", ["Failed to create tensor map descriptor: invalid device context", "out of memory"])
+def test_a_tensor_map_that_a_thread_without_a_context_cannot_encode(monkeypatch, says):
+    """Triton raises where the driver refuses; other errors of its stay what they are."""
+    recorded = RecordingDriver()
+    install(monkeypatch, recorded)
+    monkeypatch.setattr("fused_rope_attn.runtime.device.current_gpu", lambda: 0)
+    _, launch, tensors = launched_once()
+
+    def encode(address, **encoding):
+        if not recorded.current:
+            raise RuntimeError(f"Triton Error [CUDA]: {says}")
+        return toy_map(address, **encoding)
+
+    launch.direct._described[0].maps.clear()
+    launch.direct._described[0]._encode = encode
+    if says == "out of memory":
+        with pytest.raises(RuntimeError, match="out of memory"):
+            launch(3, **tensors)
+    else:
+        launch(3, **tensors)
+        assert recorded.current == [0] and len(recorded.launches) == 1
 
 
 class Library:
@@ -240,6 +265,32 @@ def test_the_driver_is_libcuda(monkeypatch, fresh_load, library):
         assert found is None
     else:
         assert found.message(9) == "CUDA error 9, CUDA_ERROR_OF_ITS_OWN: it is broken"
+
+
+def test_a_context_is_made_current(monkeypatch, fresh_load):
+    """The GPU's primary one; an error on the way names the GPU."""
+    called = []
+
+    class Contexts(Library):
+        def __getattr__(self, name):
+            def function(*arguments):
+                called.append(name)
+                return 2 if name in self.missing else 0
+
+            return function if name.startswith(("cuDev", "cuCtx")) else super().__getattr__(name)
+
+    monkeypatch.setattr(driver.torch.version, "hip", None)
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: Contexts())
+    driver.make_current(3)
+    assert called == ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    driver.load.cache_clear()
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: Contexts("cuCtxSetCurrent"))
+    with pytest.raises(RuntimeError, match="GPU 3 .*: CUDA error 2"):
+        driver.make_current(3)
+    driver.load.cache_clear()
+    monkeypatch.setattr(driver.torch.version, "hip", "6.4")
+    with pytest.raises(RuntimeError, match="GPU 3 .*: there is no CUDA driver"):
+        driver.make_current(3)
 
 
 def test_there_is_no_cuda_driver_for_amd(monkeypatch, fresh_load):

@@ -95,6 +95,11 @@ class RecordingDriver:
     def __init__(self, code=0, parameters=PARAMETERS, seconds=0.0):
         self.code, self.parameters, self.seconds = code, parameters, seconds
         self.launches = []
+        self.current = []
+
+    def make_current(self, index):
+        self.current.append(index)
+        self.code = 0
 
     def launch(self, config, function, parameters, extra):
         time.sleep(self.seconds)

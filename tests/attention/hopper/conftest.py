@@ -15,7 +15,7 @@ def preferred(monkeypatch):
     def prefer(forward, backward):
         for name, taken in (("HOPPER_FORWARD", forward), ("HOPPER_BACKWARD", backward)):
             auto = configs.BUCKETS if taken else ()
-            rows = tuple(replace(row, auto=auto, much_work=False) for row in getattr(configs, name))
+            rows = tuple(replace(row, auto=auto, some_work=False, much_work=False) for row in getattr(configs, name))
             monkeypatch.setattr(configs, name, rows)
         forget_plans()
 
