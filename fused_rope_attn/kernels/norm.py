@@ -2,9 +2,9 @@
 
 ``y = x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the D columns of a row, in float32. A kernel rarely holds
 a row as one tile: rotations take it apart into first and second members of pairs, sections, and columns that pass
-through. What is here therefore takes *parts* of rows, tiles ``(..., C)`` whose last axis are columns, and sums over rows
-``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add nothing, and
-the mean is that of D columns.
+through. What is here therefore takes *parts* of rows, tiles ``(..., C)`` whose last axis are columns, and sums over
+columns ``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add
+nothing, and the mean is that of D columns.
 
 The statistic, ``inverse_rms``, is never saved: a backward pass reads x anyway. With ``n = x * inverse_rms`` and
 ``g = dy * (offset + weight)`` the gradients are ``dx = inverse_rms * (g - n * mean(g * n))`` and, summed over rows,

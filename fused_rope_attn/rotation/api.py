@@ -8,7 +8,7 @@ from fused_rope_attn.rotation import reference
 from fused_rope_attn.rotation.keywords import ROTATION
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
-from fused_rope_attn.runtime.checks import NO_NORMS, Norms
+from fused_rope_attn.runtime.checks import NO_NORMS, norms_of
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.keywords import explain_keywords
 
@@ -110,7 +110,7 @@ def apply_rope_qk(
         if len(out) != len(xs):
             raise ValueError(f"out must hold {len(xs)} tensors, for {', '.join(xs)}, but holds {len(out)}")
         outs = {f"out[{i}]": x for i, x in enumerate(out)}
-    norms = Norms(q_norm, k_norm, norm_eps, norm_offset)
+    norms = norms_of(q_norm, k_norm, norm_eps, norm_offset)
     return tuple(_apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms))
 
 
@@ -122,14 +122,12 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
     if position_ids is not None and position_ids.ndim < 3:
         position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
     given = None if outs is None else list(outs.values())
-    if norms.q_norm is None:
-        options, weights = RotationOptions(rotary_dim, interleaved, inverse, layout), ()
-    else:
-        options = RotationOptions(
-            rotary_dim, interleaved, inverse, layout, norm_eps=norms.norm_eps, norm_offset=norms.norm_offset
-        )
-        weights = (norms.q_norm, norms.k_norm)
-    return rotate(options, RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens, weights))
+    tensors = RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens)
+    options = RotationOptions(rotary_dim, interleaved, inverse, layout)
+    if norms.q_norm is not None:
+        tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
+        options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
+    return rotate(options, tensors)
 
 
 def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:

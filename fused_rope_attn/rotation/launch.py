@@ -94,8 +94,8 @@ def describe(
             cos_strides=cos_strides,
             sin_strides=sin_strides,
             position_strides=position_strides,
-            eps=float(eps),
-            offset=float(offset),
+            eps=0.0 if eps is None else float(eps),
+            offset=0.0 if offset is None else float(offset),
             **{f"H{i}": h for i, h in enumerate([*heads, *[0] * missing])},
             N=length,
             S=cos.shape[-2],
@@ -150,9 +150,9 @@ def _is_long(strides, rows: int, heads: int, head_dim: int) -> bool:
     return any(rows * row + heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
 
 
-def config_for(where: torch.device, xs: Sequence[torch.Tensor]) -> RotationConfig:
+def config_for(where: torch.device, xs: Sequence[torch.Tensor], norms: bool = False) -> RotationConfig:
     """The table's configuration for a call with these tensors."""
-    return rotation(device.arch(where), max(x.numel() * x.element_size() for x in xs))
+    return rotation(device.arch(where), max(x.numel() * x.element_size() for x in xs), norms)
 
 
 def _prepare(key, flat: tuple, *config: RotationConfig) -> RotationCall:

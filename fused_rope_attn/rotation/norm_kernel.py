@@ -313,6 +313,4 @@ def norm_rotation_kernel(x0_ptr, x1_ptr, x2_ptr, out0_ptr, out1_ptr, out2_ptr, w
     else:
         tensor2 = Operand(x2_ptr, out2_ptr, x2_strides, out2_strides, num_heads=H2, num_tokens=N)
         head_block2 = head_block - head_blocks0 - head_blocks1
-        turn_tile(
-            tensor2, None, None, 0, shape, batch, first_token, head_block2, columns, angles, positions
-        )
+        turn_tile(tensor2, None, None, 0, shape, batch, first_token, head_block2, columns, angles, positions)

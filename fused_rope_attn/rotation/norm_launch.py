@@ -42,16 +42,18 @@ class NormRotationCall:
         self.launch(
             stream, x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, out0_ptr=out0, out1_ptr=out1, out2_ptr=out2, weight0_ptr=weight0,
             weight1_ptr=weight1, normed0_ptr=normed0, normed1_ptr=normed1, partial0_ptr=partial0,
-            partial1_ptr=partial1, cos_ptr=cos, sin_ptr=sin, positions_ptr=cos if position_ids is None else position_ids,
+            partial1_ptr=partial1, cos_ptr=cos, sin_ptr=sin,
+            positions_ptr=cos if position_ids is None else position_ids,
             cu_seqlens_ptr=cos if cu_seqlens is None else cu_seqlens,
         )  # fmt: skip
 
 
 def _prepare(key, flat: tuple, *config: RotationConfig) -> NormRotationCall:
     where, options, count, norms, _ = key
-    xs, outs, rest = flat[:count], flat[count : 2 * count], flat[2 * count :]
-    tensors = RotationTensors(xs, outs, *rest[:4], weights=rest[4 : 4 + norms])
-    return NormRotationCall(options, tensors, rest[4 + norms :], *config or (config_for(where, xs),))
+    xs, outs = flat[:count], flat[count : 2 * count]
+    cos, sin, position_ids, cu_seqlens, *rest = flat[2 * count :]
+    tensors = RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens, rest[:norms])
+    return NormRotationCall(options, tensors, rest[norms:], *config or (config_for(where, xs, True),))
 
 
 _prepared = PreparedCalls(_prepare)
@@ -99,6 +101,4 @@ def norm_unrotate(
     workspace = torch.empty(sum(tiles), head_dim, dtype=torch.float32, device=tensors.cos.device)
     partials = [part if len(part) else None for part in workspace.split(tiles)]
     call(stream, tensors, normed, partials)
-    return [
-        None if part is None else part.sum(0).to(weight.dtype) for part, weight in zip(partials, tensors.weights)
-    ]
+    return [None if part is None else part.sum(0).to(weight.dtype) for part, weight in zip(partials, tensors.weights)]

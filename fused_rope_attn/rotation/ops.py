@@ -96,14 +96,15 @@ class _NormRotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        turns, weights, xs = given[:4], given[4 : 4 + norms], given[4 + norms :]
-        tensors = RotationTensors(xs, None, *turns, weights)
+        cos, sin, position_ids, cu_seqlens, *rest = given
+        weights, xs = rest[:norms], rest[norms:]
+        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
         if keyset is None:
             outs = _rotate_new(options, tensors)
         else:
             outs = _rope.below_autograd(keyset, xs, *flatten(options, tensors))
         ctx.plain = keyset is None
-        ctx.save_for_backward(*turns, *weights, *xs[:norms])
+        ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
         ctx.options = options._replace(inverse=not options.inverse)
         ctx.norms = norms
         ctx.set_materialize_grads(False)
@@ -112,8 +113,8 @@ class _NormRotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dos):
         norms = ctx.norms
-        turns, saved = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        weights, normed = saved[:norms], saved[norms:]
+        cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
+        weights, normed = rest[:norms], rest[norms:]
         needed = ctx.needs_input_grad[7:]
         # Of each output that has a gradient: whether that of its input and that of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
@@ -122,7 +123,8 @@ class _NormRotation(torch.autograd.Function):
         if of:
             some = [i for i in of if i < norms]
             given = [dos[i] for i in of]
-            tensors = RotationTensors(given, None, *turns, [weights[i] for i in some])
+            kept = [weights[i] for i in some]
+            tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, kept)
             wanted = [asked[i][0] for i in of] + [asked[i][1] for i in some]
             arguments = [normed[i] for i in some], wanted
             # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
@@ -160,13 +162,14 @@ def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Ten
     return dxs + dweights
 
 
-def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor]:
+def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
     """The gradients that are wanted, of inputs and then of weights; xs are those of the results."""
     count, norms = len(tensors.xs), len(normed)
     dxs = _empty_gradients(tensors, normed, wanted)[:count]
     kept = [i for i in range(count) if tensors.xs[i].numel()]
     some = [i for i in kept if i < norms]
-    dweights = [torch.zeros_like(weight) for weight in tensors.weights]
+    # Where nothing is added up.
+    dweights: list[torch.Tensor | None] = [torch.zeros_like(weight) for weight in tensors.weights]
     if kept:
         tensors = tensors._replace(
             xs=[tensors.xs[i] for i in kept], outs=[dxs[i] for i in kept],

@@ -9,7 +9,7 @@ class RotationOptions(NamedTuple):
     """Everything of one call but its tensors. layout: a key of ``LAYOUTS``.
 
     in_place: the outputs are the inputs, so that columns that pass through are there already. norm_eps and norm_offset:
-    of the norms, where the call has weights.
+    of the norms; None where the call has no weights, since a number, even a default, is an input to who traces it.
     """
 
     rotary_dim: int
@@ -17,8 +17,8 @@ class RotationOptions(NamedTuple):
     inverse: bool
     layout: str
     in_place: bool = False
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
+    norm_eps: float | None = None
+    norm_offset: float | None = None
 
 
 class RotationTensors(NamedTuple):
@@ -40,7 +40,7 @@ class RotationTensors(NamedTuple):
 # The arguments of the operators behind their inputs and outputs, in the order of ``flatten``.
 SCHEMA = (
     "Tensor cos, Tensor sin, Tensor? position_ids, Tensor? cu_seqlens, int rotary_dim, bool interleaved, bool inverse, "
-    "str layout, Tensor[] weights, float norm_eps, float norm_offset"
+    "str layout, Tensor[] weights, float? norm_eps, float? norm_offset"
 )
 
 
@@ -53,7 +53,19 @@ def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
 
 
 def rebuild(
-    xs, outs, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout, weights, norm_eps, norm_offset
+    xs,
+    outs,
+    cos,
+    sin,
+    position_ids,
+    cu_seqlens,
+    rotary_dim,
+    interleaved,
+    inverse,
+    layout,
+    weights,
+    norm_eps,
+    norm_offset,
 ) -> tuple[RotationOptions, RotationTensors]:
     """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
     options = RotationOptions(

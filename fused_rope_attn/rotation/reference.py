@@ -76,8 +76,8 @@ def rotation(
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
 ) -> Tensor:
     """Rotation alone, `fused_rope_attn.apply_rope` in eager PyTorch for `x` (B, H, N, D), its arguments validated.
 
@@ -86,10 +86,12 @@ def rotation(
     A position without a row in the tables gives NaN, a token behind the last sequence passes through. With a `weight`
     (D,) all columns are normed first, and normed and rotated are rounded once.
     """
-    if weight is not None:
-        options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse}
+    if weight is not None and norm_eps is not None and norm_offset is not None:
         normed = norm(x, weight, norm_eps, norm_offset)
-        return rotation(normed, cos, sin, **options, position_ids=position_ids, cu_seqlens=cu_seqlens).to(x.dtype)
+        return rotation(
+            normed, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse,
+            position_ids=position_ids, cu_seqlens=cu_seqlens,
+        ).to(x.dtype)  # fmt: skip
     cos, sin = (table.unsqueeze(0) if table.ndim == 2 else table for table in (cos, sin))
     if cu_seqlens is not None:
         token = torch.arange(x.shape[2], device=x.device)

@@ -31,6 +31,14 @@ class Norms(NamedTuple):
 NO_NORMS = Norms(None, None, 1e-6, 0.0)
 
 
+def norms_of(q_norm: Any, k_norm: Any, norm_eps: Any, norm_offset: Any) -> Norms:
+    """The ``Norms`` of a call."""
+    if q_norm is None and k_norm is None and torch.compiler.is_compiling():
+        # A number that is looked at becomes an input of the graph, with which everything is compiled a second time.
+        return NO_NORMS
+    return Norms(q_norm, k_norm, norm_eps, norm_offset)
+
+
 def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: Tensor | None) -> tuple[Any, ...]:
     """Views (B, H, N, D) of tensors that the caller has in another layout; None stays None.
 
@@ -146,11 +154,13 @@ def check_scales(softmax_scale: Any, softcap: Any) -> None:
 
 def check_norms(norms: Norms, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
     """Check the norms of a call whose q has this dtype, device and head dim."""
+    if norms is NO_NORMS:
+        return
     eps, offset = norms.norm_eps, norms.norm_offset
     for name, value in (("norm_eps", eps), ("norm_offset", offset)):
         if not is_real(value):
             raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-        if not math.isfinite(value):
+        if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
             raise ValueError(f"{name} must be finite, but is {value}")
     if eps < 0:
         raise ValueError(f"norm_eps must be at least 0, but is {eps}")
