@@ -46,7 +46,8 @@ def inverse_rms(square_sum, norm):
     It is 0 where the mean and eps are, so that a row of zeros stays one; a row that is not finite stays so.
     """
     mean_square = square_sum / norm.D + norm.eps
-    return tl.where(mean_square < _SMALLEST_NORMAL, 0.0, tl.rsqrt(mean_square))
+    is_zero = mean_square < _SMALLEST_NORMAL
+    return tl.where(is_zero, 0.0, tl.rsqrt(tl.where(is_zero, 1.0, mean_square)))
 
 
 @triton.jit
