@@ -107,12 +107,12 @@ def positions_of(positions, batch, first_token, num_tokens, shape, POSITIONS: tl
 
 
 @triton.jit
-def load_row_parts(ptr, strides, tile, exists, mask, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def load_row_parts(ptr, strides, tile, exists, mask, pairs, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Whole rows of a tile as they lie in memory: ``load_section`` of all sections, as two tuples, and a third
     with the tail, where there is one."""
     firsts, seconds = (), ()
     for section in tl.static_range(columns.SECTIONS):
-        first, second = load_section(ptr, strides, tile, mask, columns, R, INTERLEAVED, section)
+        first, second = load_section(ptr, strides, tile, mask, pairs, columns, R, INTERLEAVED, section)
         firsts, seconds = firsts + (first,), seconds + (second,)
     if columns.COPY_TAIL:
         return firsts, seconds, (load_tail(ptr, strides, tile, exists, columns, R),)
@@ -139,11 +139,12 @@ def norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, colum
     R: tl.constexpr = angles.rotation.R
     INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
     tile = tile_at(shape, first_token, head_block)
+    pairs = tl.arange(0, columns.BLOCK_PAIRS)
     x_ptr = tile_pointer(operand.x_ptr, operand.x_strides, batch, tile)
     out_ptr = tile_pointer(operand.out_ptr, operand.out_strides, batch, tile)
     exists = existing_rows(tile, operand.num_tokens, operand.num_heads)
-    mask = section_mask(exists, columns, R, INTERLEAVED)
-    firsts, seconds, tail = load_row_parts(x_ptr, operand.x_strides, tile, exists, mask, columns, R, INTERLEAVED)
+    mask = section_mask(exists, pairs, columns, R, INTERLEAVED)
+    firsts, seconds, tail = load_row_parts(x_ptr, operand.x_strides, tile, exists, mask, pairs, columns, R, INTERLEAVED)
     scale = inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED)
 
     for section in tl.static_range(columns.SECTIONS):
@@ -153,7 +154,7 @@ def norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, colum
         x1, x2 = section_pairs(firsts[section], seconds[section], columns.BLOCK_PAIRS, INTERLEAVED)
         x1, x2 = x1 * scale * weight1, x2 * scale * weight2
         x1, x2 = rotate_section(x1, x2, angles, cos1, sin1, cos2, sin2)
-        store_section(out_ptr, operand.out_strides, tile, mask, columns, x1, x2, R, INTERLEAVED, section)
+        store_section(out_ptr, operand.out_strides, tile, mask, pairs, columns, x1, x2, R, INTERLEAVED, section)
     if columns.COPY_TAIL:
         x = tail[0].to(tl.float32) * scale * tail_norm_weights(norm, columns, R)
         store_tail(out_ptr, operand.out_strides, tile, exists, columns, x, R)
@@ -176,13 +177,14 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
     INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
     BLOCK_PAIRS: tl.constexpr = columns.BLOCK_PAIRS
     tile = tile_at(shape, first_token, head_block)
+    pairs = tl.arange(0, columns.BLOCK_PAIRS)
     x_ptr = tile_pointer(normed.x_ptr, normed.x_strides, batch, tile)
     dy_ptr = tile_pointer(operand.x_ptr, operand.x_strides, batch, tile)
     exists = existing_rows(tile, operand.num_tokens, operand.num_heads)
-    mask = section_mask(exists, columns, R, INTERLEAVED)
-    firsts, seconds, tail = load_row_parts(x_ptr, normed.x_strides, tile, exists, mask, columns, R, INTERLEAVED)
+    mask = section_mask(exists, pairs, columns, R, INTERLEAVED)
+    firsts, seconds, tail = load_row_parts(x_ptr, normed.x_strides, tile, exists, mask, pairs, columns, R, INTERLEAVED)
     dy_firsts, dy_seconds, dy_tail = load_row_parts(
-        dy_ptr, operand.x_strides, tile, exists, mask, columns, R, INTERLEAVED
+        dy_ptr, operand.x_strides, tile, exists, mask, pairs, columns, R, INTERLEAVED
     )
     scale = inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED)
     if normed.partial_ptr is not None:
@@ -223,7 +225,7 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
         for section in tl.static_range(columns.SECTIONS):
             dx1 = norm_gradient(g_firsts[section], n_firsts[section], projection, scale, norm)
             dx2 = norm_gradient(g_seconds[section], n_seconds[section], projection, scale, norm)
-            store_section(dx_ptr, operand.out_strides, tile, mask, columns, dx1, dx2, R, INTERLEAVED, section)
+            store_section(dx_ptr, operand.out_strides, tile, mask, pairs, columns, dx1, dx2, R, INTERLEAVED, section)
         if columns.COPY_TAIL:
             dx = norm_gradient(g, n, projection, scale, norm)
             store_tail(dx_ptr, operand.out_strides, tile, exists, columns, dx, R)

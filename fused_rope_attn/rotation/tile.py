@@ -187,18 +187,18 @@ def tile_pointer(ptr, strides, batch, tile):
 
 
 @triton.jit
-def section_mask(exists, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Which elements of a section exist, where its pairs do not fill its tile: ``exists`` are the tile's rows."""
+def section_mask(exists, pairs, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Which elements of a section exist, where its ``pairs`` do not fill its tile: ``exists`` are the tile's rows."""
     if 2 * columns.BLOCK_PAIRS == R:
         return exists
     elif INTERLEAVED:
         return exists & (tl.arange(0, 2 * columns.BLOCK_PAIRS) < R)[None, None, :]
     else:
-        return exists & (tl.arange(0, columns.BLOCK_PAIRS) < R // 2)[None, None, :]
+        return exists & (pairs < R // 2)[None, None, :]
 
 
 @triton.jit
-def load_section(ptr, strides, tile, mask, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+def load_section(ptr, strides, tile, mask, pairs, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr,
                  SECTION: tl.constexpr):  # fmt: skip
     """What ``section_pairs`` takes apart: all columns of a section twice, or the halves of it. ``mask``: its own."""
     if INTERLEAVED:
@@ -206,7 +206,7 @@ def load_section(ptr, strides, tile, mask, columns, R: tl.constexpr, INTERLEAVED
         x = tl.load(ptr + tile_offsets(tile, offs_d, strides), mask=mask, other=0.0)
         return x, x
     else:
-        offs_d = SECTION * R + tl.arange(0, columns.BLOCK_PAIRS)
+        offs_d = SECTION * R + pairs
         x1 = ptr + tile_offsets(tile, offs_d, strides)
         x2 = ptr + tile_offsets(tile, offs_d + R // 2, strides)
         return tl.load(x1, mask=mask, other=0.0), tl.load(x2, mask=mask, other=0.0)
@@ -243,7 +243,7 @@ def rotate_section(x1, x2, angles, cos1, sin1, cos2, sin2):
 
 
 @triton.jit
-def store_section(ptr, strides, tile, mask, columns, x1, x2, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+def store_section(ptr, strides, tile, mask, pairs, columns, x1, x2, R: tl.constexpr, INTERLEAVED: tl.constexpr,
                   SECTION: tl.constexpr):  # fmt: skip
     """Write pairs back to their columns, rounded once; inverse of ``load_section`` and ``section_pairs``."""
     dtype = ptr.dtype.element_ty
@@ -252,7 +252,7 @@ def store_section(ptr, strides, tile, mask, columns, x1, x2, R: tl.constexpr, IN
         x = tl.reshape(tl.join(x1, x2), (x1.shape[0], x1.shape[1], 2 * columns.BLOCK_PAIRS)).to(dtype)
         tl.store(ptr + tile_offsets(tile, offs_d, strides), x, mask=mask)
     else:
-        offs_d = SECTION * R + tl.arange(0, columns.BLOCK_PAIRS)
+        offs_d = SECTION * R + pairs
         out1 = ptr + tile_offsets(tile, offs_d, strides)
         out2 = ptr + tile_offsets(tile, offs_d + R // 2, strides)
         tl.store(out1, x1.to(dtype), mask=mask)
@@ -288,14 +288,15 @@ def rotate_tile(operand, shape, batch, first_token, head_block, columns, angles,
     INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
     HAS_TAIL: tl.constexpr = columns.COPY_TAIL and SECTION == 0
     tile = tile_at(shape, first_token, head_block)
+    pairs = tl.arange(0, columns.BLOCK_PAIRS)
     x_strides, out_strides = operand.x_strides, operand.out_strides
     x_ptr = tile_pointer(operand.x_ptr, x_strides, batch, tile)
     out_ptr = tile_pointer(operand.out_ptr, out_strides, batch, tile)
     exists = existing_rows(tile, operand.num_tokens, operand.num_heads)
 
     # All loads of x are issued before anything waits: an angle may have to change threads, which takes a barrier.
-    mask = section_mask(exists, columns, R, INTERLEAVED)
-    x1, x2 = load_section(x_ptr, x_strides, tile, mask, columns, R, INTERLEAVED, SECTION)
+    mask = section_mask(exists, pairs, columns, R, INTERLEAVED)
+    x1, x2 = load_section(x_ptr, x_strides, tile, mask, pairs, columns, R, INTERLEAVED, SECTION)
     if HAS_TAIL:
         offs_tail = tail_columns(columns, R)
         in_tail = exists & (offs_tail < columns.D)[None, None, :]
@@ -304,6 +305,6 @@ def rotate_tile(operand, shape, batch, first_token, head_block, columns, angles,
     cos1, sin1, cos2, sin2 = section_angles(angles, positions, columns, shape.HEADS_INNER)
     x1, x2 = section_pairs(x1, x2, columns.BLOCK_PAIRS, INTERLEAVED)
     x1, x2 = rotate_section(x1, x2, angles, cos1, sin1, cos2, sin2)
-    store_section(out_ptr, out_strides, tile, mask, columns, x1, x2, R, INTERLEAVED, SECTION)
+    store_section(out_ptr, out_strides, tile, mask, pairs, columns, x1, x2, R, INTERLEAVED, SECTION)
     if HAS_TAIL:
         tl.store(out_ptr + tile_offsets(tile, offs_tail, out_strides), tail, mask=in_tail)
