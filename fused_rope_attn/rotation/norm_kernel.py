@@ -138,8 +138,7 @@ def norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, colum
     """Norm and rotate the tile at (batch, head_block * BLOCK_HEADS, first_token)."""
     R: tl.constexpr = angles.rotation.R
     INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
-    tile = tile_at(shape, first_token, head_block)
-    pairs = tl.arange(0, columns.BLOCK_PAIRS)
+    tile, pairs = tile_at(shape, columns, first_token, head_block)
     x_ptr = tile_pointer(operand.x_ptr, operand.x_strides, batch, tile)
     out_ptr = tile_pointer(operand.out_ptr, operand.out_strides, batch, tile)
     exists = existing_rows(tile, operand.num_tokens, operand.num_heads)
@@ -176,8 +175,7 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
     R: tl.constexpr = angles.rotation.R
     INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
     BLOCK_PAIRS: tl.constexpr = columns.BLOCK_PAIRS
-    tile = tile_at(shape, first_token, head_block)
-    pairs = tl.arange(0, columns.BLOCK_PAIRS)
+    tile, pairs = tile_at(shape, columns, first_token, head_block)
     x_ptr = tile_pointer(normed.x_ptr, normed.x_strides, batch, tile)
     dy_ptr = tile_pointer(operand.x_ptr, operand.x_strides, batch, tile)
     exists = existing_rows(tile, operand.num_tokens, operand.num_heads)

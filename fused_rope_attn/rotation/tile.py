@@ -172,11 +172,12 @@ def locate_tile(shape, head_blocks, N):
 
 
 @triton.jit
-def tile_at(shape, first_token, head_block):
-    """The ``Tile`` of a block of heads that begins at ``first_token``."""
+def tile_at(shape, columns, first_token, head_block):
+    """The ``Tile`` of a block of heads that begins at ``first_token``, and the pairs of a section (BLOCK_PAIRS,)."""
     tokens, heads = tl.arange(0, shape.BLOCK_TOKENS), tl.arange(0, shape.BLOCK_HEADS)
+    pairs = tl.arange(0, columns.BLOCK_PAIRS)
     first_head = head_block * shape.BLOCK_HEADS
-    return Tile(first_token=first_token, first_head=first_head, tokens=tokens, heads=heads, shape=shape)
+    return Tile(first_token=first_token, first_head=first_head, tokens=tokens, heads=heads, shape=shape), pairs
 
 
 @triton.jit
@@ -287,8 +288,7 @@ def rotate_tile(operand, shape, batch, first_token, head_block, columns, angles,
     R: tl.constexpr = angles.rotation.R
     INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
     HAS_TAIL: tl.constexpr = columns.COPY_TAIL and SECTION == 0
-    tile = tile_at(shape, first_token, head_block)
-    pairs = tl.arange(0, columns.BLOCK_PAIRS)
+    tile, pairs = tile_at(shape, columns, first_token, head_block)
     x_strides, out_strides = operand.x_strides, operand.out_strides
     x_ptr = tile_pointer(operand.x_ptr, x_strides, batch, tile)
     out_ptr = tile_pointer(operand.out_ptr, out_strides, batch, tile)
