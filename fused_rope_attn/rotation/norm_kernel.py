@@ -46,12 +46,14 @@ class Positions:
 
 @record
 class Normed:
-    """What a backward launch knows of a tensor (B, H, N, D) that was normed, beside its gradient.
+    """What a tensor (B, H, N, D) that is normed has beside its ``Operand``.
 
+    weight_ptr: None where it is rotated only. Of a backward launch x_ptr, the input of the norm; of a forward one None.
     partial_ptr: (tiles of the tensor, D) float32 for sums of the weight's gradient; None where it is not wanted.
     """
 
-    x_ptr: tl.tensor
+    weight_ptr: tl.tensor | None
+    x_ptr: tl.tensor | None
     x_strides: tl.tuple
     partial_ptr: tl.tensor | None
 
@@ -230,37 +232,21 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
 
 
 @triton.jit
-def turn_tile(operand, norm, normed, tile_index, shape, batch, first_token, head_block, columns, angles,
+def turn_tile(operand, normed, eps, offset, tile_index, shape, batch, first_token, head_block, columns, angles,
               positions):  # fmt: skip
-    """Norm and rotate a tile; with ``normed`` its gradient; without a norm rotate it only."""
-    if norm is None:
+    """Norm and rotate a tile, or its gradient, or rotate it only: ``normed`` says which."""
+    if normed.weight_ptr is None:
         for section in tl.static_range(columns.SECTIONS):
             rows = positions_of(positions, batch, first_token, operand.num_tokens, shape, angles.POSITIONS, section)
             rotate_tile(operand, shape, batch, first_token, head_block, columns, angles, rows, section)
-    elif normed is None:
-        norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, columns, angles, positions)
     else:
-        norm_unrotate_tile(
-            operand, norm, normed, tile_index, shape, batch, first_token, head_block, columns, angles, positions
-        )
-
-
-@triton.jit
-def norm_of(weight_ptr, eps, offset, D: tl.constexpr):
-    """The ``Norm`` with this weight; None without one."""
-    if weight_ptr is None:
-        return None
-    else:
-        return Norm(weight_ptr=weight_ptr, eps=eps, offset=offset, D=D)
-
-
-@triton.jit
-def normed_of(x_ptr, x_strides, partial_ptr):
-    """The ``Normed`` of a backward launch; None in a forward one."""
-    if x_ptr is None:
-        return None
-    else:
-        return Normed(x_ptr=x_ptr, x_strides=x_strides, partial_ptr=partial_ptr)
+        norm = Norm(weight_ptr=normed.weight_ptr, eps=eps, offset=offset, D=columns.D)
+        if normed.x_ptr is None:
+            norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, columns, angles, positions)
+        else:
+            norm_unrotate_tile(
+                operand, norm, normed, tile_index, shape, batch, first_token, head_block, columns, angles, positions
+            )
 
 
 @triton.jit(do_not_specialize=["H0", "H1", "H2", "N", "S", "num_sequences", "search_steps"])
@@ -296,21 +282,24 @@ def norm_rotation_kernel(x0_ptr, x1_ptr, x2_ptr, out0_ptr, out1_ptr, out2_ptr, w
     token_blocks = batch * tl.cdiv(N, BLOCK_TOKENS) + token_block  # those before this one
 
     if NUM_TENSORS == 1 or head_block < head_blocks0:
-        tensor0 = Operand(x0_ptr, out0_ptr, x0_strides, out0_strides, num_heads=H0, num_tokens=N)
         turn_tile(
-            tensor0, norm_of(weight0_ptr, eps, offset, D), normed_of(normed0_ptr, normed0_strides, partial0_ptr),
-            token_blocks * head_blocks0 + head_block, shape, batch, first_token, head_block, columns, angles,
-            positions,
+            Operand(x0_ptr, out0_ptr, x0_strides, out0_strides, num_heads=H0, num_tokens=N),
+            Normed(weight0_ptr, normed0_ptr, normed0_strides, partial0_ptr),
+            eps, offset, token_blocks * head_blocks0 + head_block, shape, batch, first_token, head_block, columns,
+            angles, positions,
         )  # fmt: skip
     elif NUM_TENSORS == 2 or head_block < head_blocks0 + head_blocks1:
-        tensor1 = Operand(x1_ptr, out1_ptr, x1_strides, out1_strides, num_heads=H1, num_tokens=N)
         head_block1 = head_block - head_blocks0
         turn_tile(
-            tensor1, norm_of(weight1_ptr, eps, offset, D), normed_of(normed1_ptr, normed1_strides, partial1_ptr),
-            token_blocks * head_blocks1 + head_block1, shape, batch, first_token, head_block1, columns, angles,
-            positions,
+            Operand(x1_ptr, out1_ptr, x1_strides, out1_strides, num_heads=H1, num_tokens=N),
+            Normed(weight1_ptr, normed1_ptr, normed1_strides, partial1_ptr),
+            eps, offset, token_blocks * head_blocks1 + head_block1, shape, batch, first_token, head_block1, columns,
+            angles, positions,
         )  # fmt: skip
     else:
-        tensor2 = Operand(x2_ptr, out2_ptr, x2_strides, out2_strides, num_heads=H2, num_tokens=N)
-        head_block2 = head_block - head_blocks0 - head_blocks1
-        turn_tile(tensor2, None, None, 0, shape, batch, first_token, head_block2, columns, angles, positions)
+        turn_tile(
+            Operand(x2_ptr, out2_ptr, x2_strides, out2_strides, num_heads=H2, num_tokens=N),
+            Normed(None, None, x2_strides, None),
+            eps, offset, 0, shape, batch, first_token, head_block - head_blocks0 - head_blocks1, columns, angles,
+            positions,
+        )  # fmt: skip
