@@ -14,7 +14,8 @@ SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd
 
 @dataclass(frozen=True)
 class RotationJob:
-    """One call of the launcher. positions: ``index``, ``ids``, ``two ids`` or ``packed``."""
+    """One call of a launcher. positions: ``index``, ``ids``, ``two ids`` or ``packed``. norm: "" for none, "forward" or
+    "backward", of the first two tensors."""
 
     arch: str
     config: RotationConfig
@@ -27,6 +28,7 @@ class RotationJob:
     rotary_dim: int = 128
     wide: bool = False
     inverse: bool = False
+    norm: str = ""
 
     direction = "rotation"
 
@@ -39,12 +41,14 @@ class RotationJob:
         words += [self.positions] if self.positions != "index" else []
         words += ["wide"] if self.wide else []
         words += ["inverse"] if self.inverse else []
+        words += [f"norm {self.norm}"] if self.norm else []
         words += [f"x{len(self.heads)}", f"{config.tile_bytes >> 10}K/{config.run_bytes >> 10}Kw{config.num_warps}"]
         return " ".join(words)
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
         from fused_rope_attn.rotation.launch import rotate
+        from fused_rope_attn.rotation.norm_launch import norm_rotate, norm_unrotate
         from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
         shapes = [[size or heads for size in SHAPES[self.layout]] for heads in self.heads]
@@ -58,13 +62,22 @@ class RotationJob:
         elif self.positions == "packed":
             ends = torch.empty(9, dtype=torch.int32, device="meta")
         options = RotationOptions(self.rotary_dim, self.interleaved, self.inverse, self.layout)
-        rotate(options, RotationTensors(xs, outs, cos, cos, ids, ends), 0, self.config)
+        tensors = RotationTensors(xs, outs, cos, cos, ids, ends)
+        if not self.norm:
+            rotate(options, tensors, 0, self.config)
+            return
+        tensors = tensors._replace(weights=[torch.empty(self.head_dim, device="meta") for _ in xs[:2]])
+        if self.norm == "forward":
+            norm_rotate(options, tensors, 0, self.config)
+        else:
+            norm_unrotate(options, tensors, xs[:2], (True, True)[: len(xs)], 0, self.config)
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
     """Jobs for the rows of the table that serve ``arch``; ``full`` crosses dtypes, styles and layouts."""
-    rows = [row.config for row in TABLE if row.archs is None or arch in row.archs]
-    configs = list(dict.fromkeys(rows))
+    rows = [row for row in TABLE if row.archs is None or arch in row.archs]
+    configs = list(dict.fromkeys(row.config for row in rows if not row.norms))
+    norm_configs = list(dict.fromkeys(row.config for row in rows if row.norms is not False))
     bf16, fp32 = torch.bfloat16, torch.float32
     jobs = []
     for config in configs:
@@ -73,6 +86,17 @@ def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
     config = configs[0]
     jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, wide=True))
     jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96))
+    for norm, turned in (("forward", False), ("backward", True)):
+        for config in norm_configs[:1]:
+            jobs += [
+                RotationJob(
+                    arch, config, bf16, False, "bshd", (32, 8), head_dim=d, rotary_dim=d, inverse=turned, norm=norm
+                )
+                for d in (64, 128, 256)
+            ]
+        config = configs[0]
+        jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, True, turned, norm))
+        jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96, False, turned, norm))
     if full:
         for config, dtype, interleaved, layout in itertools.product(configs, (bf16, fp32), (False, True), SHAPES):
             positions = "packed" if layout == "thd" else "ids"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from fused_rope_attn import testing
-from fused_rope_attn.rotation import reference
 
 _FROM_BHND = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 
 
 @dataclass(frozen=True)
 class RopeCheck:
-    """q and k of (B, H, N, D). positions: ``index``, ``ids`` or ``two ids``; ``thd`` packs the batch into one row."""
+    """q and k of (B, H, N, D). positions: ``index``, ``ids`` or ``two ids``; ``thd`` packs the batch into one row.
+    norms: their weights' dtype, ``float32`` or ``input``; "" for none. norm_offset comes with them."""
 
     name: str
     batch: int = 2
@@ -31,10 +31,12 @@ class RopeCheck:
     random_tables: bool = False
     in_place: bool = False
     scale: str = "small"
+    norms: str = ""
+    norm_offset: float = 0.0
     backend: ClassVar[str] = "rotation"
 
     def compared(self, dtype: torch.dtype, device: str) -> Iterator[testing.Comparison]:
-        """q, k, dq and dk, as ``runner.OwnCheck``."""
+        """q, k, dq and dk, with norms dq_norm and dk_norm too, as ``runner.OwnCheck``."""
         import fused_rope_attn
 
         generator = torch.Generator(device).manual_seed(0)
@@ -76,21 +78,36 @@ class RopeCheck:
         }
         xs = [normal(self.batch, heads, self.length, self.head_dim) for heads in self.heads]
         dos = [normal(*x.shape) for x in xs]
+        weights: list[torch.Tensor] = []
+        if self.norms:
+            weight_dtype = dtype if self.norms == "input" else torch.float32
+            weights = [normal(self.head_dim, dtype=weight_dtype).requires_grad_() for _ in xs]
+            options |= {"q_norm": weights[0], "k_norm": weights[1], "norm_offset": self.norm_offset}
         with testing.poison_empty():
             leaves = [lay(x).requires_grad_() for x in xs]
             outs = fused_rope_attn.apply_rope_qk(*leaves, cos, sin, layout=self.layout, **options)
-            gradients = torch.autograd.grad(outs, leaves, [lay(do) for do in dos])
+            gradients = torch.autograd.grad(outs, leaves + weights, [lay(do) for do in dos])
             if self.in_place:
                 outs = tuple(x.detach().clone() for x in leaves)
-                fused_rope_attn.apply_rope_qk(*outs, cos, sin, layout=self.layout, out=outs, **options)
-        eager_options = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved}
+                with torch.no_grad():
+                    fused_rope_attn.apply_rope_qk(*outs, cos, sin, layout=self.layout, out=outs, **options)
+        eager_options: dict[str, Any] = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved}
         if ids is not None:
             eager_options["position_ids"] = ids if ids.ndim == 3 else ids[:, None]
-        for names, results, inputs, inverse in ((("q", "k"), outs, xs, False), (("dq", "dk"), gradients, dos, True)):
-            for name, result, x in zip(names, results, inputs):
-                ref64 = reference.rotation(x.double(), cos.double(), sin.double(), inverse=inverse, **eager_options)
-                eager = reference.rotation(x, cos, sin, inverse=inverse, **eager_options)
-                yield testing.compare(name, back(result).detach(), ref64, eager, grad=inverse, dtype=dtype)
+        if weights:
+            eager_options |= {"norm_eps": 1e-6, "norm_offset": self.norm_offset}
+        for i, (name, x, do) in enumerate(zip(("q", "k"), xs, dos)):
+            weight = weights[i] if weights else None
+            ref64, eager = (
+                testing.run_rotation_reference(x, do, cos, sin, wide, weight=weight, **eager_options)
+                for wide in (torch.float64, None)
+            )
+            forward, backward = back(outs[i]).detach(), back(gradients[i])
+            yield testing.compare(name, forward, ref64.y, eager.y, grad=False, dtype=dtype)
+            yield testing.compare(f"d{name}", backward, ref64.dx, eager.dx, grad=True, dtype=dtype)
+            if weight is not None and ref64.dweight is not None and eager.dweight is not None:
+                found = (x[None] for x in (gradients[len(xs) + i], ref64.dweight, eager.dweight))
+                yield testing.compare(f"d{name}_norm", *found, grad=True, dtype=weight.dtype)
 
 
 CHECKS = (
@@ -107,7 +124,25 @@ CHECKS = (
     RopeCheck("rotation in place, interleaved, R 16 of D 32", in_place=True, interleaved=True, rotary_dim=16),
     RopeCheck("rotation of a single token", length=1, random_tables=True),
     RopeCheck("rotation of nothing", length=0),
+    RopeCheck("norm and rotation", norms="input"),
+    RopeCheck(
+        "norm and rotation (B, N, H, D), interleaved, R 10 of D 24, offset 1", layout="bshd", head_dim=24,
+        rotary_dim=10, interleaved=True, norms="float32", norm_offset=1.0,
+    ),
+    RopeCheck("norm and rotation of packed sequences", layout="thd", batch=3, length=11, norms="float32"),
+    RopeCheck(
+        "norm and rotation, two ids a token, R 24 of D 32, in place", positions="two ids", rotary_dim=24,
+        norms="input", in_place=True, length=11,
+    ),
+    RopeCheck("norm and rotation of nothing", length=0, norms="float32"),
     RopeCheck("rotation Wide-1K", 10, (96, 8), 1024, 128, 128, layout="bshd", scale="large"),
     RopeCheck("rotation Llama3-8B-4K, interleaved", 2, (32, 8), 4096, 128, 128, True, scale="large"),
+    RopeCheck(
+        "norm and rotation Qwen3-8B-4K", 2, (32, 8), 4096, 128, 128, layout="bshd", scale="large", norms="input"
+    ),
+    RopeCheck(
+        "norm and rotation D256, interleaved, offset 1", 2, (16, 8), 1000, 256, 256, True, scale="large",
+        norms="float32", norm_offset=1.0,
+    ),
     RopeCheck("rotation of 128K positions", 1, (4, 4), 131072, 128, 128, layout="bshd", positions="ids", scale="large"),
-)
+)  # fmt: skip

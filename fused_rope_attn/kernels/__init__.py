@@ -3,6 +3,7 @@
 - ``records``: named values that travel through device code together.
 - ``tiles``: where rows lie in memory; loads and stores of tiles of them.
 - ``rotation``: pairs of columns, their angles, and tiles that are rotated as they are read or written.
+- ``norm``: the root-mean-square norm of rows in whatever parts a kernel holds them, and its gradient.
 - ``masks``: which queries and keys see each other, and so which blocks are visited.
 - ``lengths``: how many keys exist, and where packed sequences lie.
 - ``sequences``: which rows of which sequence a program works on, and that sequence's mask.

@@ -8,6 +8,7 @@ from fused_rope_attn.rotation import reference
 from fused_rope_attn.rotation.keywords import ROTATION
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
+from fused_rope_attn.runtime.checks import NO_NORMS, norms_of
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.keywords import explain_keywords
 
@@ -68,6 +69,10 @@ def apply_rope_qk(
     sin: torch.Tensor,
     *,
     v: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     rotary_dim: int | None = None,
     interleaved: bool = False,
     inverse: bool = False,
@@ -82,13 +87,20 @@ def apply_rope_qk(
         q: as x of ``apply_rope``, and so are the other arguments.
         k: shape of q apart from the heads, q's dtype and device.
         v: as k; some conventions (Paddle's) rotate it too.
+        q_norm, k_norm: weights ``(D,)`` of a root-mean-square norm over the D columns of each head of q and of k, which
+            comes before the rotation (Qwen 3, Gemma 3): ``x * rsqrt(mean(x**2) + norm_eps) * (norm_offset + weight)``.
+            Both or neither, float32 or q's dtype, differentiable; v is not normed. The norm covers the columns R to D
+            too, and what ``cu_seqlens`` leave unrotated. With ``inverse`` it still comes first.
+        norm_eps: at least 0. A row of zeros stays one, also where this is 0.
+        norm_offset: 1 for weights that are stored as their distance from one (Gemma).
         out: ``(q, k)``, or ``(q, k, v)`` with v: written instead of new tensors.
 
     Returns:
-        ``(q, k)``, or ``(q, k, v)`` with v, rotated.
+        ``(q, k)``, or ``(q, k, v)`` with v, normed and rotated in float32, rounded once.
 
     Raises:
         TypeError, ValueError: as ``apply_rope``.
+        NotImplementedError: double backward with norms, where a kernel runs.
     """
     xs = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     outs = None
@@ -98,26 +110,32 @@ def apply_rope_qk(
         if len(out) != len(xs):
             raise ValueError(f"out must hold {len(xs)} tensors, for {', '.join(xs)}, but holds {len(out)}")
         outs = {f"out[{i}]": x for i, x in enumerate(out)}
-    return tuple(_apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs))
+    norms = norms_of(q_norm, k_norm, norm_eps, norm_offset)
+    return tuple(_apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms))
 
 
-def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs):
+def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms=NO_NORMS):
     rotary_dim = check_rotation(
         xs, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse, layout=layout,
-        position_ids=position_ids, cu_seqlens=cu_seqlens, outs=outs,
+        position_ids=position_ids, cu_seqlens=cu_seqlens, outs=outs, norms=norms,
     )  # fmt: skip
     if position_ids is not None and position_ids.ndim < 3:
         position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
-    options = RotationOptions(rotary_dim, interleaved, inverse, layout)
     given = None if outs is None else list(outs.values())
-    return rotate(options, RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens))
+    tensors = RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens)
+    options = RotationOptions(rotary_dim, interleaved, inverse, layout)
+    if norms.q_norm is not None:
+        tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
+        options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
+    return rotate(options, tensors)
 
 
 def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     """What ``apply_rope`` does with arguments that were checked: for callers who know that theirs are right."""
     if _has_kernel(tensors.xs[0]):
         return ops.rotate(options, tensors)
-    turned = [_reference(x, options, tensors) for x in tensors.xs]
+    weights = (*tensors.weights, *(None for _ in tensors.xs))
+    turned = [_reference(x, weight, options, tensors) for x, weight in zip(tensors.xs, weights)]
     return turned if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, turned)]
 
 
@@ -128,7 +146,9 @@ def _has_kernel(x: torch.Tensor) -> bool:
     return x.is_cuda or (is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
 
 
-def _reference(x: torch.Tensor, options: RotationOptions, tensors: RotationTensors) -> torch.Tensor:
+def _reference(
+    x: torch.Tensor, weight: torch.Tensor | None, options: RotationOptions, tensors: RotationTensors
+) -> torch.Tensor:
     batch_axis, *others = LAYOUTS[options.layout]
     packed = batch_axis is None  # tokens without a batch are one batch
     axes = (0, *(axis + 1 for axis in others)) if batch_axis is None else (batch_axis, *others)
@@ -136,7 +156,8 @@ def _reference(x: torch.Tensor, options: RotationOptions, tensors: RotationTenso
         x = x.unsqueeze(0)
     turned = reference.rotation(
         x.permute(axes), tensors.cos, tensors.sin, rotary_dim=options.rotary_dim, interleaved=options.interleaved,
-        inverse=options.inverse, position_ids=tensors.position_ids, cu_seqlens=tensors.cu_seqlens,
+        inverse=options.inverse, position_ids=tensors.position_ids, cu_seqlens=tensors.cu_seqlens, weight=weight,
+        norm_eps=options.norm_eps, norm_offset=options.norm_offset,
     )  # fmt: skip
     turned = turned.permute([axes.index(axis) for axis in range(4)])
     return turned.squeeze(0) if packed else turned

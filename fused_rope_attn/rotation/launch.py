@@ -1,12 +1,17 @@
-"""Launcher of the rotation alone."""
+"""Launcher of the rotation alone, and what it shares with that of norm and rotation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 import triton
 
 from fused_rope_attn.rotation.configs import RotationConfig, rotation
-from fused_rope_attn.rotation.kernel import IDS, INDEX, PACKED, rotation_kernel
+from fused_rope_attn.rotation.kernel import rotation_kernel
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
+from fused_rope_attn.rotation.tile import IDS, INDEX, PACKED
 from fused_rope_attn.rotation.validation import LAYOUTS
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
@@ -28,49 +33,69 @@ def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: 
     return total // block_heads, block_heads
 
 
-class RotationCall:
-    """The launch of one signature."""
+class Described(NamedTuple):
+    """A call in the terms of its kernel: how many tiles each tensor has, arguments by name, and Triton's options.
 
-    def __init__(self, options: RotationOptions, tensors: RotationTensors, config: RotationConfig):
-        xs, outs, cos, sin, position_ids, cu_seqlens = tensors
-        rotary_dim, interleaved, conjugate, layout, in_place = options
-        axes = LAYOUTS[layout]
-        shapes = [_canonical(x.shape, axes, 1) for x in xs]
-        batch, _, length, head_dim = shapes[0]
-        heads = [shape[1] for shape in shapes]
-        x_strides = [_canonical(x.stride(), axes, 0) for x in xs]
-        out_strides = [_canonical(out.stride(), axes, 0) for out in outs]
-        sections = 1 if position_ids is None else position_ids.shape[1]
-        width = rotary_dim // sections
-        block_p = _power_of_two(width // 2)
-        cos_strides, sin_strides = table_strides(cos, sin, width, interleaved)
-        position_strides = (0, 0, 0)
-        if position_ids is not None:
-            position_strides = position_ids.stride()
-            position_strides = (position_strides[0] if position_ids.shape[0] > 1 else 0, *position_strides[1:])
-        num_sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    A program works on one tile.
+    """
 
-        # One token (a step of decoding) is all heads, however they lie.
-        heads_inner = x_strides[0][1] < x_strides[0][2] or length == 1
-        # A tile also holds what passes through, which is much where few columns of many rotate.
-        block_tail = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1
-        columns = max(2 * block_p, block_tail // _MOST_TAIL)
-        rows, block_heads = tile_shape(config, columns * xs[0].element_size(), min(heads), heads_inner)
-        chunks = sum(triton.cdiv(h, block_heads) for h in heads)
-        missing = 3 - len(xs)
-        strides = {
-            f"{name}{i}_strides": given[i] if i < len(xs) else given[0]
-            for name, given in (("x", x_strides), ("out", out_strides))
-            for i in range(3)
-        }
-        self.launch = Launch(
-            rotation_kernel,
-            triton.cdiv(length, rows) * chunks * batch,
-            {"num_warps": config.num_warps},
+    tiles: list[int]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def describe(
+    options: RotationOptions, tensors: RotationTensors, config: RotationConfig, normed: Sequence[torch.Tensor] = ()
+) -> Described:
+    """A call with ``xs`` and ``outs``, of which one that is None is not written.
+
+    normed: of a backward call the inputs of the norms, of the first xs' shapes.
+    """
+    xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
+    rotary_dim, interleaved, conjugate, layout, in_place, eps, offset = options
+    axes = LAYOUTS[layout]
+    shapes = [_canonical(x.shape, axes, 1) for x in xs]
+    batch, _, length, head_dim = shapes[0]
+    heads = [shape[1] for shape in shapes]
+    x_strides = [_canonical(x.stride(), axes, 0) for x in xs]
+    out_strides = [_canonical((x if out is None else out).stride(), axes, 0) for x, out in zip(xs, outs)]
+    normed_strides = [_canonical(x.stride(), axes, 0) for x in normed]
+    sections = 1 if position_ids is None else position_ids.shape[1]
+    width = rotary_dim // sections
+    block_p = _power_of_two(width // 2)
+    cos_strides, sin_strides = table_strides(cos, sin, width, interleaved)
+    position_strides = (0, 0, 0)
+    if position_ids is not None:
+        position_strides = position_ids.stride()
+        position_strides = (position_strides[0] if position_ids.shape[0] > 1 else 0, *position_strides[1:])
+    num_sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    # One token (a step of decoding) is all heads, however they lie.
+    heads_inner = x_strides[0][1] < x_strides[0][2] or length == 1
+    # A tile also holds what passes through, which is much where few columns of many rotate.
+    block_tail = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1
+    columns = max(2 * block_p, block_tail // _MOST_TAIL)
+    if weights:  # and with a norm all sections at once
+        columns = _power_of_two(head_dim)
+    rows, block_heads = tile_shape(config, columns * xs[0].element_size(), min(heads), heads_inner)
+    chunks = [triton.cdiv(h, block_heads) for h in heads]
+    row_blocks = triton.cdiv(length, rows) * batch
+    missing = 3 - len(xs)
+    # Tensors that are not there have the strides of some that are.
+    strides = {
+        f"{name}{i}_strides": given[i] if i < len(given) else x_strides[0]
+        for name, given, most in (("x", x_strides, 3), ("out", out_strides, 3), ("normed", normed_strides, 2))
+        for i in range(most)
+    }
+    return Described(
+        [row_blocks * n for n in chunks],
+        dict(
             strides,
             cos_strides=cos_strides,
             sin_strides=sin_strides,
             position_strides=position_strides,
+            eps=0.0 if eps is None else float(eps),
+            offset=0.0 if offset is None else float(offset),
             **{f"H{i}": h for i, h in enumerate([*heads, *[0] * missing])},
             N=length,
             S=cos.shape[-2],
@@ -89,12 +114,23 @@ class RotationCall:
             FULL_WIDTH=cos.shape[-1] == width,
             POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
             HEADS_INNER=heads_inner,
-            COPY_TAIL=head_dim > rotary_dim and not in_place,
-            USE_INT64_OFFSETS=_is_long(x_strides + out_strides, rows, block_heads, head_dim),
-        )
+            # What is normed changes everywhere, also where a call without norms would leave it in its place.
+            COPY_TAIL=head_dim > rotary_dim and not (in_place and not weights),
+            USE_INT64_OFFSETS=_is_long(x_strides + out_strides + normed_strides, rows, block_heads, head_dim),
+        ),
+        {"num_warps": config.num_warps},
+    )
+
+
+class RotationCall:
+    """The launch of one signature without norms."""
+
+    def __init__(self, options: RotationOptions, tensors: RotationTensors, config: RotationConfig):
+        tiles, arguments, launch_options = describe(options, tensors, config)
+        self.launch = Launch(rotation_kernel, sum(tiles), launch_options, arguments)
 
     def __call__(self, stream: int, call: RotationTensors) -> None:
-        xs, outs, cos, sin, position_ids, cu_seqlens = call
+        xs, outs, cos, sin, position_ids, cu_seqlens, _ = call
         # A pointer that the kernel does not read must still be one.
         x0, x1, x2 = (*xs, xs[0], xs[0])[:3]
         out0, out1, out2 = (*outs, outs[0], outs[0])[:3]
@@ -114,11 +150,15 @@ def _is_long(strides, rows: int, heads: int, head_dim: int) -> bool:
     return any(rows * row + heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
 
 
+def config_for(where: torch.device, xs: Sequence[torch.Tensor], norms: bool = False) -> RotationConfig:
+    """The table's configuration for a call with these tensors."""
+    return rotation(device.arch(where), max(x.numel() * x.element_size() for x in xs), norms)
+
+
 def _prepare(key, flat: tuple, *config: RotationConfig) -> RotationCall:
     where, options, count = key
     tensors = RotationTensors(list(flat[:count]), list(flat[count : 2 * count]), *flat[2 * count :])
-    size = max(x.numel() * x.element_size() for x in tensors.xs)
-    return RotationCall(options, tensors, *config or (rotation(device.arch(where), size),))
+    return RotationCall(options, tensors, *config or (config_for(where, tensors.xs),))
 
 
 _prepared = PreparedCalls(_prepare)
@@ -129,5 +169,6 @@ def rotate(options: RotationOptions, tensors: RotationTensors, stream: int, *con
 
     ``config`` is a ``RotationConfig`` to run instead of the table's.
     """
-    xs, outs, *rest = tensors
-    _prepared((rest[0].device, options, len(xs)), (*xs, *outs, *rest), *config)(stream, tensors)
+    xs, outs, cos, sin, position_ids, cu_seqlens, _ = tensors
+    flat = (*xs, *outs, cos, sin, position_ids, cu_seqlens)
+    _prepared((cos.device, options, len(xs)), flat, *config)(stream, tensors)

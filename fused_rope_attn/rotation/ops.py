@@ -1,37 +1,47 @@
-"""The torch.library operators of the rotation alone, and their autograd.
+"""The torch.library operators of the rotation alone, with norms and without, and their autograd.
 
 The gradient of a rotation is the transposed rotation of the gradient: the operator is its own backward, so that nothing
-but tables and positions is saved, and double backward is exact.
+but tables and positions is saved, and double backward is exact. With norms the gradient needs what was normed too, has
+an operator of its own, and cannot be differentiated again.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.rotation import launch
+from fused_rope_attn.rotation import launch, norm_launch
 from fused_rope_attn.rotation.problem import SCHEMA, RotationOptions, RotationTensors, flatten, rebuild
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
+def _contiguous(weights) -> list[torch.Tensor]:
+    """Kernels index weights with unit stride; they nearly always have it."""
+    return [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
+
+
 def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
-    xs = tensors.xs
+    xs, weights = tensors.xs, tensors.weights
     if 0 in [x.numel() for x in xs]:
-        kept = [pair for pair in zip(xs, tensors.outs) if pair[0].numel()]
+        kept = [i for i, x in enumerate(xs) if x.numel()]
         if not kept:
             return
-        xs = [x for x, _ in kept]
-        tensors = tensors._replace(xs=xs, outs=[out for _, out in kept])
+        xs = [xs[i] for i in kept]
+        weights = [weights[i] for i in kept if i < len(weights)]
+        tensors = tensors._replace(xs=xs, outs=[tensors.outs[i] for i in kept], weights=weights)
     where = xs[0].device
     with device.guard(where):
-        launch.rotate(options, tensors, device.current_stream(where))
+        if weights:
+            tensors = tensors._replace(weights=_contiguous(weights))
+            norm_launch.norm_rotate(options, tensors, device.current_stream(where))
+        else:
+            launch.rotate(options, tensors, device.current_stream(where))
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    xs, _, cos, sin, position_ids, cu_seqlens = tensors
     # The memory order of the input, as any pointwise operation of PyTorch gives it.
-    outs = [torch.empty_like(x) for x in xs]
-    _launch(options, RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens))
+    outs = [torch.empty_like(x) for x in tensors.xs]
+    _launch(options, tensors._replace(outs=outs))
     return outs
 
 
@@ -78,17 +88,138 @@ class _Rotation(torch.autograd.Function):
         return *(None,) * (len(ctx.needs_input_grad) - len(dos)), *gradients
 
 
+class _NormRotation(torch.autograd.Function):
+    """Saves what was normed, weights, tables and positions; ``keyset`` as in ``_Rotation``.
+
+    Arguments behind ``options``: the four tensors that say how far to turn, the weights, and the xs.
+    """
+
+    @staticmethod
+    def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
+        cos, sin, position_ids, cu_seqlens, *rest = given
+        weights, xs = rest[:norms], rest[norms:]
+        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
+        if keyset is None:
+            outs = _rotate_new(options, tensors)
+        else:
+            outs = _rope.below_autograd(keyset, xs, *flatten(options, tensors))
+        ctx.plain = keyset is None
+        ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
+        ctx.options = options._replace(inverse=not options.inverse)
+        ctx.norms = norms
+        ctx.set_materialize_grads(False)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *dos):
+        norms = ctx.norms
+        cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
+        weights, normed = rest[:norms], rest[norms:]
+        needed = ctx.needs_input_grad[7:]
+        # Of each output that has a gradient: whether that of its input and that of its weight are wanted.
+        asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
+        of = [i for i, do in enumerate(dos) if do is not None and any(asked[i])]
+        gradients: list[torch.Tensor | None] = [None] * (norms + len(dos))
+        if of:
+            some = [i for i in of if i < norms]
+            given = [dos[i] for i in of]
+            kept = [weights[i] for i in some]
+            tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, kept)
+            wanted = [asked[i][0] for i in of] + [asked[i][1] for i in some]
+            arguments = [normed[i] for i in some], wanted
+            # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
+            if ctx.plain and is_plain(*given) and not torch.is_grad_enabled():
+                found = _unrotate(ctx.options, tensors, *arguments)
+            else:
+                found = _rope_norm_backward(given, *arguments, *flatten(ctx.options, tensors))
+            places = [norms + i for i in of] + some
+            for place in (place for place, is_wanted in zip(places, wanted) if is_wanted):
+                gradients[place] = found.pop(0)
+        return *(None,) * 7, *gradients
+
+
+class _NormRotationBackward(torch.autograd.Function):
+    """Makes a second differentiation an error instead of a silent zero."""
+
+    @staticmethod
+    def forward(ctx, keyset, dos, normed, wanted, arguments, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("apply_rope_qk: double backward (create_graph=True) is not supported with norms")
+
+
+def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
+    """Memory for gradients in the order of ``wanted``: in the memory order of what was normed, or of its gradient."""
+    like = [*normed, *tensors.xs[len(normed) :]]
+    dxs = [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(like, wanted)]
+    dweights = [
+        weight.new_empty(weight.shape) if is_wanted else None
+        for weight, is_wanted in zip(tensors.weights, wanted[len(like) :])
+    ]
+    return dxs + dweights
+
+
+def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
+    """The gradients that are wanted, of inputs and then of weights; xs are those of the results."""
+    count, norms = len(tensors.xs), len(normed)
+    dxs = _empty_gradients(tensors, normed, wanted)[:count]
+    kept = [i for i in range(count) if tensors.xs[i].numel()]
+    some = [i for i in kept if i < norms]
+    # Where nothing is added up.
+    dweights: list[torch.Tensor | None] = [torch.zeros_like(weight) for weight in tensors.weights]
+    if kept:
+        tensors = tensors._replace(
+            xs=[tensors.xs[i] for i in kept], outs=[dxs[i] for i in kept],
+            weights=_contiguous([tensors.weights[i] for i in some]),
+        )  # fmt: skip
+        where = tensors.xs[0].device
+        with device.guard(where):
+            stream = device.current_stream(where)
+            if some:
+                asked = tuple(wanted[count + i] for i in some)
+                found = norm_launch.norm_unrotate(options, tensors, [normed[i] for i in some], asked, stream)
+                for i, gradient in zip(some, found):
+                    dweights[i] = gradient
+            else:
+                launch.rotate(options, tensors, stream)
+    return [gradient for gradient, is_wanted in zip((*dxs, *dweights), wanted) if is_wanted]
+
+
+def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
+    tensors = [*dos, *normed, *rebuild(dos, None, *arguments)[1].weights]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return list(_NormRotationBackward.apply(keyset, dos, normed, wanted, arguments, *tensors))
+    return _rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments)
+
+
+def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
+    found = _empty_gradients(rebuild(dos, None, *arguments)[1], normed, wanted)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _unrotate_flat(dos, normed, wanted, *arguments):
+    options, tensors = rebuild(dos, None, *arguments)
+    return _unrotate(options, tensors, normed, wanted)
+
+
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    return list(_Rotation.apply(keyset, options, *tensors[2:], *tensors.xs))
+    turns, weights = tensors[2:6], tensors.weights
+    if weights:
+        return list(_NormRotation.apply(keyset, options, len(weights), *turns, *weights, *tensors.xs))
+    return list(_Rotation.apply(keyset, options, *turns, *tensors.xs))
 
 
-def _needs_gradient(xs) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+def _needs_gradient(tensors: RotationTensors) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors.xs, *tensors.weights))
 
 
 def _rope_autograd(keyset, xs, *arguments):
-    if _needs_gradient(xs):
-        return _apply(keyset, *rebuild(xs, None, *arguments))
+    options, tensors = rebuild(xs, None, *arguments)
+    if _needs_gradient(tensors):
+        return _apply(keyset, options, tensors)
     return _rope.below_autograd(keyset, xs, *arguments)
 
 
@@ -97,6 +228,13 @@ _rope = Operator(
     run=lambda xs, *arguments: _rotate_new(*rebuild(xs, None, *arguments)),
     fake=lambda xs, *arguments: [torch.empty_like(x) for x in xs],
     autograd=_rope_autograd,
+)
+# xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
+_rope_norm_backward = Operator(
+    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {SCHEMA}) -> Tensor[]",
+    run=_unrotate_flat,
+    fake=_rope_norm_backward_fake,
+    autograd=_rope_norm_backward_autograd,
 )
 _rope_out = Operator(
     f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {SCHEMA}) -> ()",
@@ -107,8 +245,8 @@ _rope_out = Operator(
 
 def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     """Rotated copies of ``xs``, or ``outs`` filled with them. Ordinary eager calls skip the dispatcher."""
-    xs, outs = tensors.xs, tensors.outs
-    plain = is_plain(*xs, *(outs or ()), *tensors[2:])
+    xs, outs, *turns, weights = tensors
+    plain = is_plain(*xs, *(outs or ()), *turns, *weights)
     if outs is not None:
         if plain:
             _rotate_into(options, tensors)
@@ -117,4 +255,4 @@ def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Ten
         return outs
     if not plain:
         return _rope(xs, *flatten(options, tensors))
-    return _apply(None, options, tensors) if _needs_gradient(xs) else _rotate_new(options, tensors)
+    return _apply(None, options, tensors) if _needs_gradient(tensors) else _rotate_new(options, tensors)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class RotationOptions(NamedTuple):
     """Everything of one call but its tensors. layout: a key of ``LAYOUTS``.
 
-    in_place: the outputs are the inputs, so that columns that pass through are there already.
+    in_place: the outputs are the inputs, so that columns that pass through are there already. norm_eps and norm_offset:
+    of the norms; None where the call has no weights, since a number, even a default, is an input to who traces it.
     """
 
     rotary_dim: int
@@ -16,12 +17,15 @@ class RotationOptions(NamedTuple):
     inverse: bool
     layout: str
     in_place: bool = False
+    norm_eps: float | None = None
+    norm_offset: float | None = None
 
 
 class RotationTensors(NamedTuple):
     """The tensors of one call: one to three xs of equal batch, length, head dim and dtype, and as many outs or None.
 
-    position_ids ``(1|B, sections, N)`` or None; cu_seqlens ``(sequences + 1,)`` int32 or None.
+    position_ids ``(1|B, sections, N)`` or None; cu_seqlens ``(sequences + 1,)`` int32 or None. weights: none, or those
+    of the norms of the first xs, ``(D,)`` each.
     """
 
     xs: Any
@@ -30,12 +34,13 @@ class RotationTensors(NamedTuple):
     sin: Any
     position_ids: Any
     cu_seqlens: Any
+    weights: Any = ()
 
 
 # The arguments of the operators behind their inputs and outputs, in the order of ``flatten``.
 SCHEMA = (
     "Tensor cos, Tensor sin, Tensor? position_ids, Tensor? cu_seqlens, int rotary_dim, bool interleaved, bool inverse, "
-    "str layout"
+    "str layout, Tensor[] weights, float? norm_eps, float? norm_offset"
 )
 
 
@@ -43,14 +48,27 @@ def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """The operators' arguments behind their inputs and outputs, as ``SCHEMA`` names them."""
     return (
         tensors.cos, tensors.sin, tensors.position_ids, tensors.cu_seqlens, options.rotary_dim, options.interleaved,
-        options.inverse, options.layout,
+        options.inverse, options.layout, tensors.weights, options.norm_eps, options.norm_offset,
     )  # fmt: skip
 
 
 def rebuild(
-    xs, outs, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved, inverse, layout
+    xs,
+    outs,
+    cos,
+    sin,
+    position_ids,
+    cu_seqlens,
+    rotary_dim,
+    interleaved,
+    inverse,
+    layout,
+    weights,
+    norm_eps,
+    norm_offset,
 ) -> tuple[RotationOptions, RotationTensors]:
     """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
-    return RotationOptions(rotary_dim, interleaved, inverse, layout), RotationTensors(
-        xs, outs, cos, sin, position_ids, cu_seqlens
-    )
+    options = RotationOptions(
+        rotary_dim, interleaved, inverse, layout, norm_eps=norm_eps, norm_offset=norm_offset
+    )  # fmt: skip
+    return options, RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens, weights)

@@ -48,6 +48,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in
     return torch.cat((turned, passing), dim=-1) if rotary_dim < x.shape[-1] else turned
 
 
+def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """``x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last axis of `x`, in float32: the result is not
+    rounded to x's dtype (float64 where x or the weight is).
+
+    The root-mean-square norm of Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4. `weight`: (D,). A row of zeros
+    stays one, also with eps 0.
+    """
+    wide = torch.float64 in (x.dtype, weight.dtype)
+    compute_dtype = torch.float64 if wide else torch.float32
+    x = x.to(compute_dtype)
+    mean_square = x.square().mean(dim=-1, keepdim=True) + eps
+    silent = mean_square < torch.finfo(torch.float32).tiny
+    # Masked twice, since the gradient of rsqrt at 0 is infinite.
+    scale = mean_square.masked_fill(silent, 1.0).rsqrt().masked_fill(silent, 0.0)
+    return x * scale * (offset + weight.to(compute_dtype))
+
+
 def rotation(
     x: Tensor,
     cos: Tensor,
@@ -58,13 +75,23 @@ def rotation(
     inverse: bool = False,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    weight: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
 ) -> Tensor:
     """Rotation alone, `fused_rope_attn.apply_rope` in eager PyTorch for `x` (B, H, N, D), its arguments validated.
 
     `position_ids`: (1|B, 1, N), or (1|B, 2, N) where the first half of the rotary dims turns by the first id and the
     second half by the second, each like a head of R/2 dims. `cu_seqlens`: (sequences + 1,), positions restart in each.
-    A position without a row in the tables gives NaN, a token behind the last sequence passes through.
+    A position without a row in the tables gives NaN, a token behind the last sequence passes through. With a `weight`
+    (D,) all columns are normed first, and normed and rotated are rounded once.
     """
+    if weight is not None and norm_eps is not None and norm_offset is not None:
+        normed = norm(x, weight, norm_eps, norm_offset)
+        return rotation(
+            normed, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse,
+            position_ids=position_ids, cu_seqlens=cu_seqlens,
+        ).to(x.dtype)  # fmt: skip
     cos, sin = (table.unsqueeze(0) if table.ndim == 2 else table for table in (cos, sin))
     if cu_seqlens is not None:
         token = torch.arange(x.shape[2], device=x.device)

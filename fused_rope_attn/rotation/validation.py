@@ -7,8 +7,11 @@ from torch import Tensor
 
 from fused_rope_attn.runtime.checks import (
     INPUT_DTYPES,
+    NO_NORMS,
+    Norms,
     are_ordinary,
     check_kinds,
+    check_norms,
     check_rotary_dim,
     check_tables,
     kind_of,
@@ -40,6 +43,7 @@ def check_rotation(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     outs: dict[str, Any] | None,
+    norms: Norms = NO_NORMS,
 ) -> int:
     """Check the arguments of `apply_rope` and `apply_rope_qk`, tensors by their names, and return the rotary dim R.
 
@@ -100,8 +104,9 @@ def check_rotation(
                 raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
         half = None if rotary_dim is None else rotary_dim // 2
         rotary_dim = 2 * check_tables(cos, sin, dtype, batch, rows, head_dim // 2, half, first, first)
+    check_norms(norms, dtype, device, head_dim)
     if outs is not None:
-        _check_outs(xs, outs)
+        _check_outs(xs, outs, norms)
     return rotary_dim
 
 
@@ -138,7 +143,7 @@ def _check_cu_seqlens(ends: Any, device: torch.device, first: str) -> None:
         )
 
 
-def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any]) -> None:
+def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any], norms: Norms) -> None:
     for (name, x), (out_name, out) in zip(xs.items(), outs.items()):
         if not isinstance(out, Tensor):
             raise TypeError(f"{out_name} must be a torch.Tensor or None, but is {kind_of(out)}")
@@ -153,3 +158,6 @@ def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             wanting = name if x.requires_grad else out_name
             raise ValueError(f"{out_name} must be None where {wanting} requires a gradient: there is none through out=")
+    for name, weight in zip(Norms._fields, norms[:2]):
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"out must be None where {name} requires a gradient: there is none through out=")

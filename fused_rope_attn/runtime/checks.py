@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, strided
@@ -17,6 +17,26 @@ from fused_rope_attn.runtime.axes import LAYOUTS, form_of, in_layout
 
 # float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Norms(NamedTuple):
+    """The arguments of a norm over the heads of q and of k, as a public function got them: weights (D,), or None."""
+
+    q_norm: Any
+    k_norm: Any
+    norm_eps: Any
+    norm_offset: Any
+
+
+NO_NORMS = Norms(None, None, 1e-6, 0.0)
+
+
+def norms_of(q_norm: Any, k_norm: Any, norm_eps: Any, norm_offset: Any) -> Norms:
+    """The ``Norms`` of a call."""
+    if q_norm is None and k_norm is None and torch.compiler.is_compiling():
+        # A number that is looked at becomes an input of the graph, with which everything is compiled a second time.
+        return NO_NORMS
+    return Norms(q_norm, k_norm, norm_eps, norm_offset)
 
 
 def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: Tensor | None) -> tuple[Any, ...]:
@@ -130,6 +150,32 @@ def check_scales(softmax_scale: Any, softcap: Any) -> None:
             raise TypeError(f"softcap must be a float, but is {kind_of(softcap)}")
         if not (math.isfinite(softcap) and softcap > 0.0):
             raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+
+
+def check_norms(norms: Norms, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
+    """Check the norms of a call whose q has this dtype, device and head dim."""
+    if norms is NO_NORMS:
+        return
+    eps, offset = norms.norm_eps, norms.norm_offset
+    for name, value in (("norm_eps", eps), ("norm_offset", offset)):
+        if not is_real(value):
+            raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+        if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
+            raise ValueError(f"{name} must be finite, but is {value}")
+    if eps < 0:
+        raise ValueError(f"norm_eps must be at least 0, but is {eps}")
+    if norms.q_norm is None and norms.k_norm is None:
+        return
+    for name, weight, other in (("q_norm", norms.q_norm, "k_norm"), ("k_norm", norms.k_norm, "q_norm")):
+        if weight is None:
+            raise ValueError(f"{name} must be given where {other} is, or neither, but is None")
+        check_kinds(**{name: weight})
+        if weight.dtype not in (torch.float32, dtype):
+            raise TypeError(f"{name} must be float32 or have q's dtype {named(dtype)}, but is {named(weight.dtype)}")
+        if weight.device != device:
+            refuse_device(device, **{name: weight})
+        if weight.ndim != 1 or weight.shape[0] != head_dim:
+            raise ValueError(f"{name} must have shape (D,) = ({head_dim},), but has {shown(weight.shape)}")
 
 
 def check_window(window: Any) -> None:

@@ -2,6 +2,7 @@
 
 from fused_rope_attn.testing.cases import LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of
 from fused_rope_attn.testing.poison import poison_empty
+from fused_rope_attn.testing.rotation import RotationResults, run_rotation_reference
 from fused_rope_attn.testing.rounding import RandomRounding
 from fused_rope_attn.testing.runs import Results, run_op, run_reference
 from fused_rope_attn.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
@@ -15,6 +16,7 @@ __all__ = [
     "Inputs",
     "RandomRounding",
     "Results",
+    "RotationResults",
     "compare",
     "make_inputs",
     "masks_of",
@@ -22,4 +24,5 @@ __all__ = [
     "poison_empty",
     "run_op",
     "run_reference",
+    "run_rotation_reference",
 ]

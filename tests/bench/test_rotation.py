@@ -16,6 +16,7 @@ from bench.suites.rotation.report import summary
 from tests.support.bench import run as run_suite
 
 TINY = rope.RopeCase("Tiny", 2, (4, 2), 16, 8, ("models",), ("fp32",), ("half", "interleaved"))
+NORMED = rope.RopeCase("Normed", 1, (2, 1), 16, 8, ("norms",), ("fp32",), ("half",), norms=True)
 SINGLE = rope.RopeCase("Wide", 1, (4,), 256, 8, ("wide",), ("fp32",), ("half",))
 
 
@@ -34,16 +35,20 @@ def problem(case, interleaved=False, dtype=torch.float32):
 @pytest.fixture(scope="module")
 def rows():
     people = select([OURS, "hf"])
-    return run(people, problem(TINY), problem(TINY, True), problem(SINGLE))[0]
+    return run(people, problem(TINY), problem(TINY, True), problem(SINGLE), problem(NORMED))[0]
 
 
 def test_everybody_agrees_with_float64_and_is_timed(rows):
     timed = {(row["case"], row["style"], row["pass"], row["provider"]) for row in report.timed(rows)}
-    for case, style in (("Tiny-16", "half"), ("Tiny-16", "interleaved"), ("Wide-256", "half")):
+    for case, style in (
+        ("Tiny-16", "half"), ("Tiny-16", "interleaved"), ("Wide-256", "half"), ("Normed-16", "half"),
+    ):  # fmt: skip
         for part in ("fwd", "bwd"):
             assert {(case, style, part, name) for name in (OURS, "hf", COPY)} <= timed
     for row in report.timed(rows):
-        assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] * 1e-6) and len(row["rounds"]) == 2
+        # The gradient of a norm reads what was normed too.
+        moved = 1.5 if row["norms"] and row["pass"] == "bwd" and row["provider"] != COPY else 1.0
+        assert row["gb_s"] == pytest.approx(moved * row["bytes"] / row["ms"] * 1e-6) and len(row["rounds"]) == 2
         assert row["of_copy"] > 0 and row["ours"] == (row["provider"] == OURS)
 
 
@@ -81,6 +86,22 @@ def test_who_is_wrong_broken_missing_or_unsupported_is_named_and_not_timed():
     assert found["broken"]["detail"] == "RuntimeError: no such kernel" and "halves only" in found["halves"]["detail"]
     text = summary(list(found.values()))
     assert "nothing was timed" in text and "pip install absent" in text
+
+
+def test_norms_are_held_to_float64_too():
+    def wrong_norm(xs, weights, tables, interleaved):
+        return PROVIDERS[OURS].norm(xs, [1.01 * weight for weight in weights], tables, interleaved)
+
+    def wrong_gradient(xs, weights, tables, interleaved):
+        weights = [weight.detach() + (weight - weight.detach()) * 1.01 for weight in weights]
+        return PROVIDERS[OURS].norm(xs, weights, tables, interleaved)
+
+    people = [scripted("none", wrong), scripted("wrong", wrong, norm=wrong_norm)]
+    people.append(scripted("gradient", wrong, norm=wrong_gradient))
+    found = {row["provider"]: row for row in run(people, problem(NORMED))[0]}
+    status = {name: row["status"] for name, row in found.items()}
+    assert status == {"none": "unsupported", "wrong": "failed", "gradient": "failed"}
+    assert found["none"]["detail"].endswith("has no norm") and "dweight" in found["gradient"]["detail"]
 
 
 def test_in_place_rivals_work_on_their_own_memory():
@@ -131,6 +152,7 @@ def test_summary_and_rows_on_disk(rows, tmp_path):
 
 def test_generated_block(rows):
     text = tables.results(rows)
+    assert "Normed-16 (B1 H2+1 N16 D8 fp32 half norms)" in text and "with norms" in text
     assert "Tiny-16" in text and "Wide-256" in text and "HF eager" in text and "toy" in text and "commit abc" in text
     with pytest.raises(ValueError, match="copy"):
         tables.results([row for row in rows if row["provider"] != COPY])

@@ -75,7 +75,7 @@ def test_offsets_pass_two_to_the_31(axis):
 
 GUARD = """
 import torch
-from fused_rope_attn import apply_rope
+from fused_rope_attn import apply_rope, apply_rope_qk
 from tests.support.guard_pages import abut
 
 for shape, layout, width, options in (
@@ -92,6 +92,17 @@ for shape, layout, width, options in (
         tensors = [abut(t, at_end) for t in (x, cos, sin)]
         out = apply_rope(*tensors, layout=layout, out=abut(torch.zeros_like(x), at_end), **guarded)
         assert torch.equal(out, expected), (shape, layout)
+
+for width, options in ((12, {}), (5, {"interleaved": True})):
+    tensors = [torch.randn(1, heads, 9, 24) for heads in (3, 1)] + [torch.randn(40, width) for _ in range(2)]
+    weights = torch.randn(2, 24).unbind()
+    names, dos = ("q_norm", "k_norm"), [torch.randn_like(x) for x in tensors[:2]]
+    found = []
+    for place in (lambda t: t, lambda t: abut(t, True), lambda t: abut(t, False)):
+        leaves = [place(t).detach().requires_grad_() for t in (*tensors[:2], *weights)]
+        outs = apply_rope_qk(*leaves[:2], *map(place, tensors[2:]), **dict(zip(names, leaves[2:])), **options)
+        found.append((*outs, *torch.autograd.grad(outs, leaves, [place(do) for do in dos])))
+    assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more)), options
 """
 
 

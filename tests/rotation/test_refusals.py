@@ -12,6 +12,8 @@ def zeros(*shape, dtype=F32):
     return torch.zeros(shape, dtype=dtype)
 
 
+WEIGHT = zeros(8)
+OUTS = (zeros(2, 3, 4, 8), zeros(2, 1, 4, 8))
 IDS = torch.zeros(4, dtype=torch.int64)
 ENDS = torch.tensor([0, 4], dtype=torch.int32)
 REFUSALS = [
@@ -103,6 +105,21 @@ def test_refusals(error, name, changes, pattern):
         (ValueError, "v", {"v": zeros(1, 1, 4, 8)}, "q's shape"),
         (ValueError, "k", {"k": zeros(1, 4, 8)}, "3 dimensions"),
         (ValueError, "k", {"k": zeros(2, 1, 4, 8).to("meta")}, "q's device cpu.*meta"),
+        (ValueError, "q_norm", {"k_norm": WEIGHT}, "given where k_norm is.*None"),
+        (ValueError, "k_norm", {"q_norm": WEIGHT}, "given where q_norm is.*None"),
+        (TypeError, "q_norm", {"q_norm": [1.0] * 8, "k_norm": WEIGHT}, "Tensor.*list"),
+        (TypeError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT.half()}, "q's dtype float32.*float16"),
+        (ValueError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT.to("meta")}, "q's device cpu.*meta"),
+        (ValueError, "q_norm", {"q_norm": WEIGHT[:6], "k_norm": WEIGHT}, r"\(8,\).*\(6,\)"),
+        (ValueError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT[None]}, r"\(8,\).*\(1, 8\)"),
+        (TypeError, "norm_eps", {"norm_eps": "1e-6"}, "float.*str"),
+        (TypeError, "norm_eps", {"norm_eps": True}, "float.*bool"),
+        (ValueError, "norm_eps", {"norm_eps": float("nan")}, "finite.*nan"),
+        (ValueError, "norm_eps", {"norm_eps": -1e-6}, "at least 0.*-1e-06"),
+        (TypeError, "norm_offset", {"norm_offset": None}, "float.*NoneType"),
+        (ValueError, "norm_offset", {"norm_offset": float("inf")}, "finite.*inf"),
+        (ValueError, "norm_offset", {"norm_offset": -float("inf")}, "finite.*-inf"),
+        (ValueError, "out", {"q_norm": WEIGHT, "k_norm": zeros(8).requires_grad_(), "out": OUTS}, "k_norm requires a"),
     ],
 )
 def test_refusals_of_pairs(error, name, changes, pattern):
@@ -230,3 +247,14 @@ def test_the_narrowest_heads(head_dim):
 def test_tables_module_and_layouts_refuse(error, name, call):
     with pytest.raises(error, match=f"^{name} "):
         call()
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, 1e-5])
+def test_norms_of_any_dtype_that_fits(eps):
+    """Whole numbers are numbers too, and nobody asks for a gradient where there is none."""
+    q, k = zeros(1, 2, 4, 8, dtype=F16), zeros(1, 1, 4, 8, dtype=F16)
+    outs = torch.empty_like(q), torch.empty_like(k)
+    weights = {"q_norm": zeros(8).requires_grad_(), "k_norm": zeros(8, dtype=F16)}
+    with torch.no_grad():
+        apply_rope_qk(q, k, zeros(4, 4), zeros(4, 4), **weights, norm_eps=eps, norm_offset=1, out=outs)
+    assert not any(out.any() for out in outs)

@@ -15,6 +15,7 @@ from verification.random.common import Call, Finding, Machine, changed, copies, 
 
 Arguments = dict[str, Any]
 CACHES = ("k_cache", "v_cache")
+NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _unserved_head_dim(arguments: Arguments, rng: random.Random) -> Arguments | 
 
 def _tensors() -> Iterator[Mutation]:
     required = ("x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-    for name in (*required, "sinks", "kv_starts", "kv_lens", "position_ids", "cu_seqlens"):
+    for name in (*required, "sinks", "kv_starts", "kv_lens", "position_ids", "cu_seqlens", *NORMS):
         yield _changed(name, "a list", lambda x: [1.0, 2.0], TypeError)
         if name not in ("x", "q"):  # their device is the one that counts
             yield _changed(name, "on another device", _elsewhere, ValueError)
@@ -211,6 +212,12 @@ def _tensors() -> Iterator[Mutation]:
         yield _changed(name, "of rank 2", lambda x: x[None], ValueError)
     for name in ("sinks", "kv_starts", "kv_lens", "cache_seqlens"):
         yield _changed(name, "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError)
+    for name, other in (NORMS, NORMS[::-1]):
+        yield _changed(name, "of another dtype", lambda x: x.to(torch.int32), TypeError)
+        yield _changed(name, "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError)
+        yield _changed(name, "of rank 2", lambda x: x[None], ValueError)
+        alone = _given(name, None, lambda a, other=other: a.get(other) is not None)  # type: ignore[misc]
+        yield Mutation(f"{other} without {name}", alone, (ValueError,), (name,))
     ids = "position_ids"
     yield _changed(ids, "of floats", lambda x: x.float(), TypeError)
     yield _changed(ids, "too long", lambda x: torch.cat((x, x[..., :1]), -1), ValueError, lambda a: a[ids].numel() > 0)
@@ -266,7 +273,12 @@ def _values() -> Iterator[Mutation]:
         yield _wrong("base", value, ValueError)
     yield _wrong("softcap", -1.0, ValueError)
     yield _wrong("base", 0.0, ValueError)
-    for name in ("softmax_scale", "softcap", "base"):
+    for name in ("norm_eps", "norm_offset"):
+        for value in (math.nan, math.inf, -math.inf):
+            yield _wrong(name, value, ValueError)
+        yield _wrong(name, None, TypeError)
+    yield _wrong("norm_eps", -1e-6, ValueError)
+    for name in ("softmax_scale", "softcap", "base", "norm_eps", "norm_offset"):
         yield _wrong(name, "1.0", TypeError)
         yield _wrong(name, True, TypeError)
     yield _wrong("softcap", None, TypeError)
@@ -310,6 +322,9 @@ def _combinations() -> Iterator[Mutation]:
     yield Mutation("out of a leaf", lambda a, rng: {
         _first(a): a[_first(a)].detach().requires_grad_(), "out": _outs(a, torch.zeros_like)}
         if "inverse" in a else None, (ValueError,), ("out",))  # fmt: skip
+    yield Mutation("out with a norm that wants a gradient", lambda a, rng: {
+        "q_norm": a["q_norm"].detach().requires_grad_(), "out": _outs(a, torch.zeros_like)}
+        if a.get("q_norm") is not None and "inverse" in a else None, (ValueError,), ("out",))  # fmt: skip
     yield Mutation("out of one tensor too few", lambda a, rng: {"out": (torch.zeros_like(a["q"]),)}
                    if "inverse" in a and "q" in a else None, (ValueError,), ("out",))  # fmt: skip
     yield Mutation("an unknown keyword", lambda a, rng: {"no_such_argument": 1}, (TypeError,), ("no_such_argument",))

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import fused_rope_attn
 from fused_rope_attn import testing
-from fused_rope_attn.rotation import reference
 from verification.random.common import DTYPES, Draws, Finding, Machine, chance, changed, copies, pick
 from verification.random.layouts import draw_layout, lay, lay_table
 from verification.random.shapes import draw_length, draw_rotary_dim
 
+NORMS = ("q_norm", "k_norm")
 # Where (B, H, N, D) go; packed tokens have no batch.
 AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (0, 2, 1, 3)}
 
@@ -41,6 +41,8 @@ class Setting:
     out: str  # "none", "new" or "in place"
     heads: tuple[int, ...]
     most: int
+    norm_dtype: torch.dtype | None  # of the weights; None where the call has no norms
+    has_norm_strides: bool  # the weights are columns of something wider
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class RotationCall:
     outside: bool  # some position ids have no row in the tables
     wanted: tuple[str, ...]
     explicit_rotary_dim: bool
+    norm_eps: float
+    norm_offset: float
     seed: int
 
     @property
@@ -69,6 +73,8 @@ class RotationCall:
         words = [f"B{self.batch} H{heads} N{self.length} D{s.head_dim} R={s.rotary_dim} {str(s.dtype)[6:]} {s.layout}"]
         words += [f"positions:{s.positions}", f"tables:{self.rows} rows {s.table_form} {s.table_layout}"]
         words += [str(s.table_dtype)[6:], f"out:{s.out}", " ".join(f"{name}:{memory}" for name, memory in s.memory)]
+        if s.norm_dtype is not None:
+            words.append(f"norms:{str(s.norm_dtype)[6:]} eps={self.norm_eps:g} offset={self.norm_offset:g}")
         flags = {"interleaved": s.interleaved, "inverse": s.inverse, "full-width": s.full_width,
                  "some outside": self.outside, f"lengths={self.lengths}": bool(self.lengths),
                  f"grad:{','.join(self.wanted)}": bool(self.wanted), "R given": self.explicit_rotary_dim}  # fmt: skip
@@ -99,9 +105,19 @@ class RotationCall:
                    for prefix, some in (("", xs), ("d", dos)))  # fmt: skip
         return xs, dos, *(lay_table(table, s.table_layout) for table in tables), ids
 
+    def _norms(self, machine: Machine) -> dict[str, Tensor]:
+        """The norms' weights by the names of the arguments; none where the call has no norms."""
+        s = self.setting
+        if s.norm_dtype is None:
+            return {}
+        generator = torch.Generator(machine.device).manual_seed(self.seed + 1)
+        step = 3 if s.has_norm_strides else 1
+        weights = torch.randn(2, step * s.head_dim, generator=generator, device=machine.device).to(s.norm_dtype)
+        return {name: weight[::step] for name, weight in zip(NORMS, weights)}
+
     def arguments(self, machine: Machine) -> tuple[Callable[..., Any], dict[str, Any]]:
         xs, _, cos, sin, ids = self.make(machine)
-        given = self._arguments(xs, cos, sin, ids)
+        given = self._arguments(xs, cos, sin, ids) | self._norms(machine)
         return getattr(fused_rope_attn, self.function), given | self._outs(given)
 
     def _arguments(self, xs: dict[str, Tensor], cos: Tensor, sin: Tensor, ids: Tensor | None) -> dict[str, Any]:
@@ -109,8 +125,10 @@ class RotationCall:
         if ids is not None:
             ids = ids if s.positions == "two ids" else ids[:, 0] if s.positions == "ids" else ids[0, 0]
             ids = ids.int() if self.seed % 2 else ids
+        norms = {"q_norm": None, "k_norm": None, "norm_eps": self.norm_eps, "norm_offset": self.norm_offset}
         return {
             **{name: self._as_passed(x) for name, x in xs.items()},
+            **(norms if len(xs) > 1 else {}),
             "cos": cos,
             "sin": sin,
             "rotary_dim": s.rotary_dim if self.explicit_rotary_dim else None,
@@ -145,32 +163,41 @@ class RotationCall:
     def run(self, machine: Machine) -> Iterator[Finding]:
         s = self.setting
         xs, dos, cos, sin, ids = self.make(machine)
-        given = self._arguments(xs, cos, sin, ids)
+        norms = self._norms(machine)
+        given = self._arguments(xs, cos, sin, ids) | norms
         before = copies(given)
         options = {"rotary_dim": s.rotary_dim, "interleaved": s.interleaved, "position_ids": ids,
                    "cu_seqlens": self._ends(cos.device)}  # fmt: skip
-        # (name, given, expected input of the reference, whether it turns back): gradients turn by the transpose.
-        rotated = [(name, xs[name].clone(), s.inverse) for name in s.names]
-        rotated += [(f"d{name}", dos[name], not s.inverse) for name in self.wanted]
+        before_norm = {name: xs[name].clone() for name in s.names}  # what is written in place
 
-        def references(dtype: torch.dtype) -> dict[str, Tensor]:
-            tables = (cos.double(), sin.double()) if dtype == torch.float64 else (cos, sin)
-            return {name: reference.rotation(x.to(dtype), *tables, inverse=inverse, **options)
-                    for name, x, inverse in rotated}  # fmt: skip
+        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for name, x in before_norm.items():
+                weight, norm = norms.get(f"{name}_norm"), {}
+                if weight is not None:
+                    norm = {"norm_eps": self.norm_eps, "norm_offset": self.norm_offset}
+                results = testing.run_rotation_reference(
+                    x, dos[name], cos, sin, dtype, weight=weight, inverse=s.inverse, **norm, **options
+                )
+                found |= {name: results.y, f"d{name}": results.dx}
+                if results.dweight is not None:  # one row
+                    found[f"d{name}_norm"] = results.dweight[None]
+            return found
 
-        ref64, eager = references(torch.float64), references(s.dtype)
-        draws = Draws(lambda: references(s.dtype), machine.device)
+        ref64, eager = references(torch.float64), references(None)
+        draws = Draws(lambda: references(None), machine.device)
         function = getattr(fused_rope_attn, self.function)
         with testing.poison_empty():
             out = self._results(function, given, dos)
         for name, x in out.items():
-            right = (eager[name].shape, s.dtype)
+            dtype = s.norm_dtype if name.endswith("_norm") and s.norm_dtype is not None else s.dtype
+            right = (eager[name].shape, dtype)
             yield Finding.that("auto", f"form of {name}", (x.shape, x.dtype) == right, f"{tuple(x.shape)}, {x.dtype}")
             nothing = ref64[name].isnan()  # positions outside the tables
             yield Finding.that("auto", f"NaN of {name}", torch.equal(x.isnan(), nothing), "NaN in other places")
             numbers = (y.masked_fill(nothing, 0) for y in (x, ref64[name], eager[name]))
             compared = testing.compare(
-                name, *numbers, grad=name.startswith("d"), dtype=s.dtype,
+                name, *numbers, grad=name.startswith("d"), dtype=dtype,
                 draws=lambda name=name, nothing=nothing: (y.masked_fill(nothing, 0) for y in draws.of(name)()),
             )  # fmt: skip
             yield Finding.of("auto", compared)
@@ -191,11 +218,11 @@ class RotationCall:
                 raise AssertionError("what is returned is not what out= named")
         results = {name: self._back(x.detach()) for name, x in turned.items()}
         if leaves:
+            of = [name for name in names if {name, f"{name}_norm"} & set(self.wanted)]
             found = torch.autograd.grad(
-                [turned[name] for name in self.wanted], list(leaves.values()),
-                [self._as_passed(dos[name]) for name in self.wanted],
-            )  # fmt: skip
-            results |= {f"d{name}": self._back(x) for name, x in zip(self.wanted, found)}
+                [turned[name] for name in of], list(leaves.values()), [self._as_passed(dos[name]) for name in of]
+            )
+            results |= {f"d{name}": x[None] if name in NORMS else self._back(x) for name, x in zip(self.wanted, found)}
         return results
 
 
@@ -239,6 +266,8 @@ class Rotation:
             # Tiles are sized by heads, so that these belong to the setting.
             heads=tuple(rng.randint(1, 12 if machine.has_gpu else 4) for _ in range(2)),
             most=pick(rng, {600: 10, 3000: 1}) if machine.has_gpu else 40,
+            norm_dtype=rng.choice((dtype, torch.float32)) if self.several and chance(rng, 0.5) else None,
+            has_norm_strides=chance(rng, 0.1),
         )
 
     def draw_call(self, rng: random.Random, setting: Setting, machine: Machine) -> RotationCall:
@@ -258,7 +287,8 @@ class Rotation:
         width = s.rotary_dim // 2 if s.positions == "two ids" else s.rotary_dim
         half = s.head_dim // 2 if s.positions == "two ids" else s.head_dim
         default = (2 * width <= half) if s.full_width else False
-        wanted = () if s.out != "none" else s.names if chance(rng, 0.7) else (rng.choice(s.names),)
+        leaves = s.names if s.norm_dtype is None else (*s.names, *NORMS)
+        wanted = leaves if chance(rng, 0.7) else tuple(rng.sample(leaves, rng.randint(1, len(leaves))))
         return RotationCall(
             setting=s,
             batch=batch,
@@ -267,7 +297,9 @@ class Rotation:
             rows=rows,
             lengths=tuple(lengths),
             outside=s.positions in ("ids", "row ids", "two ids") and chance(rng, 0.2),
-            wanted=wanted,
+            wanted=() if s.out != "none" else wanted,
             explicit_rotary_dim=default or chance(rng, 0.4),
+            norm_eps=pick(rng, {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1}),
+            norm_offset=pick(rng, {0.0: 3, 1.0: 3, -0.25: 1}),
             seed=rng.randint(1, 10**6),
         )

@@ -1,7 +1,8 @@
 """Who is measured at the rotation: this project, what a user can install, and a copy as the ceiling.
 
 A provider gets tensors ``(B, N, H, D)``, one of them or q and k, and half-width float32 tables; what it wants instead
-(views, full-width tables, tables in its dtype, two tensors where there is one) it prepares before any clock runs.
+(views, full-width tables, tables in its dtype, two tensors where there is one) it prepares before any clock runs. Some
+also norm q and k before they rotate, with the weights of Qwen 3's norms.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,11 +21,14 @@ from baselines.rotations import LIGER
 from bench.suite import never_missing
 
 Rotate = Callable[[list[Tensor], Any, bool], list[Tensor]]
+Norm = Callable[[list[Tensor], list[Tensor], Any, bool], list[Tensor]]
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class RopeProvider:
-    """``rotate(xs, tables, interleaved)`` gives the rotated tensors, differentiable.
+    """``rotate(xs, tables, interleaved)`` gives the rotated tensors, differentiable, and so does
+    ``norm(xs, weights, tables, interleaved)`` of normed ones, where the provider has it.
 
     pairs: takes two tensors, so that a single one is given as two of half the heads: the same bytes. heads_first: takes
     (B, H, N, D) views. in_place: overwrites its inputs, and its gradients. tables: "half", "full" or "none".
@@ -41,8 +46,11 @@ class RopeProvider:
     rounded_tables: bool = False
     copies: bool = False
     pip: tuple[str, ...] = ()
+    norm: Norm | None = None
 
-    def unsupported(self, interleaved: bool) -> str | None:
+    def unsupported(self, interleaved: bool, norms: bool = False) -> str | None:
+        if norms and self.norm is None:
+            return "has no norm"
         if interleaved in self.styles:
             return None
         return f"rotates {'halves' if interleaved else 'interleaved pairs'} only"
@@ -78,8 +86,29 @@ def _fused(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     return list(fused_rope_attn.apply_rope_qk(*xs, *tables, interleaved=interleaved, layout="bshd"))
 
 
+def _fused_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    import fused_rope_attn
+
+    options = {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": NORM_EPS}
+    return list(fused_rope_attn.apply_rope_qk(*xs, *tables, interleaved=interleaved, layout="bshd", **options))
+
+
 def _liger(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     return list(LIGER.rotate(*xs, tables))
+
+
+@functools.cache
+def _liger_norm_function() -> Any:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction
+
+
+def _liger_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    # As its patch of Qwen 3 does: the norm of (B, N, H, D), then the rotation of the fresh result in place.
+    norm = _liger_norm_function()
+    normed = [norm.apply(x.transpose(1, 2), weight, NORM_EPS, 0.0, "llama", False) for x, weight in zip(xs, weights)]
+    return _liger([x.transpose(1, 2) for x in normed], tables, interleaved)
 
 
 @functools.cache
@@ -107,12 +136,32 @@ def _hf(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
 
 
 @functools.cache
+def _hf_norm_function() -> Callable[..., Tensor]:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    return Qwen3RMSNorm.forward
+
+
+def _hf_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    forward = _hf_norm_function()
+    normed = [
+        forward(SimpleNamespace(weight=weight, variance_epsilon=NORM_EPS), x.transpose(1, 2)).transpose(1, 2)
+        for x, weight in zip(xs, weights)
+    ]
+    return _hf(normed, tables, interleaved)
+
+
+@functools.cache
 def _compiled_function() -> Callable[..., list[Tensor]]:
-    def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
+    def rotate(
+        xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, weights: list[Tensor] | None = None
+    ) -> list[Tensor]:
         cos, sin = cos[:, None], sin[:, None]
         outs = []
-        for x in xs:
+        for i, x in enumerate(xs):
             y = x.float()
+            if weights is not None:
+                y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS) * weights[i].float()
             if interleaved:
                 a, b = y.unflatten(-1, (-1, 2)).unbind(-1)
                 outs.append(torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype))
@@ -134,6 +183,10 @@ def _compiled(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     return _compiled_function()(xs, *tables, interleaved)
 
 
+def _compiled_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return _compiled_function()(xs, *tables, interleaved, weights)
+
+
 class _Copy(torch.autograd.Function):
     """Reads and writes every byte once, forward and backward."""
 
@@ -150,6 +203,10 @@ def _copy(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     return list(_Copy.apply(*xs))
 
 
+def _copy_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+    return _copy(xs, tables, interleaved)
+
+
 def _needs_transformers() -> str | None:
     return missing_package("transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
 
@@ -163,18 +220,18 @@ COPY = "copy"
 PROVIDERS: dict[str, RopeProvider] = {
     provider.name: provider
     for provider in (
-        RopeProvider(OURS, "apply_rope (ours)", never_missing, _fused),
+        RopeProvider(OURS, "apply_rope (ours)", never_missing, _fused, norm=_fused_norm),
         # One launch for both; overwrites q and k, which spares it the fresh output but no byte of traffic.
         RopeProvider(
             "liger", "Liger", LIGER.missing, _liger, (False,), pairs=True, heads_first=True, in_place=True,
-            tables="full", pip=LIGER.pip,
+            tables="full", pip=LIGER.pip, norm=_liger_norm,
         ),
         RopeProvider("flash_attn", "flash-attn Triton", _needs_flash, _flash, rounded_tables=True, pip=("flash-attn",)),
-        RopeProvider("compiled", "torch.compile", never_missing, _compiled),
+        RopeProvider("compiled", "torch.compile", never_missing, _compiled, norm=_compiled_norm),
         RopeProvider(
             "hf", "HF eager", _needs_transformers, _hf, pairs=True, heads_first=True, tables="full",
-            rounded_tables=True, pip=("transformers",),
+            rounded_tables=True, pip=("transformers",), norm=_hf_norm,
         ),
-        RopeProvider(COPY, "copy (ceiling)", never_missing, _copy, tables="none", copies=True),
+        RopeProvider(COPY, "copy (ceiling)", never_missing, _copy, tables="none", copies=True, norm=_copy_norm),
     )
 }  # fmt: skip

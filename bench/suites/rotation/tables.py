@@ -14,10 +14,29 @@ _PAST_L2 = 256 << 20
 
 def results(rows: list[Row]) -> str:
     """Summary, table and notes. ValueError where there is no CUDA graph of ours beside one of the copy, on one card."""
-    found = {key: group for key, group in groups(rows, "graph").items() if OURS in group}
-    gpus = {row["gpu"] for group in found.values() for row in group.values()}
-    if len(gpus) != 1 or any(COPY not in group for group in found.values()):
+    every = {key: group for key, group in groups(rows, "graph").items() if OURS in group}
+    found, normed = (
+        {key: group for key, group in every.items() if bool(group[OURS].get("norms")) is norms}
+        for norms in (False, True)
+    )
+    gpus = {row["gpu"] for group in every.values() for row in group.values()}
+    if len(gpus) != 1 or any(COPY not in group for group in every.values()):
         raise ValueError("rows must hold CUDA-graph times of apply_rope and of the copy, on one card")
+    loose = any(row["status"] == "loose" for group in every.values() for row in group.values())
+    notes = (
+        "Forward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 flushed. "
+        + ("~: outside the tolerance that ours is held to. " if loose else "")
+        + provenance(rows, "transformers", "liger-kernel", "flash-attn")
+    )
+    blocks = [_block(found)] if found else []
+    if normed:
+        blocks.append(f"`apply_rope_qk` with norms of q and k:\n\n{_block(normed)}")
+        notes += " A norm's gradient moves three tensors where a copy moves two; shares of a copy count that."
+    return "\n\n".join([*blocks, notes])
+
+
+def _block(found: dict[tuple[str, str, str, str], dict[str, Row]]) -> str:
+    """Summary and table of some groups."""
     large = [group[OURS]["of_copy"] for group in found.values() if group[OURS]["bytes"] >= _PAST_L2]
     rivals = [name for name in PROVIDERS if name not in (OURS, COPY) and any(name in group for group in found.values())]
     words = []
@@ -47,11 +66,4 @@ def results(rows: list[Row]) -> str:
             values = [(value, group[name]) for group in passes if (value := speedup(group, name)) is not None]
             loose = " ~" * any(row["status"] == "loose" for _, row in values)
             lines[-1].append(" / ".join(f"{value:.2f}" for value, _ in values) + "×" * bool(values) + loose)
-    table = markdown(header, lines)
-    loose = any(row["status"] == "loose" for group in found.values() for row in group.values())
-    notes = (
-        "Forward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 flushed. "
-        + ("~: outside the tolerance that ours is held to. " if loose else "")
-        + provenance(rows, "transformers", "liger-kernel", "flash-attn")
-    )
-    return f"{' '.join(words)}\n\n{table}\n\n{notes}"
+    return f"{' '.join(words)}\n\n{markdown(header, lines)}"

@@ -1,0 +1,108 @@
+"""The root-mean-square norm of a row inside kernels, and its gradient (RMSNorm: Zhang and Sennrich 2019, eq. 4).
+
+``y = x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the D columns of a row, in float32. A kernel rarely holds
+a row as one tile: rotations take it apart into first and second members of pairs, sections, and columns that pass
+through. What is here therefore takes *parts* of rows, tiles ``(..., C)`` whose last axis are columns, and sums over
+columns ``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add
+nothing, and the mean is that of D columns.
+
+The statistic, ``inverse_rms``, is never saved: a backward pass reads x anyway. With ``n = x * inverse_rms`` and
+``g = dy * (offset + weight)`` the gradients are ``dx = inverse_rms * (g - n * mean(g * n))`` and, summed over rows,
+``dweight = dy * n``.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import pair_columns
+from fused_rope_attn.kernels.tiles import load_where, tile_range
+
+# The smallest normal number of float32. GPUs take what is below for zero, whose reciprocal is infinite.
+SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+
+
+@record
+class Norm:
+    """A norm over rows of D columns."""
+
+    weight_ptr: tl.tensor  # (D,) float32 or the rows' dtype, contiguous
+    eps: tl.tensor
+    offset: tl.tensor
+    D: tl.constexpr
+
+
+@triton.jit
+def row_sum(x):
+    """Sum over the columns of a part (..., C), as (..., 1)."""
+    return tl.sum(x, axis=len(x.shape) - 1, keep_dims=True)
+
+
+@triton.jit
+def inverse_rms(square_sum, norm):
+    """``rsqrt(mean(x ** 2) + eps)`` from the rows' sums of squares, any shape.
+
+    It is 0 where the mean and eps are, so that a row of zeros stays one; a row that is not finite stays so.
+    """
+    mean_square = square_sum / norm.D + norm.eps
+    is_zero = mean_square < _SMALLEST_NORMAL
+    return tl.where(is_zero, 0.0, tl.rsqrt(tl.where(is_zero, 1.0, mean_square)))
+
+
+@triton.jit
+def load_norm_weights(norm, columns, exists):
+    """``offset + weight`` of ``columns`` (C,) as float32; 0 where ``exists`` is false, None: all of them exist."""
+    weight = load_where(norm.weight_ptr + columns, exists, 0.0).to(tl.float32) + norm.offset
+    if exists is not None:
+        weight = tl.where(exists, weight, 0.0)
+    return weight
+
+
+@triton.jit
+def norm_gradient(g, n, projection, scale, norm):
+    """dx of a part: ``g`` is dy times the weights, ``n`` the normed rows, ``projection`` the rows' sums of g * n over
+    all D columns, ``scale`` their ``inverse_rms``."""
+    return scale * (g - n * (projection / norm.D))
+
+
+@triton.jit
+def pair_norm_weights(norm, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
+                      LAYOUT: tl.constexpr = None):  # fmt: skip
+    """``load_norm_weights`` of the first and second members of all pairs, (1, BLOCK_D / 2) each.
+
+    The order is that of ``rotation.load_pairs``; LAYOUT is that of its tiles in Gluon kernels.
+    """
+    D: tl.constexpr = norm.D
+    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+    if INTERLEAVED:
+        columns1, columns2 = 2 * pairs, 2 * pairs + 1
+    else:
+        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
+    exists = None
+    if D != BLOCK_D:
+        exists = pairs < D // 2
+    return load_norm_weights(norm, columns1, exists)[None, :], load_norm_weights(norm, columns2, exists)[None, :]
+
+
+@triton.jit
+def norm_pairs(first, second, weight1, weight2, norm):
+    """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``pair_norm_weights``."""
+    scale = inverse_rms(row_sum(first * first + second * second), norm)
+    return first * scale * weight1, second * scale * weight2
+
+
+@triton.jit
+def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
+    """The gradient of ``norm_pairs``: dx of the first and second members, and dweight of each row's, all float32.
+
+    first and second are the rows before the norm, dy1 and dy2 gradients of those behind it. Where a row does not exist,
+    both must be zero; it then adds nothing to a sum of dweight (rows, BLOCK_D / 2) over the rows.
+    """
+    scale = inverse_rms(row_sum(first * first + second * second), norm)
+    n1, n2 = first * scale, second * scale
+    g1, g2 = dy1 * weight1, dy2 * weight2
+    projection = row_sum(g1 * n1 + g2 * n2)
+    dx1 = norm_gradient(g1, n1, projection, scale, norm)
+    dx2 = norm_gradient(g2, n2, projection, scale, norm)
+    return dx1, dx2, dy1 * n1, dy2 * n2

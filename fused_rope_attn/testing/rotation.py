@@ -1,0 +1,48 @@
+"""What the rotation alone gives for one tensor, with a norm before it or without: the reference in any dtype."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_rope_attn.rotation import reference
+
+
+class RotationResults(NamedTuple):
+    """Of one tensor: the output, its gradient, and that of its norm's weight, None without a norm."""
+
+    y: Tensor
+    dx: Tensor
+    dweight: Tensor | None
+
+
+def run_rotation_reference(
+    x: Tensor,
+    dy: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    weight: Tensor | None = None,
+    inverse: bool = False,
+    **options: Any,
+) -> RotationResults:
+    """`reference.rotation` of x (B, H, N, D) and its gradients for dy: `ref64` with dtype=torch.float64, `eager` with
+    None (the inputs' dtypes).
+
+    Inputs, weights and tables are taken as given and cast. `options` are those of `reference.rotation`.
+    """
+    if dtype is not None:
+        x, dy, cos, sin = (t.to(dtype) for t in (x, dy, cos, sin))
+    if weight is None:  # the transposed rotation, which is rounded once also where autograd would add two gradients up
+        y, dx = (
+            reference.rotation(t, cos, sin, inverse=turned, **options)
+            for t, turned in ((x, inverse), (dy, not inverse))
+        )
+        return RotationResults(y, dx, None)
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        weight = weight.detach().to(weight.dtype if dtype is None else dtype).requires_grad_()
+        y = reference.rotation(leaf, cos, sin, inverse=inverse, weight=weight, **options)
+        dx, dweight = torch.autograd.grad(y, (leaf, weight), dy)
+    return RotationResults(y.detach(), dx, dweight)
