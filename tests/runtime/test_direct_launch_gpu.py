@@ -87,7 +87,7 @@ def test_on_a_stream_whose_inputs_come_late(calls):
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(1_000_000_000)
         out = make(1)()
         assert not side.query()
     side.synchronize()

@@ -7,9 +7,9 @@ import torch
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import Case, make_inputs, run_op
-from tests.support.attention import assert_equal
+from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq
+from tests.support.gpu import ODD_LENGTHS, assert_alike, assert_same_but_dq
 from tests.support.hopper import EMPTY, ON_SM_90, PADDED, UNEVEN, needs_sm_90, packed
 from tests.support.internals import run_operators
 from tests.support.marks import cases
@@ -36,11 +36,14 @@ CASES = (
 
 @cases(*CASES)
 def test_the_saved_are_what_the_backward_would_rotate(case):
-    """Bit by bit, but for dq, whose parts are added in any order."""
+    """The results of the forward bit by bit; gradients but for last bits, because the compiler need not contract the
+    products of a rotation in two kernels alike. Both match float64."""
     inputs = make_inputs(case, "cuda")
     rotated_by_forward = run_op(inputs, case, **ON_SM_90)
     rotated_by_backward = run_operators(inputs, case, forward="hopper", backward="hopper")
-    assert_same_but_dq(rotated_by_forward, rotated_by_backward)
+    assert_equal(rotated_by_forward[:2], rotated_by_backward[:2])
+    assert_alike(rotated_by_forward[2:], rotated_by_backward[2:])
+    assert_matches_float64(case, inputs, rotated_by_forward)
 
 
 @cases(CASES[0], CASES[5], CASES[9])

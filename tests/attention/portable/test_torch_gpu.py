@@ -9,7 +9,7 @@ from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import make_inputs
 from tests.support.attention import assert_equal, gradients
 from tests.support.dtypes import BF16, F32
-from tests.support.gpu import ODD_LENGTHS
+from tests.support.gpu import ODD_LENGTHS, assert_alike
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +32,8 @@ def test_compile():
         inputs = make_inputs(case, "cuda")
         tables = inputs.cos, inputs.sin
         eager = gradients(lambda q, k, v: block(q, k, v, *tables), inputs)  # noqa: B023
-        for x, y in zip(gradients(lambda q, k, v: compiled(q, k, v, *tables), inputs), eager):  # noqa: B023
-            torch.testing.assert_close(x, y)
+        # Eager calls alone save q and k rotated, by another kernel than rotates them here: a last bit may differ.
+        assert_alike(gradients(lambda q, k, v: compiled(q, k, v, *tables), inputs), eager)  # noqa: B023
         count = count or counter.frame_count
     assert counter.frame_count == count
 
