@@ -88,15 +88,16 @@ def rope_attention(
         RuntimeError: an explicit backend that this machine cannot run.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens)
-    seen = None
-    if layout == "bhsd":
-        seen = known_calls.signature(
-            tensors, window, causal, softmax_scale, rotary_dim, interleaved, softcap, return_lse, deterministic,
-            backend, strategy,
-        )  # fmt: skip
+    seen = known_calls.signature(
+        tensors, window, causal, softmax_scale, rotary_dim, interleaved, softcap, layout, return_lse, deterministic,
+        backend, strategy,
+    )  # fmt: skip
     problem = known_calls.find(seen)
     if problem is not None:
+        if layout == "bshd":
+            tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse = ops.attention(problem, tensors)
+        o = from_heads_first(o, layout)
         return (o, lse) if return_lse else o
     problem, tensors = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,

@@ -52,7 +52,26 @@ def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> C
     return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, saving)
 
 
+def _addressable(problem: Problem, tensors: Tensors) -> Tensors | None:
+    """The tensors of a backward pass of rotated q and k, copied where hooks have moved what forward saved; None where
+    nothing was moved.
+
+    Rotated q and k are contiguous and aligned. v need not be, except where only the sm_90 kernels can go on: they were
+    asked for, or read packed queries that are padded.
+    """
+    names = ("q", "k", "v") if problem.backend == "hopper" or problem.is_packed else ("q", "k")
+    moved = {name: x.contiguous() for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)}
+    # What is contiguous already lies at an odd address.
+    copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
+    return tensors._replace(**copied) if copied else None
+
+
 def _prepare_backward(problem: Problem, tensors: tuple, is_rotated: bool) -> Callable:
+    if is_rotated:
+        copied = _addressable(problem, Tensors(*tensors[2:]))
+        if copied is not None:
+            run = _prepare_backward(problem, (*tensors[:2], *copied), is_rotated)
+            return lambda tensors, *given: run(_addressable(problem, tensors), *given)
     config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
     portable = isinstance(config, configs.BackwardConfig)
     return _doors(portable)[1](problem.for_launch(), tensors, config, is_rotated)
@@ -73,19 +92,6 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
     return tensors._replace(**strided) if strided else tensors
 
 
-def _addressable(problem: Problem, tensors: Tensors) -> Tensors:
-    """The tensors of a backward pass of rotated q and k, where hooks may have moved what forward saved.
-
-    Rotated q and k are contiguous and aligned. v need not be, except where only the sm_90 kernels can go on: they were
-    asked for, or read packed queries that are padded.
-    """
-    names = ("q", "k", "v") if problem.backend == "hopper" or problem.is_packed else ("q", "k")
-    moved = {name: x.contiguous() for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)}
-    # What is contiguous already lies at an odd address.
-    copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
-    return tensors._replace(**copied) if copied else tensors
-
-
 def _run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
     """saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can."""
     if problem.has_masks:
@@ -98,8 +104,6 @@ def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bo
     """is_rotated: q and k in ``tensors`` are the forward pass's q_rot and k_rot."""
     if problem.has_masks:
         tensors = _with_unit_strides(tensors)
-    if is_rotated:
-        tensors = _addressable(problem, tensors)
     with device.guard(problem.device):
         return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
 

@@ -42,11 +42,12 @@ class RotateQueries:
 
     def __init__(self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config):
         own = {"sign": shared["q_sign"], "NQ": None, "NK": problem.len_k, "ZERO_COUNTER": False, "TILE_ROWS": 0}
+        self.strides = contiguous_strides(tensors.q.shape)
         self.launch = _rotation(tensors.q, problem, shared, config, **own)
 
     def __call__(self, stream: int, tensors: Tensors) -> torch.Tensor:
         q = tensors.q
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_strided(q.shape, self.strides, dtype=q.dtype, device=q.device)
         self.launch(
             stream, x_ptr=q, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, counter_ptr=None,
             lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_q, cu_q_ptr=None, cu_k_ptr=tensors.cu_seqlens_k,
@@ -76,11 +77,12 @@ class RotateKeys:
         own = {"sign": None, "NQ": None, "NK": None, "ZERO_COUNTER": counter, "TILE_ROWS": 0}
         if self.describes_tiles:
             own |= {"NQ": problem.len_q, "TILE_ROWS": tile_rows}
+        self.strides = contiguous_strides(tensors.k.shape)
         self.launch = _rotation(tensors.k, problem, shared, config, overlaps=overlaps and config.pdl, **own)
 
     def __call__(self, stream: int, tensors: Tensors, counter: torch.Tensor | None = None) -> torch.Tensor:
         k = tensors.k
-        out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        out = torch.empty_strided(k.shape, self.strides, dtype=k.dtype, device=k.device)
         self.launch(
             stream, x_ptr=k, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, counter_ptr=counter,
             lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_k,

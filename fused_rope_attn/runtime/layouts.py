@@ -46,6 +46,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return (heads * length * head_dim, length * head_dim, head_dim, 1)
 
 
+def layout_of_rows(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(shape, strides) of one number for each row of a tensor of shape (B, H, N, D), contiguous."""
+    batch, heads, length, _ = shape
+    return (batch, heads, length), (heads * length, length, 1)
+
+
 def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Strides of ``like_input(x)``."""
     _, heads, length, head_dim = x.shape

@@ -49,6 +49,16 @@ def test_a_known_call_has_gradients(examined):
     assert all(torch.equal(x, y) and x.abs().sum() > 0 for x, y in zip(*gradients))
 
 
+def test_a_known_call_in_the_other_layout(examined):
+    """Its sizes are those of a call in the first layout with heads for positions: both are examined."""
+    swapped = INPUTS._replace(**{name: getattr(INPUTS, name).transpose(1, 2) for name in ("q", "k", "v")})
+    call()
+    for _ in range(3):
+        o, lse = call(swapped, layout="bshd", return_lse=True)
+        assert o.shape == (1, 16, 2, 16) and lse.shape == (1, 2, 16) and torch.equal(o.transpose(1, 2), call())
+    assert len(examined) == 2
+
+
 DIFFERENT = {
     "causal": {"causal": False},
     "scale": {"softmax_scale": 0.5},

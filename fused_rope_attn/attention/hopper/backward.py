@@ -16,7 +16,7 @@ from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, output_strides
 from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
 
 
@@ -61,6 +61,9 @@ class BackwardCall:
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)
+        self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
+        self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
+        self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
         # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
         # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
@@ -149,22 +152,27 @@ class BackwardCall:
 
     def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
-        dq, dk, dv = (
-            torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-            for x, strides in zip((o, k, v), self.strides)
-        )
+        # Strides are at hand everywhere: an allocation that has to find them takes the host twice as long.
+        dtype, where = v.dtype, v.device
+        dq_strides, dk_strides, dv_strides = self.strides
+        dq = torch.empty_strided(o.shape, dq_strides, dtype=dtype, device=where)
+        dk = torch.empty_strided(k.shape, dk_strides, dtype=dtype, device=where)
+        dv = torch.empty_strided(v.shape, dv_strides, dtype=dtype, device=where)
         if self.empty:
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None if sinks is None else torch.zeros_like(sinks))
         if self.copy_do:
             do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
-        stats = torch.empty(self.stats_size, dtype=torch.float32, device=q.device)
-        accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=q.device)
+        stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
+        accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
         cleared: torch.Tensor | None = accumulator
         progress: torch.Tensor | None = None
         if self.progress_size is not None:
-            cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=q.device)
-        q_rot, k_rot = (q, k) if self.is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
-        stream = device.current_stream(q.device)
+            cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=where)
+        q_rot, k_rot = q, k
+        if not self.is_rotated:
+            q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)
+            k_rot = torch.empty_strided(*self.k_rot_layout, dtype=dtype, device=where)
+        stream = device.current_stream(where)
         self.preprocess(
             stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=cleared, progress_ptr=progress,
             q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, lens_ptr=lens,

@@ -14,7 +14,7 @@ from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, layout_of_rows, output_strides
 from fused_rope_attn.runtime.triton_compat import gl
 
 
@@ -30,6 +30,7 @@ class ForwardCall:
         wide = pad_d > 128
         self.empty = problem.batch * problem.len_q == 0
         self.o_strides = output_strides(q)
+        self.lse_layout = layout_of_rows(q.shape)
         self.packed = problem.is_packed
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
@@ -53,10 +54,9 @@ class ForwardCall:
         if wide:
             self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
         elif self.saves_rotated:
-            self.q_rot_shape = rotated_shape(
-                problem.batch, problem.heads_q, problem.len_q, problem.sequences, problem.head_dim
-            )
-            self.q_source = Source(q.new_empty(self.q_rot_shape), ROWS.value, pad_d, True, q_layout)
+            shape = rotated_shape(problem.batch, problem.heads_q, problem.len_q, problem.sequences, problem.head_dim)
+            self.q_rot_layout = shape, contiguous_strides(shape)
+            self.q_source = Source(q.new_empty(shape), ROWS.value, pad_d, True, q_layout)
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = tile_count(problem.len_q, problem.sequences, BLOCK_M.value)
         num_tiles = tiles_per_head * num_heads
@@ -89,7 +89,7 @@ class ForwardCall:
     def __call__(self, tensors: Tensors) -> Outputs:
         q = tensors.q
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse)
         stream = device.current_stream(q.device)
@@ -99,7 +99,7 @@ class ForwardCall:
             q_rot = self.rotate_queries(stream, tensors)
             q, q_desc = None, self.q_source(q_rot)
         elif self.saves_rotated:
-            q_rot = q.new_empty(self.q_rot_shape)
+            q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
         k = self.rotate_keys(stream, tensors, counter)
         self.launch(

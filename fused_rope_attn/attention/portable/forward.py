@@ -12,7 +12,14 @@ from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.layouts import (
+    block_d,
+    contiguous_strides,
+    has_descriptor,
+    is_long,
+    layout_of_rows,
+    output_strides,
+)
 
 
 class ForwardCall:
@@ -22,6 +29,7 @@ class ForwardCall:
         given = Tensors(*tensors)
         q, k, v = given.q, given.k, given.v
         self.o_strides = output_strides(q)
+        self.lse_layout = layout_of_rows(q.shape)
         self.empty = problem.batch * problem.len_q == 0
         shared = shared_arguments(problem, given.cos, given.sin)
         self.rotate_keys = None
@@ -34,9 +42,10 @@ class ForwardCall:
         padding = PADDED_TILE_ROWS if saving is Saving.TILES else 0
         # Tiles of fewer rows would leave some of the padding as it was.
         self.saves_rotated = saving is not Saving.NOTHING and not inline and tile.block_m >= padding
-        self.q_rot_shape = rotated_shape(
+        shape = rotated_shape(
             problem.batch, problem.heads_q, problem.len_q, problem.sequences if padding else None, problem.head_dim
         )
+        self.q_rot_layout = shape, contiguous_strides(shape)
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
         self.k_source = Source(k_like, tile.block_n, pad_d, tma)
         self.v_source = Source(v, tile.block_n, pad_d, tma)
@@ -53,7 +62,7 @@ class ForwardCall:
             k_strides=k_like.stride(),
             v_strides=v.stride(),
             o_strides=self.o_strides,
-            q_rot_strides=contiguous_strides(self.q_rot_shape) if self.saves_rotated else None,
+            q_rot_strides=self.q_rot_layout[1] if self.saves_rotated else None,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             BLOCK_M=tile.block_m,
@@ -70,13 +79,15 @@ class ForwardCall:
     def __call__(self, tensors: Tensors) -> Outputs:
         q, k = tensors.q, tensors.k
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse)
         stream = device.current_stream(q.device)
         if self.rotate_keys is not None:
             k = self.rotate_keys(stream, tensors)
-        q_rot = q.new_empty(self.q_rot_shape) if self.saves_rotated else None
+        q_rot = None
+        if self.saves_rotated:
+            q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         self.launch(
             stream, q_ptr=q, q_rot_ptr=q_rot, k_ptr=self.k_source(k), v_ptr=self.v_source(tensors.v),
             cos_ptr=tensors.cos, sin_ptr=tensors.sin, o_ptr=o, lse_ptr=lse, sinks_ptr=tensors.sinks,

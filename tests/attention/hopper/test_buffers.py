@@ -93,7 +93,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
     group = case.heads_q // case.heads_kv
 
     def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, **rest):
-        q_rot, k_rot, v, do, stats, dq = (x.base for x in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator))
+        q_rot, k_rot, v, do, stats, dq = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator))
         lse, delta = stats.reshape(2, case.heads_q, -1)
         for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
             first, size = (first_q // 64 + s) * 64, -(-len_q // 64) * 64
@@ -146,8 +146,8 @@ def test_the_buffers_of_wide_heads(case):
 
     def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, **rest):
         dq = dq_accumulator
-        q_rot, k_rot, v, do = (x.base.float() for x in (q_desc, k_desc, v_desc, do_desc))
-        lse, delta = stats_desc.base.reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
+        q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
+        lse, delta = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
         k_rot, v = (x.repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k_rot, v))
         p = torch.exp2(q_rot @ k_rot.mT * (case.scale / math.log(2)) - lse)
         if case.causal:
