@@ -21,6 +21,7 @@ from bench.report import Row, read_runs
 # The rows that the documents show, by suite. Older files of rows stay for the experiments that name them.
 CURRENT: dict[str, Path] = {
     "attention": RESULTS / "h200-2026-11-22-all.jsonl",
+    "host": RESULTS / "host-h200-2026-11-22-triton-3.6.0.jsonl",
     "masks": RESULTS / "masks-h200-2026-11-21.jsonl",
     "rotation": RESULTS / "rope-h200-2026-11-21.jsonl",
     "generation": RESULTS / "decode-h200-2026-11-21.jsonl",
@@ -53,6 +54,7 @@ BLOCKS: tuple[Block, ...] = (
     Block("bench:results", BENCHMARKS, "attention", "attention.tables", "results"),
     Block("bench:standing", BENCHMARKS, "attention", "attention.tables", "standing"),
     Block("bench:host", BENCHMARKS, "attention", "attention.tables", "host"),
+    Block("host:results", BENCHMARKS, "host", "host", "results"),
     Block("bench:plan", BENCHMARKS, "attention", "attention.tables", "plan"),
     Block("masks:results", BENCHMARKS, "masks", "masks.report", "results"),
     Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),
