@@ -52,14 +52,20 @@ def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> C
     return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, saving)
 
 
+def _in_tiles(problem: Problem, rotated: Tensors) -> bool:
+    """Whether packed queries were saved as ``Saving.TILES``, which have more rows, or as ``Saving.ROWS``."""
+    return rotated.q.shape[2] > problem.len_q
+
+
 def _addressable(problem: Problem, tensors: Tensors) -> Tensors | None:
     """The tensors of a backward pass of rotated q and k, copied where hooks have moved what forward saved; None where
     nothing was moved.
 
     Rotated q and k are contiguous and aligned. v need not be, except where only the sm_90 kernels can go on: they were
-    asked for, or read packed queries that are padded.
+    asked for, or packed queries are saved as they read them.
     """
-    names = ("q", "k", "v") if problem.backend == "hopper" or problem.is_packed else ("q", "k")
+    only_sm_90 = _in_tiles(problem, tensors) if problem.is_packed else problem.backend == "hopper"
+    names = ("q", "k", "v") if only_sm_90 else ("q", "k")
     moved = {name: x.contiguous() for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)}
     # What is contiguous already lies at an odd address.
     copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
@@ -72,6 +78,9 @@ def _prepare_backward(problem: Problem, tensors: tuple, is_rotated: bool) -> Cal
         if copied is not None:
             run = _prepare_backward(problem, (*tensors[:2], *copied), is_rotated)
             return lambda tensors, *given: run(_addressable(problem, tensors), *given)
+        if problem.is_packed and not _in_tiles(problem, Tensors(*tensors[2:])):
+            # What the portable kernels read, also where hooks have moved v to where those of sm_90 could read it.
+            problem = problem._replace(backend="triton")
     config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
     portable = isinstance(config, configs.BackwardConfig)
     return _doors(portable)[1](problem.for_launch(), tensors, config, is_rotated)

@@ -9,19 +9,23 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.attention.problem import Saving
+from fused_rope_attn.attention.arguments import padded_rows
+from fused_rope_attn.attention.ops import attention
+from fused_rope_attn.attention.problem import Saving, Tensors, describe
+from fused_rope_attn.runtime.layouts import has_descriptor
 from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
 from tests.support.attention import assert_equal, packed_case, sequences_of
 from tests.support.dtypes import F16
 from tests.support.internals import (
     go_through_the_dispatcher,
     plan_of,
+    replace_portable_launchers,
     replace_sm_90_launchers,
     run_operators,
     saved_by_portable_forward,
 )
 from tests.support.marks import cases, ignore_overflow, interpreted
-from tests.support.planning import call
+from tests.support.planning import HOPPER, PORTABLE, call
 
 CASE = Case(1, 4, 2, 20, 20, 16, dtype=F16)
 
@@ -150,6 +154,40 @@ def test_what_hooks_have_moved(sm_90, unpack):
     assert is_rotated
     for x, expected in zip(tensors, (leaves[0] + 1, leaves[1] + 2, leaves[2])):
         assert torch.equal(x, expected) and x.data_ptr() % 16 == 0 and x.stride(-1) == 1
+
+
+@pytest.mark.parametrize("v_is_addressable", [False, True])
+def test_packed_queries_are_read_by_the_kernels_that_they_were_saved_for(arch, monkeypatch, v_is_addressable):
+    """Hooks may bring v back where the TMA can read it, or where it cannot: the form of the queries decides."""
+    tokens, lengths = 4096, torch.tensor([0, 4096], dtype=torch.int32)
+    q, k, v = (torch.ones(tokens, heads, 128, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    seen = []
+
+    def forward(problem, tensors, config, saving):
+        q = tensors.q
+        seen.append((type(config), saving))
+        rows = tokens if saving is Saving.ROWS else padded_rows(tokens, 1)
+        return q.clone(), q.new_zeros(q.shape[:3]).float(), q.new_zeros(1, 2, rows, 128), tensors.k.clone()
+
+    def backward(problem, tensors, config, is_rotated):
+        assert is_rotated and tensors.q.shape[2] == (tokens if seen[0][1] is Saving.ROWS else padded_rows(tokens, 1))
+        seen.append((type(config), has_descriptor(tensors.v)))
+        return tensors.q[:, :, :tokens].clone(), tensors.k.clone(), tensors.v.clone()
+
+    replace_portable_launchers(monkeypatch, forward, backward)
+    replace_sm_90_launchers(monkeypatch, forward, backward)
+    leaves = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v if v_is_addressable else moved(v))]
+    table = torch.ones(tokens, 64)
+    tensors = Tensors(*leaves, table, table, cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+    problem = describe(
+        tensors, causal=True, softmax_scale=0.1, rotary_dim=128, interleaved=False, max_seqlen=tokens
+    )  # fmt: skip
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved if v_is_addressable else torch.clone):
+        o, _ = attention(problem, tensors)
+    torch.autograd.grad(o, leaves, torch.ones_like(o))
+    sm_90 = [(PORTABLE[0], Saving.TILES), (HOPPER[1], True)]
+    portable = [(PORTABLE[0], Saving.ROWS), (PORTABLE[1], True)]
+    assert seen == (sm_90 if v_is_addressable else portable)
 
 
 @pytest.mark.parametrize(
