@@ -126,14 +126,13 @@ def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
     layers yet makes them itself."""
     updates, own = [], DynamicLayer.update
     monkeypatch.setattr(DynamicLayer, "update", lambda self, *args: updates.append(self) or own(self, *args))
-    past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
     ids = make_ids(1, 302)
     for gradients in (True, False):  # switched on, and nobody wants one
+        past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
         with torch.set_grad_enabled(gradients):
             logits = parts(llama, past, ids, ends=(300, 301, 302))
         assert_close(logits, llama(ids).logits, 1e-5)
         assert len(updates) == (0 if cache == "described" else 2)
-        past.reset() if cache == "described" else past.layers.clear()
         updates.clear()
 
 
