@@ -137,13 +137,16 @@ def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_gradients_through_the_cache_of_a_prompt(name):
-    """Whether they are wanted of the keys or of the values alone."""
+def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
+    """Whether they are wanted of the keys or of the values alone: the kernel that fills a room knows of none."""
+    updates, own = [], DynamicLayer.update
+    monkeypatch.setattr(DynamicLayer, "update", lambda self, *args: updates.append(self) or own(self, *args))
     model = patch_model(make_model("llama")).requires_grad_(False)
     module = attentions_of(model)[1]
     weight = getattr(module, f"{name}_proj").weight.requires_grad_(True)
     past = make_cache(model, "dynamic")
     model(make_ids(1, 6), past_key_values=past)
+    assert updates == [past.layers[1]]
     assert (past.layers[1].keys.requires_grad, past.layers[1].values.requires_grad) == (name == "k", name == "v")
     parts(model, past, make_ids(1, 1), ends=(1,)).sum().backward()
     assert weight.grad.abs().max() > 0
