@@ -62,3 +62,12 @@ def test_models_without_a_decoder_or_with_two(llama):
     assert prepared(Several([llama]), PADDING, MADE)
     assert not prepared(Several([llama, patch_model(make_model("llama"))]), PADDING, MADE)
     assert not prepared(Several([torch.nn.Linear(2, 2)]), PADDING, MADE)
+
+
+@torch.no_grad()
+def test_arguments_without_names(llama, calls):
+    """A decoder may be given them by their places."""
+    ids, mask = make_ids(2, 9), (torch.arange(9) >= torch.tensor([[0], [3]])).long()
+    expected = llama.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.equal(llama.model(ids, mask).last_hidden_state, expected)
+    assert calls == {"rope_attention": 4}

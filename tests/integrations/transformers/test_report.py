@@ -76,7 +76,9 @@ def test_the_table_line_by_line():
 
 
 def test_the_table_tells_layers_apart():
-    """By their class, and by how often they ran."""
+    """By their class, and by how often they ran; two that are alike have a line."""
+    two = str(patch_report(patch_model(make_model("llama")))).splitlines()[2]
+    assert two.split()[0] == "model.layers.{0-1}.self_attn"
     model = patch_model(make_model("llama", num_hidden_layers=5))
     modules = attentions_of(model)
     modules[0].__class__ = type("Own", (type(modules[0]),), {})
