@@ -79,18 +79,22 @@ SUBJECTS = (
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
     Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
     Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
-    _of_models("attention", "steps", more=("bidirectional", "report", "families", "distributed")),
+    _of_models("attention", "attention", "steps", more=("bidirectional", "report", "families", "distributed")),
     _of_models("batch", "batches", more=("bidirectional", "distributed")),
-    _of_models("conventions", "families_lookup", "packing", more=("families",)),
+    _of_models("conventions", "conventions", "families_lookup", "packing", more=("families",)),
     _of_models("families", "families_lookup", more=("families",)),
-    _of_models("hooks", "patching", "pickling", more=("foreign_attention", "options")),
+    _of_models("hooks", "hooks", "patching", "pickling", more=("foreign_attention", "options")),
     _of_models(
-        "obstacles", "fallbacks", "batches", more=("foreign_attention", "distributed", "bidirectional", "families")
-    ),
+        "obstacles",
+        "obstacles",
+        "fallbacks",
+        "batches",
+        more=("foreign_attention", "distributed", "bidirectional", "families"),
+    ),  # fmt: skip
     _of_models("patch", "patching", "options", "pickling", more=("wrapping", "report", "families")),
     _of_models("report", "report", more=("options", "distributed")),
     _of_models("rooms", "dynamic_caches"),
-    _of_models("state", "report", "pickling", more=("distributed",)),
+    _of_models("state", "report", "hooks", "pickling", more=("distributed",)),
     Subject("integrations/transformers/tables.py", ("integrations/transformers/test_tables.py",), (), _HF_PRELOAD),
 )
 

@@ -186,7 +186,7 @@ def _attend(
     if batch.rotates_first:
         q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
         unturned = _identity(1, q.device)
-        cos, sin = (table.squeeze(0) for table in unturned.long(batch.max_seqlen))
+        cos, sin = unturned.long(batch.max_seqlen)
         options |= unturned.options
     else:
         # Tables by position, which all sequences share: scores depend on distances alone.

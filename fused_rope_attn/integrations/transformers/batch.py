@@ -189,7 +189,7 @@ def _reused(past: Cache | None) -> bool:
     return past is not None and any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
 
 
-def tokens_seen(past: Cache, layer_idx: int = 0) -> int | None:
+def tokens_seen(past: Cache, layer_idx: int) -> int | None:
     """How many tokens the cache has seen; None where only the device knows."""
     if layer_idx >= len(past.layers):
         return 0
@@ -217,7 +217,7 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     if is_blind(mask):
         return Batch(kv_starts=_starts(present))
     shape, left = _described.get(past, (None, None)) if past is not None else (None, None)
-    if shape is None or length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
+    if length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
         starts = _starts(present)
         steps = present[:, 1:] & ~present[:, :-1]
         holes = steps.sum(1) + present[:, 0] > 1
@@ -276,11 +276,10 @@ def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
     if position_ids.ndim != 2:
         return batch._replace(rotates_first=True)
     positions, cu_seqlens = position_ids.flatten(), cast(Tensor, batch.cu_seqlens)
-    if positions.shape[0] > 1:
-        index = torch.arange(1, positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
-        begins = torch.isin(index, cu_seqlens.to(positions.device))
-        counts_up = (positions[1:] == positions[:-1] + 1) | begins
-        torch._assert_async(counts_up.all(), "position_ids must count up by one within every sequence of cu_seq_lens_q")
+    index = torch.arange(1, positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
+    begins = torch.isin(index, cu_seqlens.to(positions.device))
+    counts_up = (positions[1:] == positions[:-1] + 1) | begins
+    torch._assert_async(counts_up.all(), "position_ids must count up by one within every sequence of cu_seq_lens_q")
     return batch
 
 

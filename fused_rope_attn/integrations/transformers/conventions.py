@@ -238,8 +238,6 @@ def softplus_gated_o_proj(module: AttentionModule, rows: Tensor, gate: Tensor) -
 
 
 def _by_gate(rows: Tensor, factor: Tensor) -> Tensor:
-    if factor.shape == rows.shape:
-        return rows * factor
     return (rows.unflatten(-1, (factor.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
 
 

@@ -71,7 +71,7 @@ FULL = [1, 1, 1, 1, 1]
         (([1, 1, 1, 0, 0], FULL), {}),  # behind the last token causal attention hides it
         (([0, 1, 1, 1, 0], FULL), {"kv_starts": [1, 0]}),
         (([0, 0, 0, 0, 0], FULL), {"kv_starts": [5, 0]}),
-        (([0, 0, 0, 0, 1], [3, 3, 3, 3, 3]), {"kv_starts": [4, 0]}),
+        (([0, 0, 0, 0, 1], [3, 3, -3, 3, 3]), {"kv_starts": [4, 0]}),
         (([1, 0, 1, 1, 1], FULL), {"original": "an attention_mask with holes"}),
         ((FULL, [0, 1, 0, 1, 1]), {"original": "an attention_mask with holes"}),
         (([1, 1, 1, 1], [1, 1, 1, 1]), {"original": "an attention_mask that has not one column for every key"}),
@@ -91,6 +91,8 @@ def test_padding(llama, given, expected):
         (2, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5, 8, 10], "max_seqlen": 3, "longest": [0, 1, 2]}),
         (2, [[0, 1, 2, 3, 4], [0, 0, 1, 2, 0]],
          {"cu_seqlens": [0, 5, 6, 9, 10], "max_seqlen": 5, "longest": [0, 1, 2, 3, 4]}),
+        (2, [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]],
+         {"cu_seqlens": [0, 5, 8, 10], "max_seqlen": 5, "longest": [0, 1, 2, 3, 4]}),
         (2, [[0, 1, 2, 3, 4]], {}),
         (2, [[7, 8, 9, 10, 11], [0, 1, 2, 3, 4]], {}),
     ],
@@ -104,6 +106,28 @@ def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
     assert "cu_seqlens" not in described(llama, size, position_ids=ids, past_key_values=dynamic(llama, 0))
     assert described(llama, size, position_ids=ids.expand(3, size, 5)) == {}
     assert described(llama, size, 1, position_ids=ids[:, :1]) == {}
+
+
+def test_two_tokens_may_be_two_sequences(llama, monkeypatch):
+    expected = {"cu_seqlens": [0, 1, 2], "max_seqlen": 1, "longest": [0]}
+    assert described(llama, 1, 2, position_ids=torch.tensor([[0, 0]])) == expected
+    # One token cannot: nobody waits for the device to say so.
+    monkeypatch.setattr(batches, "cu_seqlens_from_position_ids", None)
+    assert described(llama, 1, 1, position_ids=torch.tensor([[0]])) == {}
+
+
+def test_numbers_that_are_not_small(llama):
+    """Of which Python does not keep one object each."""
+    assert described(llama, 1, 300, attention_mask=torch.ones(1, 300)) == {}
+    assert described(llama, 300, 2, position_ids=torch.arange(2)[None]) == {}
+
+
+def test_a_decoder_with_one_attention_module():
+    model = patch_model(make_model("mistral", num_hidden_layers=1))
+    assert described(model, attention_mask=mask([0, 1, 1, 1, 1], FULL)) == {"kv_starts": [1, 0]}
+    for held in (3, CAPACITY):
+        past = static(model, held)
+        assert described(model, 2, 2, past_key_values=past)["kv_lens"] == [held + 2] * 2
 
 
 def packed(ends, longest, **given):
@@ -127,6 +151,9 @@ def test_cu_seqlens_that_are_given(llama):
     assert described(llama, 1, **packed([0, 1, 4, 5], 3), past_key_values=past) == {
         "original": "cu_seq_lens with a cache that holds tokens"
     }
+    assert "cu_seq_lens with" in described(llama, 1, **packed([0, 5], 5), past_key_values=static(llama, 3))["original"]
+    # A bound beyond an even number of tokens.
+    assert described(llama, 1, 4, **packed([0, 1, 4], 70))["longest"] == [1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -151,6 +178,8 @@ def test_positions_beside_cu_seqlens(llama):
     for ids in ([0, 2, 0, 1, 2], [0, 1, 0, 1, 3], [0, 1, 0, 0, 1], [1, 0, 0, 1, 2]):
         with pytest.raises(RuntimeError, match="position_ids must count up by one within every sequence"):
             described(llama, 1, **given, position_ids=torch.tensor([ids]))
+    with pytest.raises(RuntimeError, match="position_ids must count up by one"):
+        described(llama, 1, 2, **packed([0, 2], 2), position_ids=torch.tensor([[0, 2]]))
     of_images = torch.zeros(3, 1, 5, dtype=torch.int64)
     assert described(llama, 1, **given, position_ids=of_images) == expected | {"rotates_first": True}
     one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0], "declared": True}
@@ -164,7 +193,7 @@ def test_positions_beside_cu_seqlens(llama):
         ((FULL, FULL), {}),
         (([0, 1, 1, 0, 0], FULL), {"cu_seqlens": [0, 1, 3, 5, 10, 10]}),
         ((FULL, [1, 1, 1, 1, 0]), {"cu_seqlens": [0, 0, 5, 5, 9, 10]}),
-        (([0, 0, 0, 0, 0], [0, 0, 0, 1, 1]), {"cu_seqlens": [0, 5, 5, 8, 10, 10]}),
+        (([0, 0, 0, 0, 0], [0, 0, 0, 1, -1]), {"cu_seqlens": [0, 5, 5, 8, 10, 10]}),
         (([1, 0, 1, 1, 1], FULL), {"original": "an attention_mask with holes"}),
         (([1, 1, 1, 0, 1], FULL), {"original": "an attention_mask with holes"}),
     ],
@@ -190,8 +219,17 @@ def test_bidirectional_attention_and_caches(llama):
     expected = {"causal": False, "inclusive_window": True}
     assert described(llama, past_key_values=dynamic(llama, 0), is_causal=False) == expected | {"rows": 0}
     assert described(llama, past_key_values=static(llama, 0), is_causal=False) == expected
-    # Positions tell no sequences apart there.
-    assert described(llama, 1, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), is_causal=False) == expected
+
+
+@needs_is_causal
+def test_positions_of_bidirectional_attention(llama, monkeypatch):
+    """They tell sequences apart under flash-attention alone, and only in a batch of a single row."""
+    ids = torch.tensor([[0, 1, 0, 1, 2]])
+    assert described(llama, 1, position_ids=ids, is_causal=False) == {"causal": False, "inclusive_window": True}
+    monkeypatch.setattr(llama.config, "_attn_implementation", "flash_attention_2")
+    sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4]}
+    assert described(llama, 1, position_ids=ids, is_causal=False) == sequences | {"causal": False}
+    assert described(llama, 2, position_ids=ids, is_causal=False) == {"causal": False}
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -212,6 +250,13 @@ class Watched(transformers.DynamicCache):
 
     def update(self, *args, **kwargs):
         return super().update(*args, **kwargs)
+
+
+def test_graphs_keep_nothing_on_the_host(llama, monkeypatch):
+    """Neither the layers' tables nor the number of tokens: a graph is replayed with other ones."""
+    monkeypatch.setattr(batches, "is_capturing", lambda device: True)
+    assert describe(attentions_of(llama), llama.config, {"input_ids": torch.zeros(2, 5)}).kept is None
+    assert described(llama, 2, 1, past_key_values=dynamic(llama, 3)) == {"kv_lens": [4, 4]}
 
 
 def test_caches_that_nobody_else_may_write(llama):
@@ -245,10 +290,29 @@ def test_sliding_layers_that_are_full(mistral):
     assert lengths == {"kv_lens": [CAPACITY + 2] * 2}
 
 
+def test_sliding_layers_count_on_the_device_for_graphs(mistral):
+    past = static(mistral, 3)
+    if not hasattr(past.layers[0], "cumulative_length_int"):
+        pytest.skip("layers of this transformers count on the host alone")
+    for layer in past.layers:
+        layer.cumulative_length.fill_(5)  # as a graph does that was made at three tokens and is replayed
+    assert described(mistral, 2, 1, past_key_values=past)["kv_lens"] == [6, 6]
+
+
+def test_the_first_attention_module_says_what_its_cache_has_seen():
+    """In Gemma 3 a sliding layer, which counts on the host, where those that follow count on the device."""
+    model = patch_model(make_model("gemma3"))
+    past = static(model, 3)
+    wrong = described(model, 2, 1, past_key_values=past, attention_mask=torch.ones(2, 5))
+    assert wrong == {"original": "an attention_mask that has not one column for every key"}
+    assert "original" not in described(model, 2, 1, past_key_values=past, attention_mask=torch.ones(2, 4))
+
+
 def test_tokens_that_a_cache_has_seen(llama):
-    assert [tokens_seen(dynamic(llama, n)) for n in (0, 3)] == [0, 3]
+    assert [tokens_seen(dynamic(llama, n), 0) for n in (0, 3)] == [0, 3]
+    assert tokens_seen(transformers.DynamicCache(), 1) == 0
     assert tokens_seen(dynamic(llama, 3), 1) == 3 and tokens_seen(dynamic(llama, 3), 2) == 0
-    assert tokens_seen(static(llama, 0)) == 0
+    assert tokens_seen(static(llama, 0), 0) == 0
 
 
 class Looks:
@@ -263,9 +327,9 @@ class Looks:
 
         monkeypatch.setattr(torch.Tensor, "tolist", tolist)
 
-    def describe(self, model, past, rows):
+    def describe(self, model, past, rows, length=1):
         before = self.count
-        given = {"input_ids": torch.zeros(2, 1), "attention_mask": rows, "past_key_values": past}
+        given = {"input_ids": torch.zeros(2, length), "attention_mask": rows, "past_key_values": past}
         starts = describe(attentions_of(model), model.config, given).kv_starts
         looks = self.count - before
         return looks, None if starts is None else starts.tolist()
@@ -282,7 +346,13 @@ def test_a_mask_is_looked_at_once(llama, monkeypatch, row, starts):
     assert looks.describe(llama, past, grown) == (0, starts)
     assert looks.describe(llama, past, grown) == (1, starts)  # not longer by one
     filled(llama, past, 1)
-    assert looks.describe(llama, past, torch.cat((grown, rows[:, -1:]), 1)) == (0, starts)
+    grown = torch.cat((grown, rows[:, -1:]), 1)
+    assert looks.describe(llama, past, grown) == (0, starts)
+    # Longer by two, and longer by one for two tokens in the place of one: what is new may be padding.
+    filled(llama, past, 2)
+    grown = torch.cat((grown, rows[:, -2:]), 1)
+    assert looks.describe(llama, past, grown) == (1, starts)
+    assert looks.describe(llama, past, torch.cat((grown, rows[:, -1:]), 1), length=2) == (1, starts)
 
 
 def test_a_mask_that_ends_in_padding_is_looked_at_again(llama, monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -60,8 +61,13 @@ def test_what_changes_something_is_another_class(monkeypatch):
     assert families.convention_of(module) is None
     module.__class__ = LlamaAttention
     assert families.convention_of(module) is not None
-    monkeypatch.setattr(LlamaAttention, "forward", forward)  # as libraries do that replace attention for all models
-    assert families.convention_of(module) is None
+    for library in (__name__, "unsloth.models.llama"):  # before and behind transformers' own name
+        forward.__module__ = library
+        monkeypatch.setattr(LlamaAttention, "forward", forward)  # as libraries do, for all models
+        assert families.convention_of(module) is None
+        monkeypatch.undo()
+        assert families.convention_of(module) is not None
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
     with pytest.raises(NotImplementedError, match="self_attn"):
         patch_model(model)
     monkeypatch.undo()
@@ -87,3 +93,9 @@ def test_recurrences_are_no_attention():
     names = [type(module).__name__ for module in minimax.modules() if families.looks_like_attention(module)]
     assert names == ["MiniMaxAttention"]
     assert families.hands_padding_on(minimax.model) and not families.hands_padding_on(make_model("llama").model)
+
+
+def test_classes_that_are_supported_since_transformers_5():
+    new = Version(transformers.__version__) >= Version("5")
+    for path in map(families.path_of, families.SINCE_5):
+        assert (path in families.SUPPORTED) is new and (path in families.UNSUPPORTED) is not new, path

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from fused_rope_attn.integrations.transformers import attention, is_patched, patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import WINDOW, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, run
 
@@ -89,7 +90,7 @@ def _recording(operator, seen):
     return recorded
 
 
-@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (5, " and 2 more")])
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (7, " and 4 more")])
 def test_three_modules_are_named(count, more):
     class OddAttention(torch.nn.Module):
         pass
@@ -98,3 +99,37 @@ def test_three_modules_are_named(count, more):
     with pytest.raises(NotImplementedError) as caught:
         patch_model(torch.nn.Sequential(*(OddAttention() for _ in range(count))))
     assert str(caught.value).endswith(f" only, but has {named}{more}")
+
+
+def test_a_decoder_by_itself_has_no_path():
+    class OddAttention(torch.nn.Module):
+        pass
+
+    decoder = make_model("llama").model
+    decoder.layers[1].self_attn = OddAttention()
+    with pytest.raises(NotImplementedError, match=" patches the 1 supported modules$"):
+        patch_model(decoder)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "read"),
+    [
+        (None, False),
+        (["full_attention"] * 2, False),
+        (["sliding_attention", "full_attention"], False),
+        (["linear_attention", "full_attention"], True),
+        (["full_attention", "sliding_attention", "chunked_attention"], False),
+    ],
+    ids=str,
+)
+def test_who_reads_the_masks_of_a_decoder(layer_types, read):
+    """Layers of other kinds than attention do."""
+    model = make_model("llama")
+    model.config.__dict__["layer_types"] = layer_types
+    assert state_of(patch_model(model).model, DECODER).reads_masks is read
+
+
+def test_more_layers_than_python_keeps_numbers_of():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = patch_model(make_model("llama", num_hidden_layers=257, **sizes))
+    assert len(patch_report(model)) == 257 and not state_of(model.model, DECODER).reads_masks

@@ -32,6 +32,13 @@ def test_unpatching_leaves_no_trace():
     assert model.prepare_inputs_for_generation.__func__ is type(model).prepare_inputs_for_generation
 
 
+def test_whose_preparation_of_inputs_is_replaced():
+    """That of models which generate, and no other module's, be it around them or within."""
+    patched = patch_model(torch.nn.ModuleDict({"model": make_model("llama")}))
+    name = "prepare_inputs_for_generation"
+    assert [path for path, module in patched.named_modules() if name in module.__dict__] == ["model"]
+
+
 def test_a_forward_of_the_instance_comes_back():
     model = make_model("llama")
     module = attentions_of(model)[0]

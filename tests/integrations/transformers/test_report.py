@@ -75,6 +75,20 @@ def test_the_table_line_by_line():
     assert str(patch_report(modules[0])).splitlines()[2].split()[0] == "(model)"
 
 
+def test_the_table_tells_layers_apart():
+    """By their class, and by how often they ran; two that are alike have a line."""
+    two = str(patch_report(patch_model(make_model("llama")))).splitlines()[2]
+    assert two.split()[0] == "model.layers.{0-1}.self_attn"
+    model = patch_model(make_model("llama", num_hidden_layers=5))
+    modules = attentions_of(model)
+    modules[0].__class__ = type("Own", (type(modules[0]),), {})
+    state_of(modules[4], PATCH).served = 3
+    lines = str(patch_report(model)).splitlines()[2:-1]
+    names = ["model.layers.0.self_attn", "model.layers.{1-3}.self_attn", "model.layers.4.self_attn"]
+    assert [line.split()[0] for line in lines] == names
+    assert [line.split()[1:4:2] for line in lines] == [["Own", "0"], ["LlamaAttention", "0"], ["LlamaAttention", "3"]]
+
+
 @pytest.mark.unpoisoned
 def test_graphs_are_not_counted():
     model, ids = patch_model(make_model("llama")), make_ids(1, 5)

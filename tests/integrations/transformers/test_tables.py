@@ -1,5 +1,7 @@
 """Tables of Hugging Face configs: transformers' own rotary embeddings are the oracle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -48,3 +50,24 @@ def test_tables_of_other_models():
     glm.rope_parameters = glm.rope_scaling = {"rope_type": "sideways", "rope_theta": 1.0}
     with pytest.raises(ValueError, match="^config .*'sideways'"):
         rope_tables_from_config(glm, 9)
+
+
+class Own(transformers.LlamaConfig):
+    """A config of a model that somebody has written beside transformers, in files without a module of the model."""
+
+
+Own.__module__ = "somebody.configuration_own"
+
+
+def test_a_config_from_elsewhere_rotates_as_llama_does():
+    config = Own(hidden_size=64, num_attention_heads=4)
+    cos, sin = rope_tables_from_config(config, 9)
+    for mine, table in zip((cos, sin), rope_tables(9, 16)):
+        torch.testing.assert_close(mine, table, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_parameters_under_their_new_name_and_their_old_one(name):
+    config = SimpleNamespace(**{name: {"rope_type": "sideways"}})
+    with pytest.raises(ValueError, match="'sideways'"):
+        rope_tables_from_config(config, 9)

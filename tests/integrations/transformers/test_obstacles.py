@@ -1,0 +1,161 @@
+"""What the host sees of a call: why it takes the modules' own attention, and what nobody computes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import masking_utils
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fused_rope_attn.integrations.transformers import obstacles
+from fused_rope_attn.integrations.transformers.obstacles import (
+    blocks_of_images,
+    is_blind,
+    is_causal,
+    layer_of,
+    obstacle,
+    refuse_what_nobody_computes,
+)
+
+OF_IMAGES = "bidirectional attention among the tokens of an image (token_type_ids)"
+
+
+def attention(implementation="sdpa", **attributes):
+    """What these questions read of an attention module, which is the only one of its decoder."""
+    config = SimpleNamespace(_attn_implementation=implementation)
+    return [SimpleNamespace(config=config, training=False, is_causal=True, layer_idx=0, **attributes)]
+
+
+def test_block_masks_are_for_flex_attention():
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
+    for implementation in ("flex_attention", "paged|flex_attention"):
+        refuse_what_nobody_computes(attention(implementation), {"attention_mask": blocks})
+    for implementation in ("sdpa", "eager"):
+        with pytest.raises(ValueError, match=f"attention_mask is a BlockMask.*model's is '{implementation}'"):
+            refuse_what_nobody_computes(attention(implementation), {"attention_mask": blocks})
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (None, ""),
+        (torch.ones(2, 5), ""),
+        (torch.ones(5), "an attention_mask that is not (B, keys)"),
+        (torch.ones(2, 1, 5, 5), "an attention_mask that is not (B, keys)"),
+        ("causal", "an attention_mask that is not (B, keys)"),
+        ({"full_attention": None}, "a mask for each type of layer, made outside of what is patched,"),
+    ],
+    ids=str,
+)
+def test_forms_of_masks(mask, reason):
+    assert obstacle(attention(), SimpleNamespace(), {"attention_mask": mask}, True) == reason
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_call", "reason"),
+    [(False, None, ""), (True, None, "output_attentions=True"), (True, False, ""),
+     (False, True, "output_attentions=True")],
+)  # fmt: skip
+def test_attention_weights(of_config, of_call, reason):
+    """A call's word comes before the config's."""
+    config = SimpleNamespace(output_attentions=of_config)
+    assert obstacle(attention(), config, {"output_attentions": of_call}, True) == reason
+
+
+@pytest.mark.parametrize(
+    ("types", "reason"),
+    [
+        ([[0, 0], [0, 0]], ""),
+        ([[0, 0], [0, 1]], OF_IMAGES),
+        ([[0, 1]], OF_IMAGES),
+        ([[1], [1]], ""),  # a step: the last token of an image sees what causal attention shows
+        ([[0, 2], [2, 0]], ""),
+        ([[0, -1], [2, 0]], ""),
+    ],
+    ids=str,
+)
+def test_blocks_of_images(types, reason):
+    assert blocks_of_images({"token_type_ids": torch.tensor(types)}) == reason
+    assert blocks_of_images({"token_type_ids": None}) == blocks_of_images({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "of_config", "of_call", "causal"),
+    [
+        ((True, True), None, None, True),
+        ((False, False), None, None, False),
+        ((True, False), None, None, None),
+        ((True, False), False, None, None),
+        ((True,), False, None, False),
+        ((True,), False, True, True),
+        ((True,), True, False, False),
+        ((True,), None, True, True),
+        ((False,), None, True, None),
+        ((False,), True, None, None),
+        ((False,), None, False, False),
+        ((False,), True, False, False),
+    ],
+)
+def test_who_says_whether_attention_is_causal(own, of_config, of_call, causal):
+    given = {} if of_call is None else {"is_causal": of_call}
+    modules = [SimpleNamespace(is_causal=x) for x in own]
+    config = SimpleNamespace() if of_config is None else SimpleNamespace(is_causal=of_config)
+    assert is_causal(modules, config, given) is causal
+
+
+@pytest.mark.parametrize(("index", "place"), [(3, 3), (0, 0), (None, 0), ("first", 0)])
+def test_places_in_a_cache(index, place):
+    assert layer_of(SimpleNamespace(layer_idx=index)) == place and layer_of(SimpleNamespace()) == 0
+
+
+def test_nobody_looks_at_what_is_being_captured(monkeypatch):
+    assert not is_blind(torch.ones(2)) and is_blind(torch.ones(2, device="meta"))
+    monkeypatch.setattr(obstacles, "is_capturing", lambda device: True)
+    assert is_blind(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("places", "known"), [((0,), True), ((1,), False), ((0, 1), False), ((2,), True), ((0, 3), True), ((), True)]
+)
+def test_layers_of_a_cache(places, known):
+    """Those of attention modules hold keys and values, or do not exist yet; those of others may be anything."""
+    past = transformers.DynamicCache()
+    past.layers = [DynamicLayer(), object()]
+    modules = [SimpleNamespace(**vars(attention()[0]) | {"layer_idx": place}) for place in places] or attention()
+    reason = obstacle(modules, SimpleNamespace(), {"past_key_values": past}, True)
+    assert reason == ("" if known else "a cache of type DynamicCache")
+
+
+@pytest.mark.parametrize(
+    ("of_attention", "of_mask", "reason"),
+    [
+        (None, None, ""),
+        (("transformers.somewhere", "sdpa_attention_forward"), None, ""),
+        (("transformers.somewhere", "sage_attention_forward"), None, "the attention function transformers.somewhere."),
+        (("somebody.somewhere", "sdpa_attention_forward"), None, "the attention function somebody.somewhere."),
+        (None, "somebody.masks", "the mask function somebody.masks."),
+        (None, "unsloth.masks", "the mask function unsloth.masks."),
+    ],
+    ids=str,
+)
+def test_whose_functions_are_whose(of_attention, of_mask, reason, monkeypatch):
+    """transformers' own are told by where they come from and by their names."""
+
+    def mine(*args, **kwargs):
+        raise AssertionError
+
+    def masks(*args, **kwargs):
+        raise AssertionError
+
+    if of_attention is not None:
+        mine.__module__, mine.__name__ = of_attention
+    masks.__module__ = of_mask
+    functions = transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(functions[0], "mine", mine if of_attention else sdpa_attention_forward)
+    monkeypatch.setitem(functions[1], "mine", masks if of_mask else masking_utils.sdpa_mask)
+    found = obstacle(attention("mine"), SimpleNamespace(), {}, True)
+    assert found.startswith(reason) and found.endswith("registered as 'mine'," if reason else "")
+    assert bool(found) is bool(reason)
