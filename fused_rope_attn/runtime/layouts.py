@@ -49,7 +49,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 def layout_of_rows(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """(shape, strides) of one number for each row of a tensor of shape (B, H, N, D), contiguous."""
     batch, heads, length, _ = shape
-    return (batch, heads, length), (heads * length, length, 1)
+    # Sizes of 0 count as 1, as PyTorch has it.
+    return (batch, heads, length), (max(1, heads) * max(1, length), max(1, length), 1)
 
 
 def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
