@@ -276,7 +276,7 @@ def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
     if position_ids.ndim != 2:
         return batch._replace(rotates_first=True)
     positions, cu_seqlens = position_ids.flatten(), cast(Tensor, batch.cu_seqlens)
-    index = torch.arange(1, positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
+    index = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)[1:]
     begins = torch.isin(index, cu_seqlens.to(positions.device))
     counts_up = (positions[1:] == positions[:-1] + 1) | begins
     torch._assert_async(counts_up.all(), "position_ids must count up by one within every sequence of cu_seq_lens_q")

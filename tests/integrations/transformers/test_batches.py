@@ -184,6 +184,8 @@ def test_positions_beside_cu_seqlens(llama):
     assert described(llama, 1, **given, position_ids=of_images) == expected | {"rotates_first": True}
     one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0], "declared": True}
     assert described(llama, 1, 1, **packed([0, 1], 1), position_ids=torch.tensor([[4]])) == one
+    none = {"cu_seqlens": [0, 0], "longest": [], "declared": True}
+    assert described(llama, 1, 0, **packed([0, 0], 0), position_ids=torch.zeros(1, 0, dtype=torch.int64)) == none
 
 
 @needs_is_causal
