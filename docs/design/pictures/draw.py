@@ -170,7 +170,7 @@ def call(theme: str) -> str:
     c.arrow((795, 432), (795, 486))
     c.box(640, 486, 310, 60, ["backward.py: the launcher", "prepared once per signature"], "host")
     c.arrow((705, 546), (705, 604))
-    c.box(640, 604, 130, 56, ["pre-process", "delta, Q_rot, K_rot"], "gpu")
+    c.box(640, 604, 130, 56, ["pre-process", "delta; rotates if due"], "gpu")
     c.arrow((770, 632), (800, 632))
     c.box(800, 604, 150, 56, ["dk, dv and dq", "in the rotated frame"], "gpu")
     c.arrow((875, 660), (875, 680))
