@@ -277,7 +277,7 @@ def launch_attention(job: Job) -> None:
         lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
         do, o = torch.empty_like(q), torch.empty_like(q)
         if job.rotated:
-            shape = rotated_shape(batch, heads_q, length, problem.sequences, job.head_dim)
+            shape = rotated_shape(problem)
             tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape))
         backward.prepared(problem, (do, o, *tensors), job.config, job.rotated)(tensors, do, o, lse)
 

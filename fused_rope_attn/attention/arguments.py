@@ -1,12 +1,17 @@
-"""The arguments that the kernels of attention and of the generation step have in common, by their parameters' names."""
+"""What launches of attention and of the generation step have in common.
+
+That is arguments by their parameters' names, and shapes and strides on which the backends agree.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fused_rope_attn.attention.problem import Problem
+import torch
+
+from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
-from fused_rope_attn.runtime.layouts import table_strides
+from fused_rope_attn.runtime.layouts import output_strides, table_strides
 
 # Query rows that the sm_90 backward takes at a time: packed sequences have whole tiles of them in its buffers.
 PADDED_TILE_ROWS = 64
@@ -52,8 +57,17 @@ def padded_rows(len_q: int, sequences: int | None) -> int:
     return tile_count(len_q, sequences, PADDED_TILE_ROWS) * PADDED_TILE_ROWS
 
 
-def rotated_shape(
-    batch: int, heads: int, len_q: int, sequences: int | None, head_dim: int
-) -> tuple[int, int, int, int]:
-    """Shape of the rotated queries that the backward reads: like q, packed sequences in ``padded_rows``."""
-    return (batch, heads, len_q if sequences is None else padded_rows(len_q, sequences), head_dim)
+def rotated_shape(problem: Problem, *, in_tiles: bool = True) -> tuple[int, int, int, int]:
+    """Shape of the rotated queries that a backward pass reads: like q, or with in_tiles packed ones in ``padded_rows``,
+    as the sm_90 kernels read them."""
+    rows = padded_rows(problem.len_q, problem.sequences) if in_tiles and problem.is_packed else problem.len_q
+    return (problem.batch, problem.heads_q, rows, problem.head_dim)
+
+
+def gradient_strides(given: Tensors, o: torch.Tensor, is_rotated: bool) -> tuple[tuple[int, int, int, int], ...]:
+    """Strides of dq, dk and dv: the memory order of q, k and v.
+
+    is_rotated: q and k are contiguous copies. o lies as q did, and in practice v as k did.
+    """
+    q, k = (o, given.v) if is_rotated else (given.q, given.k)
+    return output_strides(q), output_strides(k), output_strides(given.v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import padded_rows, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import gradient_strides, padded_rows, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
@@ -16,7 +16,7 @@ from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long
 from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
 
 
@@ -43,9 +43,7 @@ class BackwardCall:
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
         self.is_rotated = is_rotated
-        # o lies in memory as q did, and in practice v as k did.
-        dq_strides, dk_strides = map(output_strides, (o, v) if is_rotated else (q, k))
-        self.strides = dq_strides, dk_strides, dv_strides = dq_strides, dk_strides, output_strides(v)
+        self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
         if self.empty:
@@ -57,7 +55,7 @@ class BackwardCall:
         self.copy_do = not has_descriptor(do)
         do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
         pitch = padded_rows(len_q, sequences)
-        self.q_rot_shape = rotated_shape(batch, heads_q, len_q, sequences, problem.head_dim)
+        self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
         self.accumulator_shape = (batch, heads_q, pitch, pad_d)

@@ -54,7 +54,7 @@ class ForwardCall:
         if wide:
             self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
         elif self.saves_rotated:
-            shape = rotated_shape(problem.batch, problem.heads_q, problem.len_q, problem.sequences, problem.head_dim)
+            shape = rotated_shape(problem)
             self.q_rot_layout = shape, contiguous_strides(shape)
             self.q_source = Source(q.new_empty(shape), ROWS.value, pad_d, True, q_layout)
         num_heads = problem.batch * problem.heads_q

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.arguments import gradient_strides, shared_arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -13,7 +13,7 @@ from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long
 
 
 class BackwardCall:
@@ -29,9 +29,7 @@ class BackwardCall:
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
         self.preprocess = self.dkdv = self.dq = self.dsinks_shape = None
-        # o lies in memory as q did, and in practice v as k did.
-        dq_strides, dk_strides = map(output_strides, (o, v) if is_rotated else (q, k))
-        self.strides = dq_strides, dk_strides, dv_strides = dq_strides, dk_strides, output_strides(v)
+        self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)

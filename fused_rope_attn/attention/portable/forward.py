@@ -42,9 +42,7 @@ class ForwardCall:
         padding = PADDED_TILE_ROWS if saving is Saving.TILES else 0
         # Tiles of fewer rows would leave some of the padding as it was.
         self.saves_rotated = saving is not Saving.NOTHING and not inline and tile.block_m >= padding
-        shape = rotated_shape(
-            problem.batch, problem.heads_q, problem.len_q, problem.sequences if padding else None, problem.head_dim
-        )
+        shape = rotated_shape(problem, in_tiles=padding > 0)
         self.q_rot_layout = shape, contiguous_strides(shape)
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
         self.k_source = Source(k_like, tile.block_n, pad_d, tma)
