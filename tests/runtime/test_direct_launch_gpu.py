@@ -35,7 +35,8 @@ def hopper(seed):
 
 def generation(seed):
     q, k, v, cos, sin, _ = make_inputs(replace(ODD_LENGTHS, seed=seed), "cuda")
-    lens = torch.tensor([17, 600], dtype=torch.int32, device="cuda")
+    # 17 and 600, which no copy from the host brings: that would wait for everything before it on the stream.
+    lens = torch.arange(17, 601, 583, dtype=torch.int32, device="cuda")
 
     def step():
         caches = k.clone(), v.clone()
