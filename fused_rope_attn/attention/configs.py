@@ -86,16 +86,20 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class HopperForwardConfig:
-    """How one forward call of the sm_90 backend runs: 128 query rows by block_n keys, ``stages`` blocks in flight.
+    """How one forward call of the sm_90 backend runs: 64 query rows for each of ``consumers`` warpgroups, which attend,
+    by block_n keys, ``stages`` blocks in flight.
 
-    attend_registers, rotate_registers: of one thread of the warps that attend and that rotate queries; with 24 for the
-    loading warps, two of the first and one of the second fill the register file at 512. Head dims beyond 128 have no
-    warps that rotate, and room for 64 keys and two stages. pin: keep the softmax beside the product of the block before
+    rotates_queries: whether four more warps rotate the queries, or else the pre-pass does. attend_registers,
+    rotate_registers: of one thread of the warps that attend and that rotate; with 24 for the loading warps, those of
+    all warpgroups fill the register file at 512. Head dims beyond 128 have neither registers for warps that rotate nor
+    room for more than 64 keys and two stages. pin: keep the softmax beside the product of the block before
     (``hopper.softmax.pin``), which takes more registers. The rest as in ``ForwardConfig``.
     """
 
     block_n: int
     stages: int = 2
+    consumers: int = 2
+    rotates_queries: bool = True
     attend_registers: int = 208
     rotate_registers: int = 72
     pin: bool = False
@@ -330,8 +334,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _TINY_TILES, buckets=_TINY,
               some_work=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TILES, much_work=True),
-    HopperRow(256, HopperForwardConfig(64, attend_registers=240, pin=True, section_bytes=2 * _WIDEST), _BEYOND_TINY,
-              _WIDE_TILES, much_work=True),
+    HopperRow(256, HopperForwardConfig(64, rotates_queries=False, attend_registers=240, pin=True,
+              section_bytes=2 * _WIDEST), _BEYOND_TINY, _WIDE_TILES, much_work=True),
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (

@@ -52,7 +52,7 @@ def visited(case: Case, part: str, plan: Any) -> int | None:
         return None
     if part == "fwd":
         if backend == "hopper":
-            return visited_scores(case, shapes.FORWARD_BLOCK_M.value, plan.forward.block_n)
+            return visited_scores(case, plan.forward.consumers * shapes.ROWS.value, plan.forward.block_n)
         return visited_scores(case, plan.forward.tile.block_m, plan.forward.tile.block_n)
     if backend == "hopper":
         return visited_by_keys(case, shapes.BACKWARD_BLOCK_M.value, shapes.BACKWARD_BLOCK_N.value)

@@ -7,7 +7,6 @@ import torch
 from fused_rope_attn.attention.arguments import rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
-from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
@@ -27,7 +26,8 @@ class ForwardCall:
         given = Tensors(*tensors)
         q, k, v = given.q, given.k, given.v
         pad_d = max(64, block_d(problem.head_dim))
-        wide = pad_d > 128
+        block_m = config.consumers * ROWS.value
+        reads_rotated = not config.rotates_queries
         self.empty = problem.batch * problem.len_q == 0
         self.o_strides = output_strides(q)
         self.lse_layout = layout_of_rows(q.shape)
@@ -37,28 +37,28 @@ class ForwardCall:
             return
         block_n = config.block_n
         shared = shared_arguments(problem, given.cos, given.sin)
-        self.rotate_queries = RotateQueries(given, problem, shared, config) if wide else None
+        self.rotate_queries = RotateQueries(given, problem, shared, config) if reads_rotated else None
         self.rotate_keys = RotateKeys(
-            given, problem, shared, config, counter=True, tile_rows=BLOCK_M.value, overlaps=wide
+            given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=reads_rotated
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for
         # Columns of O that leave together.
-        columns = pad_d // 2 if wide else pad_d
+        columns = pad_d if pad_d <= 128 else pad_d // 2
         key_layout = layout([1, 1, block_n, pad_d], element)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         self.k_source = Source(k.new_empty(k.shape), block_n, pad_d, True, key_layout)
         self.v_source = Source(v, block_n, pad_d, True, key_layout)
         self.o_source = Source(o_like, ROWS.value, columns, True, layout([1, 1, ROWS.value, columns], element))
         q_layout = layout([1, 1, ROWS.value, pad_d], element)
-        if wide:
+        if reads_rotated:
             self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
         elif self.saves_rotated:
             shape = rotated_shape(problem)
             self.q_rot_layout = shape, contiguous_strides(shape)
             self.q_source = Source(q.new_empty(shape), ROWS.value, pad_d, True, q_layout)
         num_heads = problem.batch * problem.heads_q
-        tiles_per_head = tile_count(problem.len_q, problem.sequences, BLOCK_M.value)
+        tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
         num_tiles = tiles_per_head * num_heads
         kv_bytes = 2 * problem.longest(problem.len_k) * problem.head_dim * k.element_size()
         self.launch = Launch(
@@ -75,6 +75,7 @@ class ForwardCall:
             BLOCK_N=block_n,
             BLOCK_D=pad_d,
             STAGES=config.stages,
+            CONSUMERS=config.consumers,
             USE_INT64_OFFSETS=is_long(q.stride(), self.o_strides),
             PDL=config.pdl,
             ATTEND_REGISTERS=config.attend_registers,

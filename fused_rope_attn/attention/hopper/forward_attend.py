@@ -19,10 +19,10 @@ from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
 
-# The first of two named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
+# The first of the named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
 # counts the barriers of its partitions from 0.
 TENSOR_CORES = gl.constexpr(8)
-CONSUMER_THREADS = gl.constexpr(256)  # of both warpgroups
+TWO_WARPGROUPS = gl.constexpr(256)  # threads of the one that waits and the one that hands over
 
 
 @record
@@ -37,18 +37,19 @@ class Softmax:
 
 @jit
 def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
-    """Wait until the other warpgroup has issued its products, so that one computes while the other multiplies."""
-    wait_at_named_barrier(TENSOR_CORES + WARPGROUP, CONSUMER_THREADS)
+    """Wait until the warpgroup before has issued its products, so that one computes while another multiplies."""
+    wait_at_named_barrier(TENSOR_CORES + WARPGROUP, TWO_WARPGROUPS)
 
 
 @jit
-def hand_over_tensor_cores(WARPGROUP: gl.constexpr):
-    """Let the other warpgroup issue its products."""
-    arrive_at_named_barrier(TENSOR_CORES + (1 - WARPGROUP), CONSUMER_THREADS)
+def hand_over_tensor_cores(WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Let the next warpgroup issue its products."""
+    arrive_at_named_barrier(TENSOR_CORES + (WARPGROUP + 1) % CONSUMERS, TWO_WARPGROUPS)
 
 
 @jit
-def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr):
+def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
+             CONSUMERS: gl.constexpr):  # fmt: skip
     """Issue the scores of key block ``key_step`` and, behind them, the values of the block before, with weights p.
 
     q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc (ROWS, BLOCK_D) is multiplied
@@ -69,7 +70,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
     values.wait_full(key_step - 1)
     v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
     acc = warpgroup_mma(weights, v, acc, is_async=True)
-    hand_over_tensor_cores(WARPGROUP)
+    hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     keys.release(key_step, exists)
     return cap_scores(scores, cap_scale, q.dtype), acc
@@ -105,6 +106,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     BLOCK_N: gl.constexpr = keys.smem.shape[3]
     BLOCK_D: gl.constexpr = keys.smem.shape[4]
     DTYPE: gl.constexpr = keys.smem.dtype
+    CONSUMERS: gl.constexpr = queries.CONSUMERS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, S))
@@ -132,8 +134,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
     p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
     p = pack_weights(p, DTYPE)
-    if WARPGROUP == 1:
-        hand_over_tensor_cores(WARPGROUP)
+    if WARPGROUP == CONSUMERS - 1:
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     while tile.num_blocks > 0:
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
         correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
@@ -141,7 +143,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         for visit in range(1, tile.num_blocks):
             key_step += 1
             scores, acc = multiply(
-                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP
+                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS
             )  # fmt: skip
             if queries.IS_SINGLE:
                 # The next tile's queries can come while this one's last softmax is computed.
@@ -171,7 +173,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         queries.wait_full(tile_step, WARPGROUP, exists)
         scores, acc = multiply(
             queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP,
+            exists, softmax.cap_scale, WARPGROUP, CONSUMERS,
         )  # fmt: skip
         scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
         p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
@@ -189,6 +191,6 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         p = pack_weights(p, DTYPE)
         row_max, row_sum = new_max, new_sum
     if WARPGROUP == 0:
-        # The other warpgroup hands the tensor cores over once more.
+        # The last warpgroup hands the tensor cores over once more.
         wait_for_tensor_cores(WARPGROUP)
     tma_store_wait(0)

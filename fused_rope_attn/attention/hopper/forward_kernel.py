@@ -21,7 +21,7 @@ from fused_rope_attn.attention.hopper.forward_masks import MaskOptions
 from fused_rope_attn.attention.hopper.forward_output import Output
 from fused_rope_attn.attention.hopper.forward_queries import QueryBuffers, QuerySource, rotate_queries
 from fused_rope_attn.attention.hopper.forward_schedule import Schedule
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_WARPS
 from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, TileRing, announced_words
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
@@ -34,7 +34,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    cap_scale, left, right, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
                    tiles_per_head,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
@@ -61,13 +61,14 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or left is not None
     ROTATES_QUERIES: gl.constexpr = q_desc is None
     WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
+    # Columns of O that leave together: beside wide heads there is no room for more than half of them.
+    O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 else BLOCK_D // 2
     DTYPE: gl.constexpr = k_desc.dtype
     if ROTATES_QUERIES:
         q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
-        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], o_desc.layout)
     else:
         q_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D // 2], o_desc.layout)
+    o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, O_COLUMNS], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
@@ -76,7 +77,11 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     )
     tiles = TileRing(ring=tile_ring, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
     queries = QueryBuffers(
-        smem=q_smem, full=allocate_barriers(2), empty=allocate_barriers(2), IS_SINGLE=not ROTATES_QUERIES
+        smem=q_smem,
+        full=allocate_barriers(CONSUMERS),
+        empty=allocate_barriers(CONSUMERS),
+        CONSUMERS=CONSUMERS,
+        IS_SINGLE=not ROTATES_QUERIES,
     )
     keys = Ring(smem=k_smem, full=allocate_barriers(STAGES), empty=allocate_barriers(STAGES), STAGES=STAGES)
     values = Ring(smem=v_smem, full=allocate_barriers(STAGES), empty=allocate_barriers(STAGES), STAGES=STAGES)
@@ -99,12 +104,12 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         counter_ptr=counter_ptr, starts_ptr=starts_ptr, lens_ptr=lens_ptr, num_tiles=num_tiles, num_heads=num_heads,
         heads_per_section=heads_per_section, HQ=None if IS_PACKED else HQ, GROUP_SIZE=GROUP_SIZE,
         NQ=None if IS_PACKED else NQ, NK=None if IS_PACKED else NK, tiles_per_head=tiles_per_head, BLOCK_N=BLOCK_N,
-        SAVES_QUERIES=q_rot_desc is not None,
+        BLOCK_M=CONSUMERS * ROWS, SAVES_QUERIES=q_rot_desc is not None,
     )  # fmt: skip
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
     softmax = Softmax(qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS)
     output = Output(
-        desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, IN_HALVES=not ROTATES_QUERIES,
+        desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, IN_HALVES=O_COLUMNS < BLOCK_D,
         USE_INT64_OFFSETS=USE_INT64_OFFSETS,
     )  # fmt: skip
     if ROTATES_QUERIES:
@@ -119,6 +124,13 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
             (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
             (load, (loader, schedule, masks, tiles, NONE, keys, values)),
         ], [WARPGROUP_WARPS, WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif CONSUMERS == 3:
+        gl.warp_specialize([
+            (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+            (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+            (attend, (2, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+            (load, (loader, schedule, masks, tiles, queries, keys, values)),
+        ], [WARPGROUP_WARPS, WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, ATTEND_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),

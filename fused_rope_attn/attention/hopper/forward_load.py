@@ -2,7 +2,7 @@
 
 from fused_rope_attn.attention.hopper.forward_schedule import first_work, next_work
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.tiles import announce_tile
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
@@ -23,7 +23,7 @@ class Loader:
 @jit
 def load_queries(q_desc, queries, tile, tile_step):
     """Load the rotated queries of a tile, for each warpgroup as soon as it has done with its last ones."""
-    for warpgroup in gl.static_range(CONSUMERS):
+    for warpgroup in gl.static_range(queries.CONSUMERS):
         queries.wait_empty(tile_step, warpgroup)
         row = tile.start_m + warpgroup * ROWS
         full = queries.full.index(queries.barrier(tile_step, warpgroup))

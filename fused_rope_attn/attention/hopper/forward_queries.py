@@ -1,7 +1,7 @@
 """The query tiles of the sm_90 forward in shared memory, and the warps that rotate them on their way there."""
 
 from fused_rope_attn.attention.hopper.opaque import opaque
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, rotated_row, tile_bounds
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
@@ -27,16 +27,17 @@ class QueryBuffers:
     """
 
     smem: gl.shared_memory_descriptor  # (2 * CONSUMERS, ROWS, BLOCK_D), or (CONSUMERS, 1, 1, ROWS, BLOCK_D)
-    full: gl.shared_memory_descriptor  # (2, 1)
-    empty: gl.shared_memory_descriptor  # (2, 1)
+    full: gl.shared_memory_descriptor  # (CONSUMERS, 1)
+    empty: gl.shared_memory_descriptor  # (CONSUMERS, 1)
+    CONSUMERS: gl.constexpr
     IS_SINGLE: gl.constexpr
 
     @jit
     def init(self):
         """Initialise the mbarriers, before any warp uses them."""
-        for i in gl.static_range(2):
+        for i in gl.static_range(self.CONSUMERS):
             mbarrier.init(self.full.index(i), count=1)
-            mbarrier.init(self.empty.index(i), count=1 if self.IS_SINGLE else CONSUMERS)
+            mbarrier.init(self.empty.index(i), count=1 if self.IS_SINGLE else self.CONSUMERS)
 
     @jit
     def barrier(self, tile_step, WARPGROUP: gl.constexpr):
@@ -60,7 +61,7 @@ class QueryBuffers:
         if self.IS_SINGLE:
             return self.smem.index(WARPGROUP)
         else:
-            return self.smem.index((tile_step % 2) * CONSUMERS + WARPGROUP)
+            return self.smem.index((tile_step % 2) * self.CONSUMERS + WARPGROUP)
 
     @jit
     def wait_full(self, tile_step, WARPGROUP: gl.constexpr, pred=True):
@@ -127,7 +128,7 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             # The last tile's queries have left, and with them those that lay here before.
             tma_store_wait(0)
             barrier()
-        for warpgroup in gl.static_range(CONSUMERS):
+        for warpgroup in gl.static_range(queries.CONSUMERS):
             for chunk in gl.static_range(ROWS // CHUNK):
                 # Addresses of all rows at once, or loads of a chunk ahead of the last one's end, do not fit into the
                 # registers of these warps.
@@ -142,7 +143,7 @@ def rotate_queries(tiles, queries, source, NQ, NK):
         fence_async_shared()
         if source.saved_desc is not None:
             barrier()
-            for warpgroup in gl.static_range(CONSUMERS):
+            for warpgroup in gl.static_range(queries.CONSUMERS):
                 # Behind its end a packed sequence has whole blocks of ROWS to itself, and no more.
                 if tile.start_m + warpgroup * ROWS < query_end(tile, NQ):
                     tma_store(

@@ -1,7 +1,6 @@
 """Which tile a block of the sm_90 forward works on next, and which keys it sees: what the loading warp finds out."""
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import FORWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.tiles import QueryTile, TileBounds
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels.lengths import existing_keys, padded_row
@@ -32,6 +31,7 @@ class Schedule:
     NK: gl.tensor | None
     tiles_per_head: gl.tensor | None  # packed calls: entries of the table, some of which hold no queries
     BLOCK_N: gl.constexpr
+    BLOCK_M: gl.constexpr  # query rows of a tile
     SAVES_QUERIES: gl.constexpr  # whether packed tiles need their place among the rotated queries that are saved
 
 
@@ -45,7 +45,8 @@ class Work:
 
 
 @jit
-def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, rotated_row, BLOCK_N: gl.constexpr):
+def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, rotated_row, BLOCK_M: gl.constexpr,
+              BLOCK_N: gl.constexpr):  # fmt: skip
     """The ``QueryTile`` of a head's queries from row ``start_m`` on, whose position is start_m + q_offset.
 
     mask: the sequence's ``kernels.masks.Mask``; query_end and rotated_row as in ``TileBounds``. Every tile visits a
@@ -85,6 +86,7 @@ def tile_if(exists, tile):
 @jit
 def tile_work(schedule, masks, index):
     """The ``Work`` of tile number ``index``, which exists."""
+    BLOCK_M: gl.constexpr = schedule.BLOCK_M
     num_m_blocks = (schedule.NQ + BLOCK_M - 1) // BLOCK_M
     block, bh = scheduled_tile(
         index, num_m_blocks, schedule.num_heads, schedule.heads_per_section, LAST_TILE_FIRST=masks.IS_CAUSAL
@@ -97,7 +99,7 @@ def tile_work(schedule, masks, index):
     mask = sequence_mask(
         schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS
     )
-    tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, None, schedule.BLOCK_N)
+    tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, None, BLOCK_M, schedule.BLOCK_N)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
 
 
@@ -145,7 +147,7 @@ def packed_work(schedule, masks, index):
     if schedule.SAVES_QUERIES:
         first_q = end - len_q
         rotated_row = padded_row(first_q, sequence, BACKWARD_BLOCK_M) + row - first_q
-    tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, rotated_row, schedule.BLOCK_N)
+    tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, rotated_row, schedule.BLOCK_M, schedule.BLOCK_N)
     tile = tile_if(index < schedule.num_tiles, tile)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
 

@@ -29,7 +29,7 @@ class TileBounds:
 
 @record
 class QueryTile:
-    """FORWARD_BLOCK_M query rows of one head and the key blocks that they see, int32.
+    """ROWS query rows of one head for each warpgroup that multiplies, and the key blocks that they see, int32.
 
     Key blocks are visited from the last one down, and counted in that order. A block may need a mask on both sides.
     """
