@@ -62,6 +62,7 @@ class Job:
     rotary_dim: int | None = None
     masks: tuple[str, ...] = ()  # of MASKS
     rotated: bool = False  # forward saves rotated q and k, backward takes them
+    norms: bool = False  # of q and k, before their rotation
 
     @property
     def is_hopper(self) -> bool:
@@ -77,6 +78,7 @@ class Job:
         words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
         words += ["+".join(self.masks)] if self.masks else []
         words += ["rotated"] if self.rotated else []
+        words += ["norms"] if self.norms else []
         if self.is_hopper:
             words += [_changed(self.config) or "defaults"]
         else:
@@ -193,6 +195,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     # What a training step runs.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     jobs += [replace(job, rotated=True) for job in trained]
+    jobs += [replace(job, rotated=True, norms=True) for job in trained]
     return list(dict.fromkeys(jobs))
 
 
@@ -259,7 +262,10 @@ def launch_attention(job: Job) -> None:
     cos = sin = torch.empty(length, rotary_dim // 2, device="meta")
     sinks = torch.empty(heads_q, device="meta") if "sinks" in job.masks else None
     ends = integers(9, "packed")
-    tensors = Tensors(q, k, v, cos, sin, sinks, integers(batch, "kv_starts"), integers(batch, "kv_lens"), ends, ends)
+    weight = torch.empty(job.head_dim, device="meta") if job.norms else None
+    tensors = Tensors(
+        q, k, v, cos, sin, sinks, integers(batch, "kv_starts"), integers(batch, "kv_lens"), ends, ends, weight, weight
+    )
     problem = describe(
         tensors,
         causal=job.causal,
@@ -269,6 +275,8 @@ def launch_attention(job: Job) -> None:
         window=(100, -1) if "window" in job.masks else None,
         softcap=30.0 if "softcap" in job.masks else 0.0,
         max_seqlen=500 if packed else 0,
+        norm_eps=1e-6 if job.norms else None,
+        norm_offset=0.0 if job.norms else None,
     ).for_launch()
     if job.direction == "forward":
         kept = Saving.TILES if packed else Saving.ROWS
@@ -278,7 +286,8 @@ def launch_attention(job: Job) -> None:
         do, o = torch.empty_like(q), torch.empty_like(q)
         if job.rotated:
             shape = rotated_shape(problem)
-            tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape))
+            raw = {"raw_q": q, "raw_k": k} if job.norms else {}
+            tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape), **raw)
         backward.prepared(problem, (do, o, *tensors), job.config, job.rotated)(tensors, do, o, lse)
 
 

@@ -12,7 +12,7 @@ from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import heads_first
+from fused_rope_attn.runtime.checks import heads_first, norms_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import explain_keywords
@@ -38,6 +38,10 @@ def rope_attention(
     sinks: torch.Tensor | None = None,
     kv_starts: torch.Tensor | None = None,
     kv_lens: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -66,6 +70,12 @@ def rope_attention(
         softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
         kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist.
+        q_norm, k_norm: weights ``(D,)`` of a root-mean-square norm over the D columns of each head of q and of k, which
+            comes before the rotation (Qwen 3, Gemma 3): ``x * rsqrt(mean(x**2) + norm_eps) * (norm_offset + weight)``,
+            in float32; normed and rotated q and k are rounded once. Both or neither, float32 or q's dtype,
+            differentiable. Backward then also keeps q and k as they came.
+        norm_eps: at least 0. A row of zeros stays one, also where this is 0.
+        norm_offset: 1 for weights that are stored as their distance from one (Gemma).
         layout: ``"bhsd"``, or ``"bshd"``: q is ``(B, NQ, HQ, D)``, k and v are ``(B, NK, HKV, D)`` and o is
             ``(B, NQ, HQ, D)``, as flash-attn has them; lse keeps its shape. The tensors are viewed, not copied, and o
             and the gradients are contiguous where the inputs are.
@@ -87,10 +97,10 @@ def rope_attention(
         NotImplementedError: what an explicit backend deliberately does not serve; double backward.
         RuntimeError: an explicit backend that this machine cannot run.
     """
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens)
+    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, q_norm=q_norm, k_norm=k_norm)
     seen = known_calls.signature(
-        tensors, window, causal, softmax_scale, rotary_dim, interleaved, softcap, layout, return_lse, deterministic,
-        backend, strategy,
+        tensors, window, causal, softmax_scale, rotary_dim, interleaved, softcap, norm_eps, norm_offset, layout,
+        return_lse, deterministic, backend, strategy,
     )  # fmt: skip
     problem = known_calls.find(seen)
     if problem is not None:
@@ -101,8 +111,9 @@ def rope_attention(
         return (o, lse) if return_lse else o
     problem, tensors = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, layout=layout,
-        return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
+        norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
+        backend=backend, strategy=strategy,
     )  # fmt: skip
     o, lse = _attend(problem, tensors, layout)
     if seen is not None and (chosen := planning.choose_backend(problem)[0]) != "reference":
@@ -129,6 +140,10 @@ def rope_attention_varlen(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -156,8 +171,9 @@ def rope_attention_varlen(
     """
     problem, tensors = _describe_packed(
         q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap, sinks=sinks,
-        return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy,
+        rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, q_norm=q_norm,
+        k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset, return_lse=return_lse, deterministic=deterministic,
+        backend=backend, strategy=strategy,
     )  # fmt: skip
     o, lse = _attend(problem, tensors, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
@@ -221,6 +237,10 @@ def plan(
     sinks: torch.Tensor | None = None,
     kv_starts: torch.Tensor | None = None,
     kv_lens: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -233,8 +253,9 @@ def plan(
     """
     described = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, layout=layout,
-        return_lse=return_lse, deterministic=deterministic, backend=backend, strategy=strategy, convert=stand_in,
+        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
+        norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
+        backend=backend, strategy=strategy, convert=stand_in,
     )  # fmt: skip
     return _plan(*described, v if layout == "bhsd" else v.transpose(1, 2))
 
@@ -260,9 +281,9 @@ def _plan(problem: Problem, tensors: Tensors, v: torch.Tensor) -> planning.Plan:
 
 def _describe(
     q, k, v, cos, sin, causal=False, *, convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None,
-    interleaved=False, window=None, softcap=0.0, sinks=None, kv_starts=None, kv_lens=None, layout="bhsd",
-    return_lse=False, deterministic=False, backend="auto", strategy="auto", cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=None, max_seqlen_k=None,
+    interleaved=False, window=None, softcap=0.0, sinks=None, kv_starts=None, kv_lens=None, q_norm=None,
+    k_norm=None, norm_eps=1e-6, norm_offset=0.0, layout="bhsd", return_lse=False, deterministic=False, backend="auto",
+    strategy="auto", cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention`` and make records of them; ``convert`` as in ``autocast``.
 
@@ -274,12 +295,15 @@ def _describe(
     if layout != "bhsd" and cu_seqlens_q is None:
         q, k, v = heads_first(layout, q=q, k=k, v=v)
     q, k, v = autocast(q, k, v, convert)
+    norms = norms_of(q_norm, k_norm, norm_eps, norm_offset)
     rotary_dim = check_attention(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
         deterministic=deterministic, backend=backend, strategy=strategy, layout=layout, max_seqlen_k=max_seqlen_k,
+        norms=norms,
     )  # fmt: skip
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k)
+    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
+    has_norms = q_norm is not None
     problem = describe(
         tensors,
         window=window,
@@ -289,6 +313,8 @@ def _describe(
         rotary_dim=rotary_dim,
         interleaved=interleaved,
         softcap=float(softcap),
+        norm_eps=float(norm_eps) if has_norms else None,
+        norm_offset=float(norm_offset) if has_norms else None,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         backend=backend,
         strategy=strategy,
@@ -299,15 +325,17 @@ def _describe(
 def _describe_packed(
     q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, *,
     convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0,
-    sinks=None, return_lse=False, deterministic=False, backend="auto", strategy="auto",
+    sinks=None, q_norm=None, k_norm=None, norm_eps=1e-6, norm_offset=0.0, return_lse=False, deterministic=False,
+    backend="auto", strategy="auto",
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention_varlen`` and make records of them: one batch entry of all tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return _describe(
         q, k, v, cos, sin, causal, convert=convert, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, layout="thd", return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy, cu_seqlens_q=cu_seqlens_q,
+        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, q_norm=q_norm, k_norm=k_norm,
+        norm_eps=norm_eps, norm_offset=norm_offset, layout="thd", return_lse=return_lse, deterministic=deterministic,
+        backend=backend, strategy=strategy, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
 
@@ -318,7 +346,7 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     if chosen != "reference":
         o, lse = ops.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
         return from_heads_first(o, layout), lse
-    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
+    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, _, _ = tensors
     options = {
         "softmax_scale": problem.softmax_scale,
         "rotary_dim": problem.rotary_dim,
@@ -326,6 +354,10 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
         "window": problem.window,
         "softcap": problem.softcap,
         "sinks": sinks,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "norm_eps": problem.norm_eps,
+        "norm_offset": problem.norm_offset,
     }
     if problem.sequences is None:
         o, lse = reference.attention(

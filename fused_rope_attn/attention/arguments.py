@@ -20,7 +20,7 @@ PADDED_TILE_ROWS = 64
 def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
     """Sizes, scales, masks and the rotation of a call, for ``Launch``'s ``shared``.
 
-    What a call does not use is None (``cap_scale``, ``left``, ``right``, ``num_sequences``), and leaves the kernel.
+    What a call does not use is None (``cap_scale`` to ``right``, ``num_sequences``), and leaves the kernel.
     """
     qk_scale, q_sign, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
     cos_strides, sin_strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)
@@ -32,6 +32,8 @@ def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
         "qk_scale": qk_scale,
         "q_sign": q_sign,
         "cap_scale": cap_scale,
+        "norm_eps": None if problem.norm_eps is None else float(problem.norm_eps),
+        "norm_offset": None if problem.norm_offset is None else float(problem.norm_offset),
         "left": problem.window_left,
         "right": problem.window_right,
         "HQ": problem.heads_q,

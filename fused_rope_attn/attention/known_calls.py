@@ -26,7 +26,7 @@ def signature(tensors: Tensors, window: Any, *options: Any) -> tuple | None:
         return None
     if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
         return None
-    q, k, v, cos, sin, sinks, starts, lens, _, _ = tensors
+    q, k, v, cos, sin, sinks, starts, lens, _, _, q_norm, k_norm, _, _ = tensors
     if q is None or k is None or v is None or cos is None or sin is None or q.is_nested:
         return None
     if not (q.layout is k.layout is v.layout is _STRIDED) or cos.requires_grad or sin.requires_grad:
@@ -37,11 +37,14 @@ def signature(tensors: Tensors, window: Any, *options: Any) -> tuple | None:
             return None
         given = [None if x is None else (x.shape, x.dtype, x.device) for x in (sinks, starts, lens)]
         masks = (window, *map(type, window or ()), *given)
+    norms: tuple | None = None
+    if q_norm is not None or k_norm is not None:
+        norms = tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in (q_norm, k_norm))
     where = q.device
     return (
         q.shape, k.shape, v.shape, cos.shape, sin.shape, q.dtype, k.dtype, v.dtype, cos.dtype, sin.dtype,
-        where, k.device, v.device, cos.device, sin.device, device.arch(where), masks, options, (*map(type, options),),
-        torch.are_deterministic_algorithms_enabled(),
+        where, k.device, v.device, cos.device, sin.device, device.arch(where), masks, norms, options,
+        (*map(type, options),), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention.problem import (
+    READ_BY_THE_DEVICE,
     SCHEMA,
     Gradients,
     Outputs,
@@ -93,25 +94,22 @@ _backward_calls = PreparedCalls(_prepare_backward)
 
 def _with_unit_strides(tensors: Tensors) -> Tensors:
     """Kernels index what only the device reads with unit stride; it nearly always has it."""
-    strided = {
-        name: x.contiguous()
-        for name, x in zip(Tensors._fields[5:], tensors[5:])
-        if x is not None and not x.is_contiguous()
-    }
+    read = ((name, getattr(tensors, name)) for name in READ_BY_THE_DEVICE)
+    strided = {name: x.contiguous() for name, x in read if x is not None and not x.is_contiguous()}
     return tensors._replace(**strided) if strided else tensors
 
 
 def _run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
     """saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can."""
-    if problem.has_masks:
+    if problem.has_masks or problem.has_norms:
         tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
         return _forward_calls(problem.with_precision(), tensors, saves_rotated)(tensors)
 
 
 def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bool = False) -> Gradients:
-    """is_rotated: q and k in ``tensors`` are the forward pass's q_rot and k_rot."""
-    if problem.has_masks:
+    """is_rotated: q and k in ``tensors`` are the forward pass's q_rot and k_rot, and raw_q and raw_k those before."""
+    if problem.has_masks or problem.has_norms:
         tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
         return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
@@ -123,19 +121,19 @@ def _forward_impl(*arguments):
 
 
 def _backward_impl(do, o, lse, *arguments):
-    return _with_dsinks(_run_backward(*rebuild(*arguments), do, o, lse), do)
+    return _without_none(_run_backward(*rebuild(*arguments), do, o, lse), do)
 
 
 def _rotated_backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
     # Packed queries lie padded in q_rot.
     problem = problem._replace(len_q=o.shape[2])
-    return _with_dsinks(_run_backward(problem, tensors, do, o, lse, is_rotated=True), do)
+    return _without_none(_run_backward(problem, tensors, do, o, lse, is_rotated=True), do)
 
 
-def _with_dsinks(gradients: Gradients, do: torch.Tensor) -> Gradients:
-    """An operator returns tensors only: an empty one where there are no sinks."""
-    return gradients._replace(dsinks=do.new_empty(0)) if gradients.dsinks is None else gradients
+def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
+    """An operator returns tensors only: empty ones where there are no sinks or norms."""
+    return Gradients(*(do.new_empty(0) if gradient is None else gradient for gradient in gradients))
 
 
 def _forward_fake(q, *arguments):
@@ -144,19 +142,24 @@ def _forward_fake(q, *arguments):
 
 def _backward_fake(do, o, lse, *arguments):
     _, tensors = rebuild(*arguments)
-    dsinks = do.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks)
-    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), dsinks
+    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), *_fake_rest(do, tensors)
 
 
 def _rotated_backward_fake(do, o, lse, *arguments):
     _, tensors = rebuild(*arguments)
-    dsinks = do.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks)
-    return like_input(o), like_input(tensors.v), like_input(tensors.v), dsinks
+    return like_input(o), like_input(tensors.v), like_input(tensors.v), *_fake_rest(do, tensors)
+
+
+def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
+    """What ``_without_none`` makes of the gradients of sinks and of the norms' weights."""
+    given = (tensors.sinks, tensors.q_norm, tensors.k_norm)
+    return [do.new_empty(0) if x is None else torch.empty_like(x) for x in given]
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q and k rotated, where the kernels can make and take them so and the call is an eager one; else as they
-    came. Gradients come back in the frame that the caller knows.
+    """Saves q and k rotated, where the kernels can make and take them so and the call is an eager one, with norms also
+    as they came, which the gradient of a norm needs; else only so. Gradients come back in the frame that the caller
+    knows.
 
     ``keyset`` is the dispatcher's, or None for a call that skips it.
     """
@@ -168,6 +171,8 @@ class _Attention(torch.autograd.Function):
         if keyset is None:
             o, lse, q_rot, k_rot = _run_forward(problem, tensors, saves_rotated=True)
             if q_rot is not None:
+                if problem.has_norms:
+                    tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
                 tensors = tensors._replace(q=q_rot, k=k_rot)
         else:
             o, lse = _forward.below_autograd(keyset, *flatten(problem, tensors))
@@ -192,7 +197,8 @@ class _Attention(torch.autograd.Function):
             else:
                 operator = _rotated_backward if ctx.is_rotated else _backward
                 gradients = Gradients(*operator(do, o, lse, *flatten(ctx.problem, tensors)))
-        of = Tensors(gradients.dq, gradients.dk, gradients.dv, None, None, sinks=gradients.dsinks)
+        dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
+        of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
         return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
@@ -215,8 +221,10 @@ class _AttentionBackward(torch.autograd.Function):
 def _needs_gradient(tensors: Tensors) -> bool:
     if not torch.is_grad_enabled():
         return False
-    q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
-    return q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    if tensors.q.requires_grad or tensors.k.requires_grad or tensors.v.requires_grad:
+        return True
+    weights = (tensors.sinks, tensors.q_norm, tensors.k_norm)
+    return any(weight is not None and weight.requires_grad for weight in weights)
 
 
 def _forward_autograd(keyset, *arguments):
@@ -247,16 +255,17 @@ _forward = Operator(
     fake=_forward_fake,
     autograd=_forward_autograd,
 )
-# The last result is the gradient of sinks, empty where there are none.
+_GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
+# The last results are the gradients of sinks and of the norms' weights, empty where there are none.
 _backward = Operator(
-    f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=_backward_fake,
     autograd=_backward_autograd,
 )
 # q and k are those that an eager forward pass has saved rotated, whose backward pass has to go through the dispatcher.
 _rotated_backward = Operator(
-    f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_rotated_backward_impl,
     fake=_rotated_backward_fake,
     autograd=_rotated_backward_autograd,

@@ -1,4 +1,4 @@
-"""Launcher of the pre-pass, which rotates K (and for wide heads of sm_90 Q) once, in pair order."""
+"""Launcher of the pre-pass, which norms and rotates K (and for wide heads of sm_90 Q) once, in pair order."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class RotateQueries:
         q = tensors.q
         out = torch.empty_strided(q.shape, self.strides, dtype=q.dtype, device=q.device)
         self.launch(
-            stream, x_ptr=q, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, counter_ptr=None,
-            lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_q, cu_q_ptr=None, cu_k_ptr=tensors.cu_seqlens_k,
+            stream, x_ptr=q, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, norm_ptr=tensors.q_norm,
+            counter_ptr=None, lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_q, cu_q_ptr=None,
+            cu_k_ptr=tensors.cu_seqlens_k,
         )  # fmt: skip
         return out
 
@@ -84,8 +85,8 @@ class RotateKeys:
         k = tensors.k
         out = torch.empty_strided(k.shape, self.strides, dtype=k.dtype, device=k.device)
         self.launch(
-            stream, x_ptr=k, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, counter_ptr=counter,
-            lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_k,
+            stream, x_ptr=k, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, norm_ptr=tensors.k_norm,
+            counter_ptr=counter, lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_k,
             cu_q_ptr=tensors.cu_seqlens_q if self.describes_tiles else None, cu_k_ptr=None,
         )  # fmt: skip
         return out

@@ -1,10 +1,17 @@
-"""Rotation alone: the pre-pass that writes rotated keys (and where asked, queries) once, in pair order."""
+"""Norm and rotation alone: the pre-pass that writes rotated keys (and where asked, queries) once, in pair order."""
 
 import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import count_tiles, describe_tiles, existing_keys, packed_partner, packed_tile
-from fused_rope_attn.kernels.rotation import head_rotation, load_angles, load_pairs, pack_pairs, rotate
+from fused_rope_attn.kernels.rotation import (
+    head_rotation,
+    load_angles,
+    load_normed_pairs,
+    pack_pairs,
+    rotate,
+    with_norm,
+)
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat, heads_from, rows_of_head, sequence_heads, store_tile
 
@@ -14,7 +21,9 @@ TILE_WORDS = tl.constexpr(8)
 
 @triton.jit
 def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head, BLOCK_N: tl.constexpr):
-    """Rotate rows [start, start + BLOCK_N) of heads [first_head, last_head); the angles are read once for all heads.
+    """Norm, where ``rotation`` says so, and rotate rows [start, start + BLOCK_N) of heads [first_head, last_head).
+
+    The angles are read once for all heads.
 
     x and out are ``Heads``, ``out`` in pair order and times ``sign``; row i has position ``q_offset + i``. Rows of
     ``out`` that x does not have become zero.
@@ -23,19 +32,21 @@ def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head,
     cos, sin = load_angles(rotation, offs + (start + q_offset), x.rows.format.BLOCK_D, CHECK_POSITIONS=True)
     x, out = heads_from(x, start), heads_from(out, start)
     for head in range(first_head, last_head):
-        first, second = load_pairs(rows_of_head(x, head), offs, rotation, CHECK_ROWS=True)
+        first, second = load_normed_pairs(rows_of_head(x, head), offs, rotation, CHECK_ROWS=True)
         first, second = rotate(first, second, cos, sin, CONJUGATE=False)
         store_tile(rows_of_head(out, head), pack_pairs(first * sign, second * sign), offs)
 
 
 @triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK"])
-def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, x_strides,
-                  out_strides, cos_strides, sin_strides, sign, H, N, num_sequences, position_limit, NQ, NK,
-                  ZERO_COUNTER: tl.constexpr, TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-                  R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                  USE_INT64_OFFSETS: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr,
+def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, counter_ptr, lens_ptr, cu_ptr, cu_q_ptr, cu_k_ptr,
+                  x_strides, out_strides, cos_strides, sin_strides, sign, norm_eps, norm_offset, H, N, num_sequences,
+                  position_limit, NQ, NK, ZERO_COUNTER: tl.constexpr, TILE_ROWS: tl.constexpr, HEADS: tl.constexpr,
+                  D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """Write x (B, H, N, D) rotated to out, in pair order. Grid: (row blocks * head chunks * batch).
+
+    norm (D,): weights of a norm before the rotation, or None.
 
     The rows are N keys, or with NK, queries of as many keys, times ``sign``; sign and NK are None for keys. lens (B,)
     int32: the keys that exist; those past them are left alone, queries end with them. cu (sequences + 1,) int32:
@@ -69,10 +80,11 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, counter_ptr, lens_ptr, cu_pt
         if NK is not None:
             _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED)
     rotate_heads(
         sequence_heads(x_ptr, x_strides, batch, first_row, N, row_format),
         sequence_heads(out_ptr, out_strides, batch, first_row, N, row_format),
-        head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+        with_norm(rotation, norm_ptr, norm_eps, norm_offset, D),
         start=block * BLOCK_N,
         q_offset=0 if NK is None else NK - N,
         sign=1.0 if sign is None else sign,

@@ -9,7 +9,7 @@ import triton.language as tl
 from fused_rope_attn.attention.prepass_kernel import rotate_heads
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation
+from fused_rope_attn.kernels.rotation import head_rotation, with_norm
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
 from fused_rope_attn.kernels.softmax import LOG2E
 from fused_rope_attn.kernels.tiles import (
@@ -106,13 +106,15 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BL
 
 @triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "GROUP_SIZE", "num_sequences", "position_limit"])
 def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr, k_ptr,
-                      k_rot_ptr, cos_ptr, sin_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides, do_strides, q_strides,
-                      q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign, B, HQ, HKV, GROUP_SIZE,
-                      NQ, pitch, NK, num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr,
-                      R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
-                      PAD_TO: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Row statistics, and with ROTATE the rotated copies of q and k. Grid: query programs, then key programs.
+                      k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides,
+                      do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign,
+                      norm_eps, norm_offset, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, position_limit,
+                      HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
+                      BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
+                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, PAD_TO: tl.constexpr,
+                      USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Row statistics, and with ROTATE the rotated copies of q and k, normed before with weights q_norm and k_norm (D,)
+    unless these are None. Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
     delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, where they are
@@ -161,10 +163,11 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N, READS_LENGTHS)
         if ROTATE:
             num_rot = rows.num_padded if PAD_TO else rows.num_rows
+            rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED)
             rotate_heads(
                 sequence_heads(q_ptr, q_strides, batch, rows.first_row, rows.num_rows, row_format),
                 sequence_heads(q_rot_ptr, q_rot_strides, batch, rows.first_padded, num_rot, row_format),
-                head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+                with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D),
                 start,
                 len_k - rows.num_rows,
                 q_sign,
@@ -182,10 +185,11 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             first_k = 0
             if cu_k_ptr is not None:
                 _, first_k, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
+            rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED)
             rotate_heads(
                 sequence_heads(k_ptr, k_strides, batch, first_k, len_k, row_format),
                 sequence_heads(k_rot_ptr, k_rot_strides, batch, first_k, len_k, row_format),
-                head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+                with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D),
                 block * BLOCK_N,
                 0,
                 1.0,

@@ -19,8 +19,9 @@ class Tensors(NamedTuple):
 
     q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; sinks
     ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k ``(sequences + 1,)`` int32. Packed
-    sequences lie along NQ and NK, with B = 1. What only the device reads (sinks to cu_seqlens_k) is contiguous when it
-    reaches a launcher.
+    sequences lie along NQ and NK, with B = 1. q_norm and k_norm ``(D,)``: the weights of the norms. What only the
+    device reads (sinks to k_norm) is contiguous when it reaches a launcher. raw_q and raw_k: q and k as they came,
+    where a backward pass has norms and q and k are those that the forward pass has normed and rotated.
     """
 
     q: Any
@@ -33,6 +34,14 @@ class Tensors(NamedTuple):
     kv_lens: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    raw_q: Any = None
+    raw_k: Any = None
+
+
+# Of ``Tensors``: what only the device reads.
+READ_BY_THE_DEVICE = ("sinks", "kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "q_norm", "k_norm")
 
 
 class Saving(enum.Enum):
@@ -47,8 +56,8 @@ class Saving(enum.Enum):
 class Outputs(NamedTuple):
     """What a forward pass returns: o like q, lse ``(B, HQ, NQ)``, and the rotated copies where they were asked for.
 
-    q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are what the products took: rotated, in pair
-    order, q times the sign of softmax_scale. Packed queries that the sm_90 backward reads lie in q_rot as
+    q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are what the products took: normed, rotated,
+    in pair order, q times the sign of softmax_scale. Packed queries that the sm_90 backward reads lie in q_rot as
     ``hopper.shapes.padded_rows`` says.
     """
 
@@ -59,12 +68,14 @@ class Outputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns: gradients like q, k, v and, where the call has them, sinks."""
+    """What a backward pass returns: gradients like q, k, v and, where the call has them, sinks and weights of norms."""
 
     dq: Any
     dk: Any
     dv: Any
     dsinks: Any = None
+    dq_norm: Any = None
+    dk_norm: Any = None
 
 
 class Cache(NamedTuple):
@@ -80,7 +91,9 @@ class Problem(NamedTuple):
     window: (left, right) keys around the diagonal, -1 for unbounded, or None. has_sinks, has_kv_starts, has_kv_lens:
     whether the call has these tensors, for a generation step's cache_seqlens has_kv_lens. sequences: how many packed
     sequences there are, empty ones included, or None; max_seqlen: the longest of them, or more. cache: of a generation
-    step, whose len_k is the cache's capacity. precision: of products, as ``with_precision`` finds it.
+    step, whose len_k is the cache's capacity. norm_eps and norm_offset: of the norms of q and k, None without; a
+    number, even a default, would be an input to who traces the call. precision: of products, as ``with_precision``
+    finds it.
     """
 
     dtype: torch.dtype
@@ -103,6 +116,8 @@ class Problem(NamedTuple):
     sequences: int | None = None
     max_seqlen: int = 0
     cache: Cache | None = None
+    norm_eps: float | None = None
+    norm_offset: float | None = None
     precision: str = "ieee"
     deterministic: bool = False
     backend: str = "auto"
@@ -116,6 +131,10 @@ class Problem(NamedTuple):
     @property
     def is_packed(self) -> bool:
         return self.sequences is not None
+
+    @property
+    def has_norms(self) -> bool:
+        return self.norm_eps is not None
 
     @property
     def reads_lengths(self) -> bool:
@@ -174,12 +193,14 @@ def describe(
     softcap: float = 0.0,
     max_seqlen: int = 0,
     cache: Cache | None = None,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
     deterministic: bool = False,
     backend: str = "auto",
     strategy: str = "auto",
 ) -> Problem:
-    """The ``Problem`` of a call whose arguments were checked."""
-    q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens, _ = tensors
+    """The ``Problem`` of a call whose arguments were checked; norm_eps and norm_offset only where it has norms."""
+    q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, _ = k.shape
     if window is not None and window[0] < 0 and window[1] < 0:
@@ -189,15 +210,16 @@ def describe(
         q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal, softmax_scale, rotary_dim,
         interleaved, None if window is None else (window[0], window[1]), softcap, sinks is not None,
         kv_starts is not None, kv_lens is not None, None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        max_seqlen, cache, "ieee", deterministic, backend, strategy,
+        max_seqlen, cache, norm_eps, norm_offset, "ieee", deterministic, backend, strategy,
     )  # fmt: skip
 
 
 # The arguments of the operators in the order of ``flatten``. window_left, window_right: -1 for unbounded.
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? sinks, Tensor? kv_starts, Tensor? kv_lens, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, float softmax_scale, int rotary_dim, bool interleaved, "
-    "SymInt window_left, SymInt window_right, float softcap, SymInt max_seqlen, bool deterministic, str backend, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? q_norm, Tensor? k_norm, Tensor? raw_q, Tensor? raw_k, "
+    "bool causal, float softmax_scale, int rotary_dim, bool interleaved, SymInt window_left, SymInt window_right, "
+    "float softcap, SymInt max_seqlen, float? norm_eps, float? norm_offset, bool deterministic, str backend, "
     "str strategy"
 )
 
@@ -207,19 +229,23 @@ def flatten(problem: Problem, tensors: Tensors) -> tuple:
     left, right = (-1, -1) if problem.window is None else problem.window
     return (
         *tensors, problem.causal, problem.softmax_scale, problem.rotary_dim, problem.interleaved, left, right,
-        problem.softcap, problem.max_seqlen, problem.deterministic, problem.backend, problem.strategy,
+        problem.softcap, problem.max_seqlen, problem.norm_eps, problem.norm_offset, problem.deterministic,
+        problem.backend, problem.strategy,
     )  # fmt: skip
 
 
 def rebuild(
-    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, rotary_dim,
-    interleaved, window_left, window_right, softcap, max_seqlen, deterministic, backend, strategy,
+    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, raw_q, raw_k, causal,
+    softmax_scale, rotary_dim, interleaved, window_left, window_right, softcap, max_seqlen, norm_eps, norm_offset,
+    deterministic, backend, strategy,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Inverse of ``flatten``."""
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k)
+    tensors = Tensors(
+        q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, raw_q, raw_k
+    )
     problem = describe(
         tensors, window=(window_left, window_right), max_seqlen=max_seqlen, causal=causal, softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim, interleaved=interleaved, softcap=softcap, deterministic=deterministic, backend=backend,
-        strategy=strategy,
+        rotary_dim=rotary_dim, interleaved=interleaved, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
+        deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
     return problem, tensors

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from fused_rope_attn.rotation.reference import normalise_tables, rotate
+from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 
 
 def visible_range(
@@ -185,6 +185,10 @@ def attention(
     sinks: Tensor | None = None,
     kv_starts: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
 
@@ -192,9 +196,9 @@ def attention(
     Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
     includes the sink where there is one and is not differentiable.
 
-    Rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row without a visible
-    key gives o = 0, lse = -inf and gradients 0. Whatever stands in k and v outside [kv_starts, kv_lens), NaN included,
-    reaches neither the output nor a gradient.
+    Norm and rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row
+    without a visible key gives o = 0, lse = -inf and gradients 0. What stands in it, and in k and v outside
+    [kv_starts, kv_lens), NaN included, reaches neither the output nor a gradient.
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
@@ -205,8 +209,9 @@ def attention(
     if absent is not None:
         absent = absent[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-    k_rot = rotate(k, cos[:, None, :len_k], sin[:, None, :len_k], interleaved=interleaved)
-    q_rot = rotate(q, *query_rows(cos, sin, position), interleaved=interleaved)
+    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
+    k_rot = norm_rotate(k, k_norm, cos[:, None, :len_k], sin[:, None, :len_k], **options)
+    q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), unseeing=low >= high, **options)
     return attend(q_rot, k_rot, v, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
 
 
@@ -226,6 +231,10 @@ def packed_attention(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
 
@@ -251,15 +260,40 @@ def packed_attention(
     outside = sequence_k == lengths_k.shape[0] - 1
     k, v = (x.masked_fill(outside[None, None, :, None], 0) for x in (k, v))
     rows = max(cos.shape[1] - 1, 0)
-    k_rot = rotate(
-        k, *query_rows(cos, sin, torch.where(outside, 0, position_k).clamp(max=rows)[None]), interleaved=interleaved
+    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
+    k_rot = norm_rotate(
+        k, k_norm, *query_rows(cos, sin, torch.where(outside, 0, position_k).clamp(max=rows)[None]), **options
     )
-    q_rot = rotate(q, *query_rows(cos, sin, position.clamp(max=rows)[None]), interleaved=interleaved)
+    q_rot = norm_rotate(
+        q, q_norm, *query_rows(cos, sin, position.clamp(max=rows)[None]), unseeing=(low >= high)[None], **options
+    )
     first = cu_seqlens_k.long()[sequence]
     return attend(
         q_rot, k_rot, v, (low + first)[None], (high + first)[None], softmax_scale=softmax_scale, softcap=softcap,
         sinks=sinks, apart=True,
     )  # fmt: skip
+
+
+def norm_rotate(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool,
+    norm_eps: float | None,
+    norm_offset: float | None,
+    unseeing: Tensor | None = None,
+) -> Tensor:
+    """Rows (B, H, N, D) of q or k normed, where there is a `weight` (D,), and rotated, rounded once to x's dtype.
+
+    `unseeing` (1|B, N): queries that see nothing, and so may hold anything; no norm may see them.
+    """
+    if weight is None or norm_eps is None or norm_offset is None:
+        return rotate(x, cos, sin, interleaved=interleaved)
+    if unseeing is not None:
+        x = x.masked_fill(unseeing[:, None, :, None], 0)
+    return rotate(norm(x, weight, norm_eps, norm_offset), cos, sin, interleaved=interleaved).to(x.dtype)
 
 
 def absent_keys(

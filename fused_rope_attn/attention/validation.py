@@ -10,9 +10,12 @@ from torch import Tensor, strided
 
 from fused_rope_attn.runtime.axes import in_layout
 from fused_rope_attn.runtime.checks import (
+    NO_NORMS,
+    Norms,
     are_ordinary,
     check_bounds,
     check_kinds,
+    check_norms,
     check_queries_and_keys,
     check_scales,
     check_sinks,
@@ -54,6 +57,7 @@ def check_attention(
     strategy: str,
     layout: str = "bhsd",
     max_seqlen_k: int | None = None,
+    norms: Norms = NO_NORMS,
 ) -> int:
     """Check the arguments of `rope_attention` as its caller gave them, and return the rotary dim R.
 
@@ -96,6 +100,7 @@ def check_attention(
         check_bounds("kv_starts", kv_starts, device, batch)
     if kv_lens is not None:
         check_bounds("kv_lens", kv_lens, device, batch)
+    check_norms(norms, dtype, device, head_dim)
     if backend not in BACKENDS:
         refuse_choice("backend", backend, BACKENDS)
     if strategy not in STRATEGIES:

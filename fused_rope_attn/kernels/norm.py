@@ -6,7 +6,8 @@ through. What is here therefore takes *parts* of rows, tiles ``(..., C)`` whose 
 columns ``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add
 nothing, and the mean is that of D columns.
 
-The statistic, ``inverse_rms``, is never saved: a backward pass reads x anyway. With ``n = x * inverse_rms`` and
+The statistic, ``inverse_rms``, is never saved: a backward pass reads x anyway, and a sum of its squares costs nothing
+beside the read. With ``n = x * inverse_rms`` and
 ``g = dy * (offset + weight)`` the gradients are ``dx = inverse_rms * (g - n * mean(g * n))`` and, summed over rows,
 ``dweight = dy * n``.
 """
@@ -15,8 +16,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import pair_columns
-from fused_rope_attn.kernels.tiles import load_where, tile_range
+from fused_rope_attn.kernels.tiles import load_where
 
 # The smallest normal number of float32. GPUs take what is below for zero, whose reciprocal is infinite.
 SMALLEST_NORMAL = 2.0**-126
@@ -67,27 +67,8 @@ def norm_gradient(g, n, projection, scale, norm):
 
 
 @triton.jit
-def pair_norm_weights(norm, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
-                      LAYOUT: tl.constexpr = None):  # fmt: skip
-    """``load_norm_weights`` of the first and second members of all pairs, (1, BLOCK_D / 2) each.
-
-    The order is that of ``rotation.load_pairs``; LAYOUT is that of its tiles in Gluon kernels.
-    """
-    D: tl.constexpr = norm.D
-    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
-    if INTERLEAVED:
-        columns1, columns2 = 2 * pairs, 2 * pairs + 1
-    else:
-        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
-    exists = None
-    if D != BLOCK_D:
-        exists = pairs < D // 2
-    return load_norm_weights(norm, columns1, exists)[None, :], load_norm_weights(norm, columns2, exists)[None, :]
-
-
-@triton.jit
 def norm_pairs(first, second, weight1, weight2, norm):
-    """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``pair_norm_weights``."""
+    """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``rotation.pair_norm_weights``."""
     scale = inverse_rms(row_sum(first * first + second * second), norm)
     return first * scale * weight1, second * scale * weight2
 
@@ -96,9 +77,12 @@ def norm_pairs(first, second, weight1, weight2, norm):
 def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
     """The gradient of ``norm_pairs``: dx of the first and second members, and dweight of each row's, all float32.
 
-    first and second are the rows before the norm, dy1 and dy2 gradients of those behind it. Where a row does not exist,
-    both must be zero; it then adds nothing to a sum of dweight (rows, BLOCK_D / 2) over the rows.
+    first and second are the rows before the norm, dy1 and dy2 gradients of those behind it. A row whose gradient is
+    zero gives zeros whatever it holds, for it may be padding; it adds nothing to a sum of dweight (rows, BLOCK_D / 2)
+    over the rows. Rows that do not exist must have such a gradient.
     """
+    counts = row_sum(tl.abs(dy1) + tl.abs(dy2)) != 0.0
+    first, second = tl.where(counts, first, 0.0), tl.where(counts, second, 0.0)
     scale = inverse_rms(row_sum(first * first + second * second), norm)
     n1, n2 = first * scale, second * scale
     g1, g2 = dy1 * weight1, dy2 * weight2

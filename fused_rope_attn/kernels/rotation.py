@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from fused_rope_attn.kernels.norm import Norm, load_norm_weights, norm_pairs
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import (
     columns_from,
@@ -27,13 +28,14 @@ from fused_rope_attn.kernels.tiles import (
 
 @record
 class Rotation:
-    """One batch entry's tables, and how they pair columns; made by ``head_rotation``."""
+    """One batch entry's tables, how they pair columns, and the norm before; made by ``head_rotation``."""
 
     cos_ptr: tl.tensor  # to row 0 of (S, R/2), float32 or q's dtype
     sin_ptr: tl.tensor
     cos_strides: tl.tuple  # (batch, row, pair)
     sin_strides: tl.tuple
     num_positions: tl.tensor  # positions outside [0, num_positions) belong to rows that see nothing: angle 0
+    norm: Norm | None  # of the rows before they are rotated; None: they are only rotated
     R: tl.constexpr
     INTERLEAVED: tl.constexpr
 
@@ -41,15 +43,32 @@ class Rotation:
 @triton.jit
 def head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, num_positions, R: tl.constexpr,
                   INTERLEAVED: tl.constexpr):  # fmt: skip
-    """``Rotation`` of batch entry ``batch`` (int64) from the tables' pointers and strides (batch, row, pair)."""
+    """``Rotation`` of batch entry ``batch`` (int64) from the tables' pointers and strides (batch, row, pair), without a
+    norm."""
     return Rotation(
         cos_ptr=cos_ptr + batch * cos_strides[0],
         sin_ptr=sin_ptr + batch * sin_strides[0],
         cos_strides=cos_strides,
         sin_strides=sin_strides,
         num_positions=num_positions,
+        norm=None,
         R=R,
         INTERLEAVED=INTERLEAVED,
+    )
+
+
+@triton.jit
+def with_norm(rotation, weight_ptr, eps, offset, D: tl.constexpr):
+    """The same ``Rotation`` behind a ``Norm`` of rows of D columns; without one where ``weight_ptr`` is None."""
+    return Rotation(
+        cos_ptr=rotation.cos_ptr,
+        sin_ptr=rotation.sin_ptr,
+        cos_strides=rotation.cos_strides,
+        sin_strides=rotation.sin_strides,
+        num_positions=rotation.num_positions,
+        norm=Norm(weight_ptr=weight_ptr, eps=eps, offset=offset, D=D) if weight_ptr is not None else None,
+        R=rotation.R,
+        INTERLEAVED=rotation.INTERLEAVED,
     )
 
 
@@ -117,6 +136,32 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT
 
 
 @triton.jit
+def norm_columns(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
+                 LAYOUT: tl.constexpr = None):  # fmt: skip
+    """Memory columns of the first and second members of all pairs, and which pairs exist, (BLOCK_D / 2,) each.
+
+    The order is that of ``load_pairs``. LAYOUT is that of its tiles in Gluon kernels.
+    """
+    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+    if INTERLEAVED:
+        return 2 * pairs, 2 * pairs + 1, pairs < D // 2
+    else:
+        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
+        return columns1, columns2, pairs < D // 2
+
+
+@triton.jit
+def pair_norm_weights(norm, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
+                      LAYOUT: tl.constexpr = None):  # fmt: skip
+    """``load_norm_weights`` of the ``norm_columns``, (1, BLOCK_D / 2) each."""
+    columns1, columns2, is_pair = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D, LAYOUT)
+    exists = None
+    if norm.D != BLOCK_D:
+        exists = is_pair
+    return load_norm_weights(norm, columns1, exists)[None, :], load_norm_weights(norm, columns2, exists)[None, :]
+
+
+@triton.jit
 def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.constexpr = None,
                TILE_LAYOUT: tl.constexpr = None):  # fmt: skip
     """First and second members of every pair of the rows ``offs``, as float32 tiles (len(offs), BLOCK_D / 2).
@@ -148,6 +193,20 @@ def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.c
 
 
 @triton.jit
+def load_normed_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.constexpr = None,
+                      TILE_LAYOUT: tl.constexpr = None):  # fmt: skip
+    """``load_pairs``, normed where ``rotation`` has a norm; rows that do not exist stay zero."""
+    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
+    norm = rotation.norm
+    if norm is not None:
+        weight1, weight2 = pair_norm_weights(
+            norm, rotation.R, rotation.INTERLEAVED, rows.format.BLOCK_D, PAIR_LAYOUT
+        )  # fmt: skip
+        first, second = norm_pairs(first, second, weight1, weight2, norm)
+    return first, second
+
+
+@triton.jit
 def store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT: tl.constexpr = None,
                 TILE_LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
     """Write pairs back to their columns in memory; inverse of ``load_pairs``, rounding once.
@@ -176,11 +235,12 @@ def store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT: tl.constexpr =
 @triton.jit
 def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True,
                  PAIR_LAYOUT: tl.constexpr = None, TILE_LAYOUT: tl.constexpr = None):  # fmt: skip
-    """Rows ``offs`` of q or k, rotated in float32, times ``sign``, rounded once to their dtype, in pair order.
+    """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to their dtype, in pair
+    order.
 
     Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in ``load_pairs``.
     """
-    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
+    first, second = load_normed_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
     cos, sin = load_angles(
         rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT
     )
@@ -234,7 +294,8 @@ def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0):
 
 @triton.jit
 def store_unrotated(rows, gradient, offs, rotation, position_offset):
-    """Rotate a float32 gradient in pair order back to the unrotated frame and write it: transpose of ``load_rotated``.
+    """Rotate a float32 gradient in pair order back to the unrotated frame and write it: transpose of ``load_rotated``,
+    without its norm.
 
     gradient (len(offs), BLOCK_D), rounded once to the memory's dtype; row i has position ``position_offset + i``.
     """

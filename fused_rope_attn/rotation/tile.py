@@ -152,6 +152,7 @@ def second_columns(rotation):
         cos_strides=rotation.cos_strides,
         sin_strides=rotation.sin_strides,
         num_positions=rotation.num_positions,
+        norm=rotation.norm,
         R=rotation.R,
         INTERLEAVED=rotation.INTERLEAVED,
     )

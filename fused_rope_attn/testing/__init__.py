@@ -1,6 +1,6 @@
 """Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share."""
 
-from fused_rope_attn.testing.cases import LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of
+from fused_rope_attn.testing.cases import LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
 from fused_rope_attn.testing.poison import poison_empty
 from fused_rope_attn.testing.rotation import RotationResults, run_rotation_reference
 from fused_rope_attn.testing.rounding import RandomRounding
@@ -21,6 +21,7 @@ __all__ = [
     "make_inputs",
     "masks_of",
     "noise_of_zero",
+    "norms_of",
     "poison_empty",
     "run_op",
     "run_reference",

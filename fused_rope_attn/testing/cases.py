@@ -39,6 +39,9 @@ class Case:
     kv_starts: tuple[int, ...] | None = None  # one for each batch entry, like kv_lens
     kv_lens: tuple[int, ...] | None = None
     sinks_dtype: torch.dtype = torch.float32
+    norms: float | None = None  # norm_offset of a norm over the heads of q and k; None: no norm
+    norm_eps: float = 1e-6
+    norm_dtype: torch.dtype = torch.float32
     seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
 
     @property
@@ -83,6 +86,12 @@ class Case:
         for name in ("kv_starts", "kv_lens"):
             if (bounds := getattr(self, name)) is not None:
                 words.append(f"{name}={','.join(map(str, bounds))}")
+        if self.norms is not None:
+            words.append(
+                f"norms={self.norms:g}" if self.norm_eps == 1e-6 else f"norms={self.norms:g},{self.norm_eps:g}"
+            )
+            if self.norm_dtype != torch.float32:
+                words.append(f"{_SHORT[self.norm_dtype]}-norms")
         if self.seqlens is not None:
             words.append("packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens))
         if self.seed:
@@ -109,6 +118,17 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
         "kv_starts": bounds(case.kv_starts),
         "kv_lens": bounds(case.kv_lens),
     }
+
+
+def norms_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The norms of a case as keyword arguments of ``rope_attention``; weights (D,) around 1, offset included."""
+    if case.norms is None:
+        return {}
+    # Always as many, and on the CPU, as for sinks.
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    weights = 1.0 + 0.25 * torch.randn((2, 256), generator=generator)[:, : case.head_dim] - case.norms
+    q_norm, k_norm = weights.to(device, case.norm_dtype).unbind(0)
+    return {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": case.norm_eps, "norm_offset": case.norms}
 
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}

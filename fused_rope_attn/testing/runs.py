@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing.cases import Case, Inputs, masks_of
+from fused_rope_attn.testing.cases import Case, Inputs, masks_of, norms_of
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
 BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -24,9 +24,12 @@ class _Results(NamedTuple):
 
 
 class Results(_Results):
-    """Outputs and gradients; the gradients are None where they were not asked for, that of the sinks without sinks."""
+    """Outputs and gradients; the gradients are None where they were not asked for, those of sinks and of the norms'
+    weights also where the case has none."""
 
     dsinks: Tensor | None = None
+    dq_norm: Tensor | None = None
+    dk_norm: Tensor | None = None
 
 
 def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:
@@ -51,6 +54,8 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     lse = torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
     masks = masks_of(case, q.device)
     dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
+    weights = _weights(case, q.device, lse_dtype)
+    dweights = [torch.zeros_like(weight) for weight in weights]
 
     group = case.heads_q // case.heads_kv
     head_bytes = max(1, group * case.len_q * case.len_k * (8 if wide else 4))
@@ -66,14 +71,24 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
             part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
             if case.sinks:
                 part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
-            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], dsinks_part = _reference_heads(
-                q_block, k_block, v_block, do_block, cos[table], sin[table], case, rows, **part
+            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], dsinks_part, *dweights_part = _reference_heads(
+                q_block, k_block, v_block, do_block, cos[table], sin[table], case, rows, weights, **part
             )
+            for whole, of_part in zip(dweights, dweights_part):
+                whole += of_part
             if dsinks_part is not None:
                 dsinks[qs[1]] += dsinks_part
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
+    if weights:
+        results.dq_norm, results.dk_norm = (x if wide else x.to(case.norm_dtype) for x in dweights)
     return results
+
+
+def _weights(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """The weights of the case's norms, of q and of k, none where it has no norms, in ``dtype``."""
+    given = norms_of(case, device)
+    return [given[name].to(dtype) for name in ("q_norm", "k_norm")] if given else []
 
 
 def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Results:
@@ -84,6 +99,7 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
     dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
     lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
     dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
+    dweights = [torch.zeros_like(weight) for weight in _weights(case, q.device, lse_dtype)]
     first_q = first_k = 0
     for len_q, len_k in seqlens:
         if len_q == len_k == 0:  # there may be thousands
@@ -98,9 +114,13 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
             whole[:, :, rows] = cast(Tensor, x)
         if part.dsinks is not None:
             dsinks += part.dsinks
+        for whole_weight, of_part in zip(dweights, (part.dq_norm, part.dk_norm)):
+            whole_weight += cast(Tensor, of_part)
         first_q, first_k = first_q + len_q, first_k + len_k
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
+    if dweights:
+        results.dq_norm, results.dk_norm = (x if dtype == torch.float64 else x.to(case.norm_dtype) for x in dweights)
     return results
 
 
@@ -113,10 +133,12 @@ def _reference_heads(
     sin: Tensor,
     case: Case,
     rows: int,
+    weights: list[Tensor],
     sinks: Tensor | None = None,
     **bounds: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """`reference.attention` and its gradients for a few heads, `rows` queries at a time."""
+) -> tuple[Any, ...]:
+    """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, dq, dk, dv, dsinks or
+    None, and where there are ``weights`` of norms, in the dtype of sums, theirs."""
     with torch.enable_grad():
         q, k = q.requires_grad_(), k.requires_grad_()
         position, low, high = reference.visible_range(
@@ -125,10 +147,15 @@ def _reference_heads(
         absent = reference.absent_keys(case.len_k, position, window=case.window, **bounds)
         if absent is not None:
             k, v = (x.detach().masked_fill(absent[:, None, :, None], 0).requires_grad_() for x in (k, v))
-        q_rot = reference.rotate(q, *reference.query_rows(cos, sin, position), interleaved=case.interleaved)
-        k_rot = reference.rotate(
-            k, cos[:, None, : case.len_k], sin[:, None, : case.len_k], interleaved=case.interleaved
+        weights = [weight.detach().requires_grad_() for weight in weights]
+        q_norm, k_norm = weights or (None, None)
+        options: dict[str, Any] = {
+            "interleaved": case.interleaved, "norm_eps": case.norm_eps, "norm_offset": case.norms,
+        }  # fmt: skip
+        q_rot = reference.norm_rotate(
+            q, q_norm, *reference.query_rows(cos, sin, position), unseeing=low >= high, **options
         )
+        k_rot = reference.norm_rotate(k, k_norm, cos[:, None, : case.len_k], sin[:, None, : case.len_k], **options)
         # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
         leaves = [x.detach().requires_grad_() for x in (q_rot, k_rot, v)]
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -152,8 +179,8 @@ def _reference_heads(
             dq_rot += dq_part
             dk_rot += dk_part
             dv += dv_part
-        dq, dk = torch.autograd.grad((q_rot, k_rot), (q, k), (dq_rot, dk_rot.to(k.dtype)))
-    return o, lse, dq, dk, dv, dsinks
+        dq, dk, *dweights = torch.autograd.grad((q_rot, k_rot), (q, k, *weights), (dq_rot, dk_rot.to(k.dtype)))
+    return o, lse, dq, dk, dv, dsinks, *dweights
 
 
 def run_op(
@@ -169,9 +196,9 @@ def run_op(
     import fused_rope_attn  # here, so that inputs and references need the reference only
 
     q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
-    masks = masks_of(case, q.device)
-    if case.sinks:
-        masks["sinks"].requires_grad_(grads)
+    masks, norms = masks_of(case, q.device), norms_of(case, q.device)
+    weights = {"dsinks": masks["sinks"], "dq_norm": norms.get("q_norm"), "dk_norm": norms.get("k_norm")}
+    weights = {name: weight.requires_grad_(grads) for name, weight in weights.items() if weight is not None}
     options: dict[str, Any] = {
         "softmax_scale": case.softmax_scale,
         "rotary_dim": case.rotary_dim,
@@ -181,6 +208,7 @@ def run_op(
         "backend": backend,
         "strategy": strategy,
         **masks,
+        **norms,
     }
     if case.seqlens is None:
         with warnings.catch_warnings():
@@ -200,8 +228,8 @@ def run_op(
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     if not grads:
         return Results(o, lse)
-    wanted = (q, k, v, masks["sinks"]) if case.sinks else (q, k, v)
-    dq, dk, dv, *dsinks = torch.autograd.grad(o, wanted, inputs.do)
+    dq, dk, dv, *dweights = torch.autograd.grad(o, (q, k, v, *weights.values()), inputs.do)
     results = Results(o.detach(), lse.detach(), dq, dk, dv)
-    results.dsinks = dsinks[0] if dsinks else None
+    for name, gradient in zip(weights, dweights):
+        setattr(results, name, gradient)
     return results

@@ -66,6 +66,10 @@ DIFFERENT = {
     "window": {"window": (4, 0)},
     "sinks": {"sinks": torch.ones(2)},
     "strategy": {"strategy": "inline"},
+    "norms": {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16)},
+    "norms of another dtype": {"q_norm": torch.full((16,), 2.0).half(), "k_norm": torch.ones(16)},
+    "norms with an offset": {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16), "norm_offset": 1.0},
+    "norms with an eps": {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16), "norm_eps": 0.5},
     "lens": {"kv_lens": torch.tensor([7], dtype=torch.int32)},
     "tables": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, rotary_dim=8))},
     "dtype": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, dtype=torch.float32))},
@@ -91,6 +95,9 @@ WRONG = {
     "tables with a gradient": ({"inputs": INPUTS._replace(cos=INPUTS.cos.clone().requires_grad_())}, ValueError, "cos"),
     "another device": ({"inputs": INPUTS._replace(sin=INPUTS.sin.to("meta"))}, ValueError, "sin"),
     "a table too short": ({"inputs": INPUTS._replace(cos=INPUTS.cos[:9], sin=INPUTS.sin[:9])}, ValueError, "cos"),
+    "one norm": ({"q_norm": torch.ones(16)}, ValueError, "k_norm"),
+    "a sparse norm": ({"q_norm": torch.ones(16), "k_norm": torch.ones(16).to_sparse()}, TypeError, "k_norm"),
+    "a bool for eps": ({"norm_eps": True}, TypeError, "norm_eps"),
     "a missing table": ({"inputs": INPUTS._replace(sin=None)}, TypeError, "sin"),
     "a sparse tensor": ({"inputs": INPUTS._replace(v=INPUTS.v.to_sparse())}, TypeError, "v must be a dense"),
 }
@@ -102,6 +109,7 @@ def test_a_wrong_call_is_refused_beside_a_known_one(examined, case):
     options, error, match = WRONG[case]
     call()
     call(window=(1, 0))
+    call(q_norm=torch.ones(16), k_norm=torch.ones(16))
     for _ in range(2):
         with pytest.raises(error, match=match):
             call(**options)

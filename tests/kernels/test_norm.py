@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.norm import Norm, norm_pairs, pair_norm_weights, unnorm_pairs
-from fused_rope_attn.kernels.rotation import head_rotation, load_pairs, store_pairs
+from fused_rope_attn.kernels.norm import Norm, norm_pairs, unnorm_pairs
+from fused_rope_attn.kernels.rotation import head_rotation, load_pairs, pair_norm_weights, store_pairs
 from fused_rope_attn.kernels.tiles import RowFormat, Rows
 from fused_rope_attn.rotation import reference
 from fused_rope_attn.runtime.device import is_interpreted

@@ -8,12 +8,14 @@ from fused_rope_attn.testing import Results, compare, make_inputs, run_op, run_r
 
 
 def assert_matches_float64(case, inputs, out, label=""):
-    """Every output and gradient in ``out`` (``Results``) is within the tolerance of float64. The gradient of the sinks
-    has no rows of its own, so that it counts as one row; it is compared where ``out`` has it."""
+    """Every output and gradient in ``out`` (``Results``) is within the tolerance of float64. The gradients of
+    sinks and of norms' weights have no rows of their own, so that each counts as one row; they are compared where
+    ``out`` has them."""
     ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
     tensors = [(name, *(getattr(x, name) for x in (out, ref64, eager))) for name in Results._fields]
-    if case.sinks and getattr(out, "dsinks", None) is not None:
-        tensors.append(("dsinks", *(x.dsinks[None] for x in (out, ref64, eager))))
+    for name in ("dsinks", "dq_norm", "dk_norm"):
+        if getattr(out, name, None) is not None:
+            tensors.append((name, *(getattr(x, name)[None] for x in (out, ref64, eager))))
     for name, actual, exact, rounded in tensors:
         result = compare(name, actual, exact, rounded, grad=name[0] == "d", dtype=case.dtype)
         assert result.ok, f"{case.name}{label}: {result}"
@@ -28,6 +30,7 @@ def run_and_compare(case, inputs=None, *, strategy):
     for name in Results._fields:
         assert getattr(out, name).dtype == (torch.float32 if name == "lse" else case.dtype), name
     assert not case.sinks or out.dsinks is not None
+    assert case.norms is None or out.dq_norm.dtype == out.dk_norm.dtype == case.norm_dtype
     assert_matches_float64(case, inputs, out, f" [{strategy}]")
     return out
 

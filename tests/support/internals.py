@@ -11,7 +11,7 @@ from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step
 from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.launch import PreparedCalls
-from fused_rope_attn.testing import Results, masks_of
+from fused_rope_attn.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
 # The generation step with a choice of the backend, which is not public.
@@ -28,10 +28,13 @@ def described(inputs, case, *, strategy="auto", backend="triton"):
         ends = torch.tensor(((0, 0), *case.seqlens)).cumsum(0).int().to(device)
         ends = tuple(x.contiguous() for x in ends.unbind(1))
         longest = max((max(pair) for pair in case.seqlens), default=0)
-    tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends)
+    norms = norms_of(case, device)
+    weights = norms.get("q_norm"), norms.get("k_norm")
+    tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends, *weights)
     problem = describe(
         tensors, causal=case.causal, softmax_scale=case.scale, rotary_dim=case.rotary, interleaved=case.interleaved,
-        window=case.window, softcap=case.softcap, max_seqlen=longest, strategy=strategy, backend=backend,
+        window=case.window, softcap=case.softcap, max_seqlen=longest, norm_eps=norms.get("norm_eps"),
+        norm_offset=norms.get("norm_offset"), strategy=strategy, backend=backend,
     )  # fmt: skip
     return problem, tensors
 
@@ -53,11 +56,13 @@ ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
 def run_operators(inputs, case, *, forward, backward, **options):
     """``Results`` of the two operators, called one after the other with a backend each."""
     o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
-    dq, dk, dv, dsinks = OPERATORS.attention_backward(
+    dq, dk, dv, dsinks, dq_norm, dk_norm = OPERATORS.attention_backward(
         inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward, **options)
     )
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
+    if case.norms is not None:
+        results.dq_norm, results.dk_norm = dq_norm, dk_norm
     return results
 
 

@@ -11,6 +11,7 @@ from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
+from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -134,6 +135,10 @@ class BackwardCall:
             IN_PANELS=self.wide,
         )
 
+        self.norms = None
+        if problem.has_norms:
+            self.norms = NormGradients(problem, given, shared, self.strides, is_rotated, config.pdl)
+
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
         """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
         layout = gl.NVMMASharedLayout.get_default_for
@@ -149,7 +154,7 @@ class BackwardCall:
             self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
     def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
+        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
         # Strides are at hand everywhere: an allocation that has to find them takes the host twice as long.
         dtype, where = v.dtype, v.device
         dq_strides, dk_strides, dv_strides = self.strides
@@ -157,7 +162,8 @@ class BackwardCall:
         dk = torch.empty_strided(k.shape, dk_strides, dtype=dtype, device=where)
         dv = torch.empty_strided(v.shape, dv_strides, dtype=dtype, device=where)
         if self.empty:
-            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None if sinks is None else torch.zeros_like(sinks))
+            weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
         if self.copy_do:
             do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
         stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
@@ -173,8 +179,8 @@ class BackwardCall:
         stream = device.current_stream(where)
         self.preprocess(
             stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=cleared, progress_ptr=progress,
-            q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, lens_ptr=lens,
-            cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+            q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
+            k_norm_ptr=k_norm, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
         self.main(
             stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
@@ -191,7 +197,9 @@ class BackwardCall:
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
-        return Gradients(dq, dk, dv, None if parts is None else parts.sum(0).to(sinks.dtype))
+        dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
+        of_norms = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk)
+        return Gradients(dq, dk, dv, dsinks, *of_norms)
 
 
 prepared = PreparedCalls(BackwardCall)

@@ -95,10 +95,11 @@ class ForwardCall:
             return Outputs(o, lse)
         stream = device.current_stream(q.device)
         counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
+        q_norm = tensors.q_norm
         q_rot = q_desc = q_rot_desc = None
         if self.rotate_queries is not None:
             q_rot = self.rotate_queries(stream, tensors)
-            q, q_desc = None, self.q_source(q_rot)
+            q, q_norm, q_desc = None, None, self.q_source(q_rot)
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
@@ -106,8 +107,8 @@ class ForwardCall:
         self.launch(
             stream, q_ptr=q, q_desc=q_desc, q_rot_desc=q_rot_desc, k_desc=self.k_source(k),
             v_desc=self.v_source(tensors.v), o_desc=self.o_source(o), o_ptr=o if self.packed else None,
-            cos_ptr=tensors.cos, sin_ptr=tensors.sin, lse_ptr=lse, counter_ptr=counter, sinks_ptr=tensors.sinks,
-            starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens,
+            cos_ptr=tensors.cos, sin_ptr=tensors.sin, q_norm_ptr=q_norm, lse_ptr=lse, counter_ptr=counter,
+            sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens,
         )  # fmt: skip
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
 

@@ -29,10 +29,10 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 @jit(do_not_specialize=[
     "num_tiles", "num_heads", "heads_per_section", "HQ", "GROUP_SIZE", "NQ", "NK", "tiles_per_head", "left", "right",
 ])  # fmt: skip
-def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, lse_ptr, counter_ptr,
-                   sinks_ptr, starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign,
-                   cap_scale, left, right, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
-                   tiles_per_head,
+def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
+                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides,
+                   qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_tiles, num_heads,
+                   heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
@@ -41,15 +41,16 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
     k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
-    either as they are, at q_ptr with q_strides and tables, to be rotated here, or rotated, as q_desc; of both ways the
+    either as they are, at q_ptr with q_strides, tables and perhaps the weights q_norm (D,), to be rotated here, or
+    rotated, as q_desc; of both ways the
     other's arguments are None. q_rot_desc, in blocks of ROWS rows: where those that are rotated here are saved, which
     the backward pass reads; else None. o_desc as ``Output`` says. lse (B, HQ, NQ) float32. counter_ptr: int32, which is
     zero when the pre-pass has finished. Strides are in elements, (B, H, N, D) for tensors and (batch, row, pair) for
     tables.
 
-    What a call does not use is None, and costs nothing: sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to
-    right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its descriptor, and
-    ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
+    What a call does not use is None, and costs nothing: q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32,
+    cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its
+    descriptor, and ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
 
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``. The REGISTERS are those of a thread of
     each kind of warps; Q_LAYOUT is the shared memory's of queries that are rotated here.
@@ -115,8 +116,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     if ROTATES_QUERIES:
         source = QuerySource(
             ptr=q_ptr, strides=q_strides, cos_ptr=cos_ptr, sin_ptr=sin_ptr, cos_strides=cos_strides,
-            sin_strides=sin_strides, sign=q_sign, saved_desc=q_rot_desc, D=D, R=R, INTERLEAVED=INTERLEAVED,
-            USE_INT64_OFFSETS=USE_INT64_OFFSETS,
+            sin_strides=sin_strides, norm_ptr=q_norm_ptr, norm_eps=norm_eps, norm_offset=norm_offset, sign=q_sign,
+            saved_desc=q_rot_desc, D=D, R=R, INTERLEAVED=INTERLEAVED, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
         )  # fmt: skip
         gl.warp_specialize([
             (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),

@@ -4,7 +4,7 @@ from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, rotated_row, tile_bounds
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, load_rotated
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, with_norm
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, rows_from
 from fused_rope_attn.runtime.triton_compat import (
     barrier,
@@ -84,7 +84,7 @@ class QueryBuffers:
 
 @record
 class QuerySource:
-    """The queries as they lie in memory, (B, HQ, NQ, D), and how they are rotated."""
+    """The queries as they lie in memory, (B, HQ, NQ, D), and how they are normed and rotated."""
 
     ptr: gl.tensor
     strides: gl.tuple
@@ -92,6 +92,9 @@ class QuerySource:
     sin_ptr: gl.tensor
     cos_strides: gl.tuple  # (batch, row, pair)
     sin_strides: gl.tuple
+    norm_ptr: gl.tensor | None  # weights (D,), or None for no norm, like eps and offset
+    norm_eps: gl.tensor | None
+    norm_offset: gl.tensor | None
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
     saved_desc: gl.tensor | None  # where the rotated queries are kept for a backward pass, in blocks of ROWS rows
     D: gl.constexpr
@@ -117,6 +120,7 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             source.cos_ptr, source.sin_ptr, source.cos_strides, source.sin_strides, tile.batch.to(gl.int64),
             tile_bounds(tile, NK).num_keys, source.R, source.INTERLEAVED,
         )  # fmt: skip
+        rotation = with_norm(rotation, source.norm_ptr, source.norm_eps, source.norm_offset, source.D)
         strides = source.strides
         head = Rows(
             ptr=source.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1],

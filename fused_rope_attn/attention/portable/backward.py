@@ -7,6 +7,7 @@ import triton
 
 from fused_rope_attn.attention.arguments import gradient_strides, shared_arguments
 from fused_rope_attn.attention.configs import BackwardConfig
+from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
@@ -17,7 +18,7 @@ from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long
 
 
 class BackwardCall:
-    """The launches of one backward signature: pre-process, dkdv, dq; each None where it has nothing to do.
+    """The launches of one backward signature: pre-process, dkdv, dq, norms; each None where it has nothing to do.
 
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
     """
@@ -28,7 +29,7 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
-        self.preprocess = self.dkdv = self.dq = self.dsinks_shape = None
+        self.preprocess = self.dkdv = self.dq = self.norms = self.dsinks_shape = None
         self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
@@ -106,6 +107,9 @@ class BackwardCall:
                 BLOCK_N=tile.block_n,
             )
 
+        if problem.has_norms:
+            self.norms = NormGradients(problem, given, shared, self.strides, is_rotated, pdl)
+
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the rotated q and k; q and k themselves where they are rotated inline, or have been before."""
         if self.takes_given:
@@ -113,7 +117,7 @@ class BackwardCall:
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
     def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k = tensors
+        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
         dq, dk, dv = (
             torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             for x, strides in zip((o, k, v), self.strides)
@@ -124,26 +128,29 @@ class BackwardCall:
         if self.preprocess is not None:
             self.preprocess(
                 stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=None, progress_ptr=None,
-                q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, lens_ptr=lens,
-                cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+                q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
+                k_norm_ptr=k_norm, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
         if self.dkdv is not None:
             self.dkdv(
                 stream, q_ptr=self.q_source(q_rot), k_ptr=k_rot, v_ptr=v, do_ptr=self.do_source(do), stats_ptr=stats,
-                cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q,
-                cu_k_ptr=cu_k,
+                cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm, k_norm_ptr=k_norm, dk_ptr=dk, dv_ptr=dv,
+                starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
         # Tiles behind the end of a packed sequence write nothing.
         parts = None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
         if self.dq is not None:
             self.dq(
                 stream, q_ptr=q_rot, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), do_ptr=do, stats_ptr=stats,
-                cos_ptr=cos, sin_ptr=sin, dq_ptr=dq, dsinks_ptr=parts, sinks_ptr=sinks, starts_ptr=starts,
-                lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+                cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm, k_norm_ptr=k_norm, dq_ptr=dq, dsinks_ptr=parts,
+                sinks_ptr=sinks, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
-        if sinks is None:
-            return Gradients(dq, dk, dv)
-        return Gradients(dq, dk, dv, torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype))
+        dsinks = dq_norm = dk_norm = None
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype)
+        if self.norms is not None:
+            dq_norm, dk_norm = self.norms(stream, tensors, dq, dk)
+        return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 
 
 prepared = PreparedCalls(BackwardCall)

@@ -2,7 +2,8 @@
 
 With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2):
 dV = P^T dO;  dS = P * (dO V^T - delta);  dQ_rot = scale * dS K_rot;  dK_rot = scale * dS^T Q_rot,
-and dQ, dK follow by the transposed rotation, once per block.
+and dQ, dK follow by the transposed rotation, once per block. Where q and k were normed before they were rotated, these
+are the gradients of the normed ones; ``norm_gradient_kernel`` does the rest.
 
 Both kernels begin with the lines that the forward kernel begins with: only the kernel itself can bundle its flat
 parameters into records.
@@ -15,7 +16,7 @@ from fused_rope_attn.attention.portable.keys import keys_of_head
 from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
 from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient, score_product
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import Rotation, head_rotation, load_rotated_tile, store_unrotated
+from fused_rope_attn.kernels.rotation import Rotation, head_rotation, load_rotated_tile, store_unrotated, with_norm
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import (
     MaskArguments,
@@ -102,10 +103,10 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
 
 @triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
                                "num_sequences", "left", "right"])  # fmt: skip
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr, dv_ptr, starts_ptr, lens_ptr,
-                cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, cos_strides,
-                sin_strides, qk_scale, q_sign, cap_scale, left, right, num_heads, HKV, GROUP_SIZE, NQ, NK,
-                num_sequences, heads_per_section,
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dk_ptr, dv_ptr,
+                starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides,
+                dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right,
+                num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
                 D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
                 READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
@@ -113,7 +114,8 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
     Grid: (``count_tiles`` of the keys * B * HKV). stats (2, B, HQ, NQ) float32: lse and delta, as ``preprocess_kernel``
-    leaves them. Without ROTATE_INLINE q and k lie rotated in memory, in pair order, and q_sign is in q.
+    leaves them. Without ROTATE_INLINE q and k lie normed and rotated in memory, in pair order, and q_sign is in q; with
+    it q_norm and k_norm (D,) are the weights of their norms, or None.
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
@@ -134,13 +136,14 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
     rotation = head_rotation(
         cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED
     )
-    inline_rotation = rotation if ROTATE_INLINE else None
+    k_rotation = with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D) if ROTATE_INLINE else None
+    q_rotation = with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D) if ROTATE_INLINE else None
     k_tiles = head_tiles(
         k_ptr, k_strides, tile.origin, sequence.num_keys, row_format, READS_LENGTHS, USE_TMA=False
     )  # fmt: skip
     v_rows = head_rows(v_ptr, v_strides, tile.origin, sequence.num_keys, row_format)
     offs = tl.arange(0, BLOCK_N)
-    k = load_rotated_tile(k_tiles, inline_rotation, start_n, offs, 0)
+    k = load_rotated_tile(k_tiles, k_rotation, start_n, offs, 0)
     v = load_tile(rows_from(v_rows, start_n), offs, CHECK_ROWS=True)
     positions_k = start_n + offs
 
@@ -163,7 +166,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dk_ptr
             ),
             lse_ptr=lse_rows,
             delta_ptr=lse_rows + stats_size,
-            rotation=inline_rotation,
+            rotation=q_rotation,
             sign=q_sign,
             q_offset=sequence.q_offset,
             mask=mask,
@@ -216,18 +219,18 @@ def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY
 
 @triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
                                "num_sequences", "left", "right"])  # fmt: skip
-def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, dsinks_ptr, sinks_ptr, starts_ptr,
-              lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, cos_strides,
-              sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK,
-              num_sequences, heads_per_section,
+def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dq_ptr, dsinks_ptr,
+              sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides,
+              dq_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset,
+              left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
               D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr,
               ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
               USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
 
-    Grid: (``count_tiles`` of the queries * B * HQ). stats and ROTATE_INLINE as in ``dkdv_kernel``. With PDL it starts
-    while dkdv_kernel drains: it reads only what the pre-process wrote, which dkdv_kernel waited for.
+    Grid: (``count_tiles`` of the queries * B * HQ). stats, ROTATE_INLINE and the norms as in ``dkdv_kernel``. With
+    PDL it starts while dkdv_kernel drains: it reads only what the pre-process wrote, which dkdv_kernel waited for.
     """
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
@@ -248,10 +251,11 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     rotation = head_rotation(
         cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED
     )
-    inline_rotation = rotation if ROTATE_INLINE else None
+    k_rotation = with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D) if ROTATE_INLINE else None
+    q_rotation = with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D) if ROTATE_INLINE else None
     keys = keys_of_head(
-        sequence, tile.origin.head // GROUP_SIZE, k_ptr, v_ptr, k_strides, v_strides, inline_rotation, row_format,
-        BLOCK_N, USE_TMA,
+        sequence, tile.origin.head // GROUP_SIZE, k_ptr, v_ptr, k_strides, v_strides, k_rotation, row_format, BLOCK_N,
+        USE_TMA,
     )  # fmt: skip
     q_tiles = head_tiles(
         q_ptr, q_strides, tile.origin, tile.num_rows, row_format, READS_LENGTHS, USE_TMA=False, first_row=first_row
@@ -261,7 +265,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, dq_ptr, 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
     positions_q = position_m + offs
-    q = load_rotated_tile(q_tiles, inline_rotation, start_m, offs, sequence.q_offset, q_sign)
+    q = load_rotated_tile(q_tiles, q_rotation, start_m, offs, sequence.q_offset, q_sign)
     do = load_tile(do_rows, offs, CHECK_ROWS=True)
     lse_rows = stats_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row
     exists = offs < tile.num_rows - start_m

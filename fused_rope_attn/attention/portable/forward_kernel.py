@@ -8,7 +8,7 @@ from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, load_rotated_tile
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, load_rotated_tile, with_norm
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
@@ -95,19 +95,20 @@ def save_queries(q, q_rot_ptr, q_rot_strides, tile, start_m, row_format, PAD_TO:
 
 @triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
                                "num_sequences", "left", "right"])  # fmt: skip
-def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr, lens_ptr,
-                   cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides, cos_strides,
-                   sin_strides, qk_scale, q_sign, cap_scale, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK,
-                   num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                   READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
-                   USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
-                   PAD_TO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, sinks_ptr,
+                   starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides,
+                   cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_heads,
+                   HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                   IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
+                   PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+                   PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. What a call does
-    not use is None, and costs nothing: sinks to cu_k, cap_scale to right, num_sequences, and q_rot, in which the
-    rotated queries are saved as ``save_queries`` says. Without ROTATE_INLINE k lies rotated in memory, in pair order.
+    not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to right, num_sequences, and
+    q_rot, in which the rotated queries are saved as ``save_queries`` says. Without ROTATE_INLINE k lies normed and
+    rotated in memory, in pair order.
     """
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
@@ -128,8 +129,10 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, o_ptr, lse_
     q_rows = head_rows(q_ptr, q_strides, tile.origin, tile.num_rows, row_format)
     keys = keys_of_head(
         sequence, tile.origin.head // GROUP_SIZE, k_ptr, v_ptr, k_strides, v_strides,
-        rotation if ROTATE_INLINE else None, row_format, BLOCK_N, USE_TMA,
+        with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D) if ROTATE_INLINE else None, row_format, BLOCK_N,
+        USE_TMA,
     )  # fmt: skip
+    rotation = with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D)
 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset

@@ -1,0 +1,105 @@
+"""Launchers of the gradient of the norms of q and k, and of the weights' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from fused_rope_attn.attention.norm_gradient_kernel import norm_gradient_kernel, weight_gradient_kernel
+from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.runtime.device import is_interpreted
+from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.layouts import block_d, is_long
+
+# Rows by heads that one program takes, of whose weights' gradients it writes one sum.
+ROWS, HEADS = 32, 4
+# Sums by columns that one program adds up at a time.
+_SUMS, _COLUMNS = 1024, 8
+
+
+def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k as the caller gave them, of a backward pass whose q and k may be the rotated ones."""
+    return (tensors.raw_q, tensors.raw_k) if is_rotated else (tensors.q, tensors.k)
+
+
+class WeightGradients:
+    """Gradients of both norms' weights from sums of ``q_blocks`` and ``k_blocks`` blocks of rows, (blocks, D) each."""
+
+    def __init__(self, problem: Problem, q_blocks: int, k_blocks: int, pdl: bool):
+        self.blocks = q_blocks, k_blocks
+        self.shape = (q_blocks + k_blocks, problem.head_dim)
+        block = 16 if is_interpreted() else _SUMS
+        self.launch = Launch(
+            weight_gradient_kernel,
+            2 * triton.cdiv(problem.head_dim, _COLUMNS),
+            {"num_warps": 8, **({"launch_pdl": True} if pdl else {})},
+            q_blocks=q_blocks,
+            k_blocks=k_blocks,
+            D=problem.head_dim,
+            BLOCK=block,
+            COLUMNS=_COLUMNS,
+            PDL=pdl,
+        )
+
+    def room(self, where: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Uninitialised memory for all sums, and the views of q's and of k's."""
+        sums = torch.empty(self.shape, dtype=torch.float32, device=where)
+        return sums, sums[: self.blocks[0]], sums[self.blocks[0] :]
+
+    def __call__(self, stream: int, tensors: Tensors, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
+        self.launch(stream, sums_ptr=sums, dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm)
+        return dq_norm, dk_norm
+
+
+class NormGradients:
+    """dq and dk of normed rows become those of q and k, in place, behind any backward kernels.
+
+    is_rotated as for the backward passes; ``strides`` are those of dq and dk.
+    """
+
+    def __init__(
+        self, problem: Problem, tensors: Tensors, shared: dict[str, Any], strides: tuple, is_rotated: bool, pdl: bool
+    ):
+        q, k = raw(tensors, is_rotated)
+        batch = problem.batch
+        q_blocks, k_blocks = (
+            batch * triton.cdiv(length, ROWS) * triton.cdiv(heads, HEADS)
+            for length, heads in ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
+        )
+        self.is_rotated = is_rotated
+        self.weights = WeightGradients(problem, q_blocks, k_blocks, pdl)
+        self.launch = None
+        if q_blocks + k_blocks:
+            self.launch = Launch(
+                norm_gradient_kernel,
+                q_blocks + k_blocks,
+                {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
+                shared,
+                raw_q_strides=q.stride(),
+                dq_strides=strides[0],
+                raw_k_strides=k.stride(),
+                dk_strides=strides[1],
+                B=batch,
+                HEADS=HEADS,
+                BLOCK_N=ROWS,
+                BLOCK_D=block_d(problem.head_dim),
+                USE_INT64_OFFSETS=is_long(q.stride(), k.stride(), *strides[:2]),
+                PDL=pdl,
+            )
+
+    def __call__(
+        self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of both weights, in their dtypes."""
+        if self.launch is None:
+            return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
+        q, k = raw(tensors, self.is_rotated)
+        sums, q_sums, k_sums = self.weights.room(dq.device)
+        self.launch(
+            stream, q_ptr=q, dq_ptr=dq, k_ptr=k, dk_ptr=dk, q_norm_ptr=tensors.q_norm, k_norm_ptr=tensors.k_norm,
+            q_sums_ptr=q_sums, k_sums_ptr=k_sums,
+        )  # fmt: skip
+        return self.weights(stream, tensors, sums)

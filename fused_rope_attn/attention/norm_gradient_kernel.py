@@ -1,0 +1,128 @@
+"""The gradient of the norms of q and k, behind backward kernels whose dq and dk are gradients of the normed rows.
+
+A row needs the sum of g * n over all its columns (kernels/norm.py) and meets no other row but in the weights' gradient,
+so that one pass over the rows does it, in place: it reads dx and x, of which it takes the statistic anew, and writes dx
+and sums of the weights' gradients. A second launch adds those up.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import load_pairs, norm_columns, pair_norm_weights, store_pairs
+from fused_rope_attn.kernels.schedule import block_of_heads, wait_for_previous_launch
+from fused_rope_attn.kernels.tiles import RowFormat, heads_from, rows_of_head, sequence_heads
+
+
+@record
+class Halves:
+    """Pairs of the columns (i, i + R / 2), as ``load_pairs`` takes them; a norm may pair columns as it likes."""
+
+    R: tl.constexpr
+    INTERLEAVED: tl.constexpr
+
+
+@triton.jit
+def store_weight_sums(ptr, dweight1, dweight2, norm, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Sum the rows of dweight (rows, BLOCK_D / 2), of first and second members of pairs, into ``ptr`` (D,) float32."""
+    BLOCK_D: tl.constexpr = 2 * dweight1.shape[1]
+    columns1, columns2, exists = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D)
+    tl.store(ptr + columns1, tl.sum(dweight1, 0), mask=exists)
+    tl.store(ptr + columns2, tl.sum(dweight2, 0), mask=exists)
+
+
+@triton.jit
+def unnorm_rows(x, dx, norm, sums_ptr, start, first_head, last_head, BLOCK_N: tl.constexpr):
+    """Turn dx of normed rows [start, start + BLOCK_N) of heads [first_head, last_head) into that of x, in place.
+
+    x and dx are ``Heads`` of the same rows. The rows' sum of the weight's gradient goes to ``sums_ptr`` (D,) float32.
+    """
+    D: tl.constexpr = norm.D
+    BLOCK_D: tl.constexpr = x.rows.format.BLOCK_D
+    halves = Halves(R=D, INTERLEAVED=False)
+    weight1, weight2 = pair_norm_weights(norm, D, False, BLOCK_D)
+    offs = tl.arange(0, BLOCK_N)
+    x, dx = heads_from(x, start), heads_from(dx, start)
+    dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
+    dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
+    for head in range(first_head, last_head):
+        first, second = load_pairs(rows_of_head(x, head), offs, halves, CHECK_ROWS=True)
+        dx_rows = rows_of_head(dx, head)
+        dy1, dy2 = load_pairs(dx_rows, offs, halves, CHECK_ROWS=True)
+        dx1, dx2, of_rows1, of_rows2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm)
+        store_pairs(dx_rows, dx1, dx2, offs, halves)
+        dweight1 += of_rows1
+        dweight2 += of_rows2
+    store_weight_sums(sums_ptr, dweight1, dweight2, norm, D, False)
+
+
+@triton.jit
+def unnorm_block(pid, x_ptr, dx_ptr, x_strides, dx_strides, norm, sums_ptr, H, N, HEADS: tl.constexpr,
+                 row_format, BLOCK_N: tl.constexpr):  # fmt: skip
+    """``unnorm_rows`` of block ``pid`` of x and dx (B, H, N, D): BLOCK_N rows of HEADS heads, row ``pid`` of sums."""
+    block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
+    unnorm_rows(
+        sequence_heads(x_ptr, x_strides, batch, 0, N, row_format),
+        sequence_heads(dx_ptr, dx_strides, batch, 0, N, row_format),
+        norm,
+        sums_ptr + tl.cast(pid, tl.int64) * norm.D,
+        block * BLOCK_N,
+        chunk * HEADS,
+        tl.minimum(chunk * HEADS + HEADS, H),
+        BLOCK_N,
+    )
+
+
+@triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])
+def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q_sums_ptr, k_sums_ptr, raw_q_strides,
+                         dq_strides, raw_k_strides, dk_strides, norm_eps, norm_offset, HQ, HKV, NQ, NK, B,
+                         HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                         USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """dq and dk (B, H, N, D) of normed rows become those of q and k, in place. Grid: blocks of q, then blocks of k.
+
+    q and k as they came; q_norm and k_norm (D,) the weights; q_sums and k_sums (blocks, D) float32: each block's part
+    of their gradients. Packed sequences are rows like any others.
+    """
+    wait_for_previous_launch(PDL)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    pid = tl.program_id(0)
+    q_blocks = tl.cdiv(NQ, BLOCK_N) * tl.cdiv(HQ, HEADS) * B
+    if pid < q_blocks:
+        norm = Norm(weight_ptr=q_norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
+        unnorm_block(
+            pid, q_ptr, dq_ptr, raw_q_strides, dq_strides, norm, q_sums_ptr, HQ, NQ, HEADS, row_format, BLOCK_N
+        )
+    else:
+        norm = Norm(weight_ptr=k_norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
+        unnorm_block(
+            pid - q_blocks, k_ptr, dk_ptr, raw_k_strides, dk_strides, norm, k_sums_ptr, HKV, NK, HEADS, row_format,
+            BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_blocks", "k_blocks"])
+def weight_gradient_kernel(sums_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks, k_blocks, D: tl.constexpr,
+                           BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """dq_norm and dk_norm (D,) from sums (q_blocks + k_blocks, D) float32, added in a fixed order.
+
+    Grid: COLUMNS columns of dq_norm each, then of dk_norm.
+    """
+    wait_for_previous_launch(PDL)
+    num_parts: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    pid = tl.program_id(0)
+    columns = (pid % num_parts) * COLUMNS + tl.arange(0, COLUMNS)
+    is_k = pid >= num_parts
+    count = tl.where(is_k, k_blocks, q_blocks)
+    sums_ptr += tl.where(is_k, q_blocks, 0).to(tl.int64) * D
+    total = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    rows = tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        offsets = (start + rows).to(tl.int64)[:, None] * D + columns[None, :]
+        exists = (start + rows < count)[:, None] & (columns < D)[None, :]
+        total += tl.load(sums_ptr + offsets, mask=exists, other=0.0)
+    gradient = tl.sum(total, 0)
+    if is_k:
+        tl.store(dk_norm_ptr + columns, gradient.to(dk_norm_ptr.dtype.element_ty), mask=columns < D)
+    else:
+        tl.store(dq_norm_ptr + columns, gradient.to(dq_norm_ptr.dtype.element_ty), mask=columns < D)

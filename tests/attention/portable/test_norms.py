@@ -1,0 +1,28 @@
+"""The norms of q and k in the portable kernels, in the interpreter, against float64: forward and backward."""
+
+from dataclasses import replace
+
+import pytest
+
+from fused_rope_attn.testing import Case
+from tests.support.attention import packed_case, run_and_compare
+from tests.support.dtypes import F16, F32
+from tests.support.marks import ignore_overflow, interpreted
+
+pytestmark = [interpreted, ignore_overflow]
+
+BASE = Case(1, 4, 2, 20, 20, 16, dtype=F16, norms=0.0)
+CASES = [
+    (BASE, "prepass"),
+    (replace(BASE, dtype=F32, norms=1.0, norm_eps=1e-2, interleaved=True, rotary_dim=6), "inline"),
+    (replace(BASE, head_dim=24, rotary_dim=10, norms=1.0, norm_dtype=F16, causal=False, layout="odd"), "prepass"),
+    (replace(BASE, batch=2, kv_starts=(0, 5), kv_lens=(20, 13), tables="random", dtype=F32), "prepass"),
+    (replace(BASE, window=(4, 0), sinks=True, len_q=7, softmax_scale=-0.3, head_dim=80, dtype=F32), "inline"),
+    (packed_case(BASE, [5, 0, (3, 9)], behind=(2, 1)), "prepass"),
+    (packed_case(replace(BASE, interleaved=True, dtype=F32), [5, 0, (3, 9)], behind=(2, 1)), "inline"),
+]
+
+
+@pytest.mark.parametrize(("case", "strategy"), CASES, ids=[f"{case.name} {strategy}" for case, strategy in CASES])
+def test_against_float64(case, strategy):
+    run_and_compare(case, strategy=strategy)
