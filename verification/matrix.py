@@ -99,6 +99,13 @@ SMALL = (
     _small("kv_starts + causal + per-batch tables", batch=2, kv_starts=(0, 41), table_batch=True),
     _small("window + softcap + GQA", window=(20, 0), softcap=5.0, heads_q=4),
     _small("sinks + window", sinks=True, window=(20, 0)),
+    # norms of q and k
+    _small("norms", norms=0.0),
+    _small("norms, offset 1, interleaved, R 26 of D 40, GQA", norms=1.0, interleaved=True, head_dim=40, rotary_dim=26,
+           heads_q=4),
+    _small("norms of D 256", norms=1.0, head_dim=256, heads_q=1, heads_kv=1, len_q=40, len_k=40),
+    _small("norms + kv_starts + window + sinks", norms=0.0, batch=2, kv_starts=(0, 41), window=(20, 0), sinks=True),
+    _small("norms, packed sequences", norms=0.0, seqlens=((50, 50), (0, 0), (30, 30))),
     _small("packed sequences, an empty one", seqlens=((50, 50), (0, 0), (30, 30))),
     _small("packed, NQ and NK differ, not causal", seqlens=((10, 50), (40, 25)), len_q=50, len_k=75, causal=False),
     _small("packed, a short one behind a long one", seqlens=((50, 50), (7, 7), (23, 23)), heads_q=4),
@@ -142,6 +149,9 @@ LARGE = (
     _large("64 packed sequences of 16 to 4096 tokens", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED))),
     _large("64 packed sequences, window (256, 0)", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED)),
            window=(256, 0)),
+    # norms; without the gradients of their weights, of which only small cases have the reference
+    _large("Llama3-8B-4K with norms", 2, 32, 8, 4096, 128, norms=0.0),
+    _large("2K D 256 GQA with norms", 2, 8, 2, 2048, 256, norms=1.0),
     # 32-bit offsets: across heads, and within one head, whose rows are 16640 elements apart
     _large("q, k, v of 2**31 + 2**24 elements", 129, 256, 256, 512, 128, scale="huge", only=(torch.bfloat16,)),
     _large("128K positions in a packed tensor of 2**31 + 2**25 elements", 1, 4, 2, 131072, 128, scale="huge",

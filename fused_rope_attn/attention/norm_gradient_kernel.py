@@ -58,8 +58,8 @@ def unnorm_rows(x, dx, norm, sums_ptr, start, first_head, last_head, BLOCK_N: tl
 
 
 @triton.jit
-def unnorm_block(pid, x_ptr, dx_ptr, x_strides, dx_strides, norm, sums_ptr, H, N, HEADS: tl.constexpr,
-                 row_format, BLOCK_N: tl.constexpr):  # fmt: skip
+def unnorm_block(pid, x_ptr, dx_ptr, x_strides, dx_strides, norm, sums_ptr, H, N, row_format, HEADS: tl.constexpr,
+                 BLOCK_N: tl.constexpr):  # fmt: skip
     """``unnorm_rows`` of block ``pid`` of x and dx (B, H, N, D): BLOCK_N rows of HEADS heads, row ``pid`` of sums."""
     block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
     unnorm_rows(
@@ -91,12 +91,12 @@ def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q
     if pid < q_blocks:
         norm = Norm(weight_ptr=q_norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
         unnorm_block(
-            pid, q_ptr, dq_ptr, raw_q_strides, dq_strides, norm, q_sums_ptr, HQ, NQ, HEADS, row_format, BLOCK_N
+            pid, q_ptr, dq_ptr, raw_q_strides, dq_strides, norm, q_sums_ptr, HQ, NQ, row_format, HEADS, BLOCK_N
         )
     else:
         norm = Norm(weight_ptr=k_norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
         unnorm_block(
-            pid - q_blocks, k_ptr, dk_ptr, raw_k_strides, dk_strides, norm, k_sums_ptr, HKV, NK, HEADS, row_format,
+            pid - q_blocks, k_ptr, dk_ptr, raw_k_strides, dk_strides, norm, k_sums_ptr, HKV, NK, row_format, HEADS,
             BLOCK_N,
         )  # fmt: skip
 

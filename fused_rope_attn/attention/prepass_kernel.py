@@ -80,11 +80,16 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, counter_ptr, lens_
         if NK is not None:
             _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
-    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED)
     rotate_heads(
         sequence_heads(x_ptr, x_strides, batch, first_row, N, row_format),
         sequence_heads(out_ptr, out_strides, batch, first_row, N, row_format),
-        with_norm(rotation, norm_ptr, norm_eps, norm_offset, D),
+        with_norm(
+            head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+            norm_ptr,
+            norm_eps,
+            norm_offset,
+            D,
+        ),
         start=block * BLOCK_N,
         q_offset=0 if NK is None else NK - N,
         sign=1.0 if sign is None else sign,

@@ -163,11 +163,16 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N, READS_LENGTHS)
         if ROTATE:
             num_rot = rows.num_padded if PAD_TO else rows.num_rows
-            rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED)
             rotate_heads(
                 sequence_heads(q_ptr, q_strides, batch, rows.first_row, rows.num_rows, row_format),
                 sequence_heads(q_rot_ptr, q_rot_strides, batch, rows.first_padded, num_rot, row_format),
-                with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D),
+                with_norm(
+                    head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+                    q_norm_ptr,
+                    norm_eps,
+                    norm_offset,
+                    D,
+                ),
                 start,
                 len_k - rows.num_rows,
                 q_sign,
@@ -185,11 +190,16 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             first_k = 0
             if cu_k_ptr is not None:
                 _, first_k, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
-            rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED)
             rotate_heads(
                 sequence_heads(k_ptr, k_strides, batch, first_k, len_k, row_format),
                 sequence_heads(k_rot_ptr, k_rot_strides, batch, first_k, len_k, row_format),
-                with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D),
+                with_norm(
+                    head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
+                    k_norm_ptr,
+                    norm_eps,
+                    norm_offset,
+                    D,
+                ),
                 block * BLOCK_N,
                 0,
                 1.0,

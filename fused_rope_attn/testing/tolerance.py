@@ -138,12 +138,18 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
     The noise is that of two sums over D products, and the tensor cores cut off a little at every step, so that it grows
     with D. dk and dv add it up over the heads of a group, with random signs; dq and dk carry it through rotated vectors
     and back through the rotation, which lengthens them twice where a table is not of unit norm, and are multiples of
-    the softmax scale, which is D ** -0.5 by default.
+    the softmax scale, which is D ** -0.5 by default. A norm divides them by the rms of short rows, about one half, and
+    its weights' gradients add them up over all rows.
     """
     factor = max(1.0, case.head_dim / 128)
-    if name in ("dk", "dv"):
+    if name in ("dk", "dv", "dk_norm"):
         factor *= (case.heads_q / case.heads_kv) ** 0.5
-    if name in ("dq", "dk") and inputs.cos.numel():
+    if name in ("dq_norm", "dk_norm"):
+        heads, length = (case.heads_q, case.len_q) if name == "dq_norm" else (case.heads_kv, case.len_k)
+        factor *= max(1, case.batch * heads * length) ** 0.5
+    elif case.norms is not None and name in ("dq", "dk"):
+        factor *= 2.0
+    if name in ("dq", "dk", "dq_norm", "dk_norm") and inputs.cos.numel():
         norms = inputs.cos.float().square() + inputs.sin.float().square()
         factor *= max(1.0, float(norms.mean()))
         if case.softmax_scale is not None:

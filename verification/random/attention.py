@@ -41,7 +41,8 @@ from verification.random.shapes import (
     is_affordable,
 )
 
-GRADIENTS = ("q", "k", "v", "sinks")
+GRADIENTS = ("q", "k", "v", "sinks", "q_norm", "k_norm")
+NO_NORMS = {"q_norm": None, "k_norm": None, "norm_eps": 1e-6, "norm_offset": 0.0}
 Variant = tuple[str, str]  # backend, strategy
 
 
@@ -90,10 +91,10 @@ class AttentionCall:
         return " ".join(words + [name for name, flag in flags.items() if flag])
 
     def make(self, machine: Machine) -> tuple[testing.Inputs, dict[str, Any]]:
-        """The inputs as they lie in memory, all (B, H, N, D), and the masks."""
+        """The inputs as they lie in memory, all (B, H, N, D), and the masks and norms."""
         case, layouts = self.case, dict(self.setting.layouts)
         inputs = testing.make_inputs(replace(case, layout="bhnd"), machine.device)
-        masks = testing.masks_of(case, machine.device)
+        masks = testing.masks_of(case, machine.device) | (testing.norms_of(case, machine.device) or NO_NORMS)
         tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "do")}
         if self.poison:
             for name, rows in self._unseen(machine.device).items():
@@ -202,7 +203,8 @@ class AttentionCall:
                 if name == "lse":
                     right = (eager[name].shape, torch.float32, False)
                 else:
-                    right = (eager[name].shape, case.sinks_dtype if name == "dsinks" else case.dtype, False)
+                    dtypes = {"dsinks": case.sinks_dtype, "dq_norm": case.norm_dtype, "dk_norm": case.norm_dtype}
+                    right = (eager[name].shape, dtypes.get(name, case.dtype), False)
                 yield Finding.that(label, f"form of {name}", (x.shape, x.dtype, x.requires_grad) == right,
                                    f"{tuple(x.shape)}, {x.dtype}, requires_grad {x.requires_grad}")  # fmt: skip
                 if x.shape != eager[name].shape:
@@ -220,7 +222,7 @@ class AttentionCall:
                 yield Finding.that(label, "rerun", not differ, f"{', '.join(differ)} differ in the second run")
 
     def _results(self, function: Callable[..., Any], arguments: dict[str, Any], do: Tensor) -> dict[str, Tensor]:
-        """o, lse where asked for, and the wanted gradients: (B, H, N, D), and (1, HQ) of the sinks."""
+        """o, lse where asked for, and the wanted gradients: (B, H, N, D), and as one row those of sinks and norms."""
         leaves = {name: arguments[name].detach().requires_grad_() for name in self.wanted}
         returned = function(**(arguments | leaves))
         o, *lse = returned if self.return_lse else (returned,)
@@ -232,10 +234,7 @@ class AttentionCall:
         results = {"o": self._back(o.detach())}
         if lse:
             results["lse"] = lse[0] if self.case.seqlens is None else lse[0][None]
-        results |= {f"d{name}": self._back(x) for name, x in found.items() if name != "sinks"}
-        if "sinks" in found:
-            results["dsinks"] = found["sinks"][None]
-        return results
+        return results | {f"d{name}": x[None] if x.ndim == 1 else self._back(x) for name, x in found.items()}
 
     def _back(self, x: Tensor) -> Tensor:
         """Inverse of ``_as_passed``."""
@@ -246,9 +245,8 @@ class AttentionCall:
 
 def _by_name(results: testing.Results) -> dict[str, Tensor]:
     found = {name: x for name, x in zip(results._fields, results) if x is not None}
-    if results.dsinks is not None:
-        found["dsinks"] = results.dsinks[None]
-    return found
+    weights = {name: getattr(results, name) for name in ("dsinks", "dq_norm", "dk_norm")}
+    return found | {name: x[None] for name, x in weights.items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -260,6 +258,7 @@ class Attention:
     def draw_setting(self, rng: random.Random, machine: Machine) -> Setting:
         dtype = DTYPES[rng.choice(machine.dtypes)]
         head_dim = draw_head_dim(rng, machine)
+        norms = chance(rng, 0.35)
         masks = not chance(rng, 0.3)  # the plain call is what most models make
         starts, lens = (masks and not self.packed and chance(rng, 0.3) for _ in range(2))
         case = testing.Case(
@@ -269,6 +268,7 @@ class Attention:
             table_batch=not self.packed and chance(rng, 0.2), full_width=chance(rng, 0.35),
             softcap=rng.choice([2.0, 15.0, 50.0]) if masks and chance(rng, 0.25) else 0.0,
             sinks=masks and chance(rng, 0.3), sinks_dtype=dtype if chance(rng, 0.3) else torch.float32,
+            norms=0.0 if norms else None, norm_dtype=dtype if norms and chance(rng, 0.4) else torch.float32,
         )  # fmt: skip
         variants = _draw_variants(rng, machine)
         layouts = {name: draw_layout(rng, gradient=name == "do") for name in ("q", "k", "v", "do")}
@@ -299,7 +299,12 @@ class Attention:
             extra_rows=pick(rng, {0: 4, 1: 1, rng.randint(0, 40): 1}),
             seed=rng.randint(1, 10**6),
         )
-        names = [name for name in GRADIENTS if name != "sinks" or case.sinks]
+        if case.norms is not None:
+            case = replace(
+                case, norms=pick(rng, {0.0: 3, 1.0: 3, 0.5: 1}), norm_eps=pick(rng, {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1})
+            )  # fmt: skip
+        has = {"sinks": case.sinks, "q_norm": case.norms is not None, "k_norm": case.norms is not None}
+        names = [name for name in GRADIENTS if has.get(name, True)]
         wanted = tuple(names) if chance(rng, 0.7) else tuple(name for name in names if chance(rng, 0.5))
         ambiguous = case.full_width and 2 * case.rotary <= case.head_dim
         return AttentionCall(

@@ -11,7 +11,7 @@ from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
-from fused_rope_attn.attention.norm_gradient import NormGradients
+from fused_rope_attn.attention.norm_gradient import WeightGradients, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -123,21 +123,28 @@ class BackwardCall:
         row_blocks = batch * tile_count(len_q, sequences, block)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
+        query_programs, key_programs = row_blocks * triton.cdiv(heads_q, chunk), 0
+        self.weights = None
+        raw_strides: tuple = (None, None)
+        if problem.has_norms:
+            key_programs = batch * triton.cdiv(len_k, block) * triton.cdiv(problem.heads_kv, chunk)
+            self.weights = WeightGradients(problem, query_programs, key_programs, config.pdl)
+            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
+            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
         self.postprocess = Launch(
             postprocess_kernel,
-            row_blocks * triton.cdiv(heads_q, chunk),
+            query_programs + key_programs,
             {"num_warps": 4, **pdl},
             shared,
             dq_strides=dq_strides,
+            raw_q_strides=raw_strides[0],
+            raw_k_strides=raw_strides[1],
+            dk_strides=dk_strides if problem.has_norms else None,
             key_blocks=triton.cdiv(len_k, block_n),
             HEADS=chunk,
             BLOCK_N=block,
             IN_PANELS=self.wide,
         )
-
-        self.norms = None
-        if problem.has_norms:
-            self.norms = NormGradients(problem, given, shared, self.strides, is_rotated, config.pdl)
 
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
         """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
@@ -192,14 +199,20 @@ class BackwardCall:
         parts = None
         if sinks is not None:
             parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
+        raw_q = raw_k = q_sums = k_sums = dq_norm = dk_norm = None
+        if self.weights is not None:
+            raw_q, raw_k = raw(tensors, self.is_rotated)
+            sums, q_sums, k_sums = self.weights.room(where)
         self.postprocess(
             stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
-            cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+            cu_q_ptr=cu_q, cu_k_ptr=cu_k, q_norm_ptr=q_norm, k_norm_ptr=k_norm, raw_q_ptr=raw_q, raw_k_ptr=raw_k,
+            dk_ptr=None if raw_k is None else dk, q_sums_ptr=q_sums, k_sums_ptr=k_sums,
         )  # fmt: skip
+        if self.weights is not None:
+            dq_norm, dk_norm = self.weights(stream, tensors, sums)
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
-        of_norms = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk)
-        return Gradients(dq, dk, dv, dsinks, *of_norms)
+        return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 
 
 prepared = PreparedCalls(BackwardCall)

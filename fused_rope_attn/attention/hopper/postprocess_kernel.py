@@ -1,11 +1,21 @@
-"""The post-process of the sm_90 backward: dq from the float32 accumulator that the main kernel added to."""
+"""The post-process of the sm_90 backward: dq from the float32 accumulator that the main kernel added to, and norms."""
 
 import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums, unnorm_block
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
-from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
+from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
+from fused_rope_attn.kernels.rotation import (
+    head_rotation,
+    load_angles,
+    load_pairs,
+    pair_norm_weights,
+    rotate,
+    store_pairs,
+    unpack_pairs,
+)
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
 from fused_rope_attn.kernels.tiles import RowFormat, Rows
@@ -29,14 +39,24 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
     return row[:, None] + column[None, :]
 
 
+@triton.jit
+def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
+    """``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on, of which num_rows exist."""
+    return Rows(
+        ptr=ptr + batch * strides[0] + head * strides[1] + start * strides[2],
+        stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size",
                                "key_blocks"])  # fmt: skip
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
-                       lens_ptr, cu_q_ptr, cu_k_ptr, dq_strides, cos_strides, sin_strides, softmax_scale, HQ, HKV,
-                       GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size, key_blocks, HEADS: tl.constexpr,
-                       D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                       INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-                       PDL: tl.constexpr, IN_PANELS: tl.constexpr):  # fmt: skip
+                       lens_ptr, cu_q_ptr, cu_k_ptr, q_norm_ptr, k_norm_ptr, raw_q_ptr, raw_k_ptr, dk_ptr, q_sums_ptr,
+                       k_sums_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides, raw_k_strides, dk_strides,
+                       softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
+                       stats_size, key_blocks, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                       USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, rotated back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
@@ -46,11 +66,29 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
 
     With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
     head are done, while those of other heads are at work, and rows that nobody began are zero.
+
+    With norms of weights q_norm and k_norm (D,), which else are None like all that follows: raw_q, as the caller gave
+    it, takes dq through its norm; further programs, (row blocks of dk * head chunks * B), take dk (B, HKV, NK, D)
+    through that of raw_k, in place; and each program writes its part of the weights' gradients, a row of q_sums or
+    k_sums (programs, D) float32.
     """
     num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
-    num_batches = tl.num_programs(0) // (num_blocks * num_chunks)
+    key_programs = 0
+    if q_norm_ptr is not None:
+        key_programs = tl.cdiv(NK, BLOCK_N) * tl.cdiv(HKV, HEADS)
+    num_batches = tl.num_programs(0) // (num_blocks * num_chunks + key_programs)
     pid = tl.program_id(0)
+    if q_norm_ptr is not None:
+        first_of_keys = num_batches * num_blocks * num_chunks
+        if pid >= first_of_keys:
+            wait_for_previous_launch(PDL)
+            unnorm_block(
+                pid - first_of_keys, raw_k_ptr, dk_ptr, raw_k_strides, dk_strides,
+                Norm(weight_ptr=k_norm_ptr, eps=norm_eps, offset=norm_offset, D=D), k_sums_ptr, HKV, NK,
+                RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS), HEADS, BLOCK_N,
+            )  # fmt: skip
+            return
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
     block = pid % num_blocks
@@ -68,6 +106,11 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, NK, R, INTERLEAVED)
     cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, CHECK_POSITIONS=True)
     columns = tl.arange(0, BLOCK_D)
+    if q_norm_ptr is not None:
+        norm = Norm(weight_ptr=q_norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
+        weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D)
+        dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
+        dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
     if progress_ptr is None:
         wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
@@ -89,17 +132,25 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             dq = tl.load(words, mask=begun, other=0.0) * softmax_scale
         first, second = unpack_pairs(dq)
         first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-        dq_rows = Rows(
-            ptr=dq_ptr + batch * dq_strides[0] + head64 * dq_strides[1] + start64 * dq_strides[2],
-            stride_row=dq_strides[2], stride_column=dq_strides[3], num_rows=NQ - start, first_row=None,
-            format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS),
-        )  # fmt: skip
+        row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+        if q_norm_ptr is not None:
+            raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
+            raw1, raw2 = load_pairs(raw_rows, offs, rotation, CHECK_ROWS=True)
+            # Behind the last query the accumulator may hold anything.
+            exists = (offs < NQ - start)[:, None]
+            first, second = tl.where(exists, first, 0.0), tl.where(exists, second, 0.0)
+            first, second, of_rows1, of_rows2 = unnorm_pairs(raw1, raw2, first, second, weight1, weight2, norm)
+            dweight1 += of_rows1
+            dweight2 += of_rows2
+        dq_rows = rows_of_block(dq_ptr, dq_strides, batch, head64, start64, NQ - start, row_format)
         store_pairs(dq_rows, first, second, offs, rotation)
         if sinks_ptr is not None:
             lse = tl.load(stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
             delta = tl.load(stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
             part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
             tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
+    if q_norm_ptr is not None:
+        store_weight_sums(q_sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, R, INTERLEAVED)
     if progress_ptr is not None:
         # Whatever follows this launch finds dk and dv complete too.
         if pid == tl.num_programs(0) - 1:

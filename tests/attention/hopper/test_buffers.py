@@ -78,9 +78,33 @@ def test_rotated_queries(case):
         torch.testing.assert_close(out[batch, :, rows][:, seen], expected, rtol=1e-6, atol=1e-6)
 
 
+def unrotated(pairs, inputs, case):
+    """Rows (..., N, D) in pair order at positions 0 to N, turned back, in the order of memory."""
+    cos, sin = (table[: pairs.shape[-2]] for table in (inputs.cos, inputs.sin))
+    half = case.rotary // 2
+    one, two = pairs[..., ::2].clone(), pairs[..., 1::2].clone()
+    a, b = one[..., :half], two[..., :half]
+    one[..., :half], two[..., :half] = a * cos + b * sin, b * cos - a * sin
+    return torch.stack((one, two), -1).flatten(-2) if case.interleaved else torch.cat((one, two), -1)
+
+
+def assert_gradients(found, case, exact, eager):
+    """dq, and dk where the main kernel that was done here wrote it, and the gradients of sinks and norms' weights."""
+    names = [
+        "dq",
+        *(["dsinks"] if case.sinks else []),
+        *(["dk", "dq_norm", "dk_norm"] if case.norms is not None else []),
+    ]
+    for name in names:
+        x, y, z = (getattr(results, name) for results in (found, exact, eager))
+        rows = [t if t.ndim > 1 else t[None] for t in (x, y, z)]
+        result = compare(name, *rows, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"
+
+
 @interpreted
 @ignore_overflow
-@cases(*(replace(case, sinks=True) for case in SM_90[:4]))
+@cases(*(replace(case, sinks=True) for case in SM_90[:4]), *(replace(case, norms=1.0) for case in SM_90[1:3]))
 def test_the_padded_buffers_of_packed_sequences(case):
     """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
     from fused_rope_attn.attention.hopper.backward import BackwardCall
@@ -92,9 +116,10 @@ def test_the_padded_buffers_of_packed_sequences(case):
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
     group = case.heads_q // case.heads_kv
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, **rest):
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, **rest):
         q_rot, k_rot, v, do, stats, dq = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator))
         lse, delta = stats.reshape(2, case.heads_q, -1)
+        whole_dk = torch.zeros(dk_ptr.shape)
         for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
             first, size = (first_q // 64 + s) * 64, -(-len_q // 64) * 64
             rows, keys = slice(first, first + size), slice(first_k, first_k + len_k)
@@ -115,16 +140,12 @@ def test_the_padded_buffers_of_packed_sequences(case):
                 p = torch.exp(scores - lse[h, rows, None] * math.log(2)).masked_fill(hidden, 0.0)
                 ds = p * (do_rows @ v_rows.T - delta[h, rows, None])
                 dq[0, h, staged, : case.head_dim] += ds @ k_rows
+                dk = unrotated(case.scale * ds.T @ q_rot[0, h, rows].float(), inputs, case)
+                whole_dk[0, h // group, keys] += dk
+        dk_ptr.copy_(whole_dk)
 
     run.main = main
-    dq, _, _, dsinks, *_ = run(tensors, do, o, lse)
-    eager = run_reference(inputs, case)
-    for name, x, y, z in (
-        ("dq", dq, exact.dq, eager.dq),
-        ("dsinks", dsinks[None], exact.dsinks[None], eager.dsinks[None]),
-    ):
-        result = compare(name, x, y, z, grad=True, dtype=case.dtype)
-        assert result.ok, f"{case.name}: {result}"
+    assert_gradients(run(tensors, do, o, lse), case, exact, run_reference(inputs, case))
 
 
 @interpreted
@@ -132,6 +153,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
 @cases(
     Case(2, 2, 1, 70, 130, 256, sinks=True),
     Case(1, 2, 2, 130, 70, 136, causal=False, interleaved=True, rotary_dim=64),
+    Case(1, 2, 2, 70, 130, 136, interleaved=True, rotary_dim=64, norms=0.0),
 )
 def test_the_buffers_of_wide_heads(case):
     """The sm_90 backward of head dims beyond 128 without its main kernel: dQ as it adds it, by panels of 8 columns."""
@@ -144,7 +166,7 @@ def test_the_buffers_of_wide_heads(case):
     problem, tensors, _ = described_for_launch(inputs, case)
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, **rest):
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, **rest):
         dq = dq_accumulator
         q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
         lse, delta = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
@@ -155,13 +177,10 @@ def test_the_buffers_of_wide_heads(case):
         assert not dq.any()
         rows, columns = torch.arange(case.len_q)[:, None], torch.arange(case.head_dim)
         words = rows // 64 * (64 * 256) + columns // 8 * 512 + rows % 64 * 8 + columns % 8
-        dq.view(case.batch, case.heads_q, -1)[:, :, words] = (p * (do @ v.mT - delta)) @ k_rot
+        ds = p * (do @ v.mT - delta)
+        dq.view(case.batch, case.heads_q, -1)[:, :, words] = ds @ k_rot
+        dk = unrotated(case.scale * ds.mT @ q_rot, inputs, case)
+        dk_ptr.copy_(dk.unflatten(1, (case.heads_kv, -1)).sum(2))
 
     run.main = main
-    dq, _, _, dsinks, *_ = run(tensors, do, o, lse)
-    found = [("dq", dq, exact.dq, eager.dq)]
-    if case.sinks:
-        found.append(("dsinks", dsinks[None], exact.dsinks[None], eager.dsinks[None]))
-    for name, x, y, z in found:
-        result = compare(name, x, y, z, grad=True, dtype=case.dtype)
-        assert result.ok, f"{case.name}: {result}"
+    assert_gradients(run(tensors, do, o, lse), case, exact, eager)
