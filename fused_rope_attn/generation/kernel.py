@@ -11,7 +11,7 @@ run at the same time.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation.float8 import head_scale, scaled
+from fused_rope_attn.generation.float8 import Float8, head_scale, scaled, scaled_queries
 from fused_rope_attn.generation.keys import (
     KeyRows,
     NewKeys,
@@ -19,8 +19,9 @@ from fused_rope_attn.generation.keys import (
     RunningSums,
     attend_cached,
     attend_new,
-    in_units_of,
     load_new,
+    no_sums,
+    whole_sums,
 )
 from fused_rope_attn.generation.pages import sequence_pages
 from fused_rope_attn.generation.shares import (
@@ -33,6 +34,7 @@ from fused_rope_attn.generation.shares import (
     share_of,
     tiles_before,
 )
+from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
@@ -111,14 +113,16 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
                   IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
                   PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                  IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """One share of all key tiles. Grid: (programs,).
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``in_elements``), new k and v (B, HKV,
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
     starts, sinks, cap_scale, left, right. With a block table (B, pages) int32 the caches are pools (num_pages, HKV,
-    PAGE_SIZE, D), and S is as many rows as the table has. IS_FLOAT8: the caches hold float8_e4m3fn, in units of the
-    scales (HKV,), or of one element with a stride of 0, or None.
+    PAGE_SIZE, D), and S is as many rows as the table has. FLOAT8_DTYPE: of
+    products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element with a stride of 0, or None;
+    IS_ALIGNED: as in ``Float8``.
 
     A block is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to token
     ``m // GROUP_SIZE``. What a program computes of a shared block goes to parts (``part_pointers``).
@@ -162,17 +166,26 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         # A query whose token finds no room in the cache sees nothing, like one before position 0.
         positions_q = tl.where(keys.q_offset + tokens < S, keys.q_offset + tokens, -1)
         q_rows = rows_of_queries(q_ptr, q_strides, rows, row_format)
-        q = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED)
-        k_scale = head_scale(k_scale_ptr, k_scale_stride, head_kv)
-        v_scale = head_scale(v_scale_ptr, v_scale_stride, head_kv)
-        scale = scaled(qk_scale, cap_scale, k_scale, PRECISION)
-        queries = Queries(q=q, positions=positions_q, left=left, right=right, IS_CAUSAL=IS_CAUSAL, scale=scale)
-
-        sums = RunningSums(
-            acc=tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-            row_max=tl.full((BLOCK_M,), float("-inf"), tl.float32),
-            row_sum=tl.zeros((BLOCK_M,), tl.float32),
+        if FLOAT8_DTYPE is None:
+            q = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED)
+            q_scale = None
+            scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
+            float8 = None
+        else:
+            wide = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED, DTYPE=tl.float32)
+            q, q_scale = scaled_queries(wide, FLOAT8_DTYPE)
+            float8 = Float8(
+                k_scale=head_scale(k_scale_ptr, k_scale_stride, head_kv),
+                v_scale=head_scale(v_scale_ptr, v_scale_stride, head_kv),
+                DTYPE=FLOAT8_DTYPE,
+                IS_ALIGNED=IS_ALIGNED,
+            )
+            scale = scaled(qk_scale, cap_scale, float8.k_scale, PRECISION)
+        queries = Queries(
+            q=q, q_scale=q_scale, positions=positions_q, left=left, right=right, IS_CAUSAL=IS_CAUSAL, scale=scale
         )
+
+        sums = no_sums(BLOCK_M, BLOCK_D, IS_FLOAT8=FLOAT8_DTYPE is not None)
         cache_rotation = None
         if not CACHE_IS_ROTATED:
             cache_rotation = head_rotation(
@@ -191,6 +204,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             v=head_rows(v_cache_ptr, v_cache_strides, cache_origin, keys.num_keys, row_format),
             rotation=cache_rotation,
             pages=pages,
+            float8=float8,
         )
         end = tl.minimum(keys.num_keys, keys.first_key + last_tile * BLOCK_N)
         sums = attend_cached(sums, queries, cache, keys.first_key + tile * BLOCK_N, end, offs_n)
@@ -207,13 +221,9 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                     k=head_rows(k_ptr, k_strides, origin, num_new, row_format),
                     v=head_rows(v_ptr, v_strides, origin, num_new, row_format),
                     rotation=rotation,
-                    k_scale=k_scale,
-                    v_scale=v_scale,
-                    IS_FLOAT8=IS_FLOAT8,
                 )
                 sums = attend_new(sums, queries, cache, new, first_new, start_m == 0, BLOCK_NEW)
-        if v_scale_ptr is not None:
-            sums = in_units_of(sums, v_scale)
+        sums = whole_sums(sums, float8)
 
         if (tile == 0) & (last_tile == tiles):
             outputs = Outputs(o_ptr, o_strides, lse_ptr, sinks_ptr, HQ=HKV * GROUP_SIZE, NQ=NQ, format=row_format)

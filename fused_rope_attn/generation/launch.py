@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
@@ -34,6 +35,13 @@ def in_units(x: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
 def scale_stride(scale: torch.Tensor | None) -> int | None:
     """Elements from one key head's scale to the next one's; 0 for a scale of all heads, None for none."""
     return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
+
+
+def product_dtype(problem: Problem) -> tl.dtype | None:
+    """The dtype of products with float8 caches, None for others."""
+    if not cache_of(problem).is_float8:
+        return None
+    return tl.float32 if problem.dtype is torch.float32 else tl.float16
 
 
 class StepCall:
@@ -90,7 +98,8 @@ class StepCall:
             v_scale_stride=scale_stride(given.v_scale),
             num_pages=None if page_size is None else k_cache.shape[0],
             PAGE_SIZE=page_size,
-            IS_FLOAT8=cache_of(problem).is_float8,
+            FLOAT8_DTYPE=product_dtype(problem),
+            IS_ALIGNED=unit > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
             BLOCK_NEW=16,
             CACHE_IS_ROTATED=cache_of(problem).is_rotated,
             STRIDE_UNIT=unit,
