@@ -70,8 +70,9 @@ def check_kvcache(
         check_queries_and_keys(q, k_cache, v_cache, cos, sin, suffix="_cache", length="S_max", layout=layout)
         capacity = k_cache.shape[2]
     else:
-        given = (block_table, k_scale, v_scale)
-        capacity = check_new_kind_of_cache(q, k_cache, v_cache, cos, sin, *given, layout)
+        capacity = check_new_kind_of_cache(
+            q, k_cache, v_cache, cos, sin, block_table, k_scale, v_scale, layout
+        )  # fmt: skip
         of_rows = of_rows if block_table is None else "block_table"
     dtype, device = q.dtype, q.device
     batch, heads_q, len_q, head_dim = q.shape
