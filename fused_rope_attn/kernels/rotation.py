@@ -238,7 +238,8 @@ def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl
                  DTYPE: tl.constexpr = None):  # fmt: skip
     """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to DTYPE, in pair order.
 
-    DTYPE None is the memory's. Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in ``load_pairs``.
+    DTYPE None is the memory's. Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in
+    ``load_pairs``.
     """
     first, second = load_normed_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
     cos, sin = load_angles(
