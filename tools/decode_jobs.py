@@ -12,7 +12,8 @@ from tools import aot
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """One call of the launcher. masked: window, softcap, sinks and kv_starts at once; append: with new tokens."""
+    """One call of the launcher. masked: window, softcap, sinks and kv_starts at once; append: with new tokens;
+    page_size: rows of a page, or None of contiguous caches; float8: the caches, with a scale for each key head."""
 
     arch: str
     config: configs.DecodeConfig
@@ -24,6 +25,8 @@ class DecodeJob:
     len_q: int = 1
     masked: bool = False
     append: bool = True
+    page_size: int | None = None
+    float8: bool = False
 
     direction = "decode"
 
@@ -36,6 +39,8 @@ class DecodeJob:
         words += [f"NQ{self.len_q}"] if self.len_q > 1 else []
         words += ["masked"] if self.masked else []
         words += [] if self.append else ["read-only"]
+        words += ["float8"] if self.float8 else []
+        words += [] if self.page_size is None else [f"pages-of-{self.page_size}"]
         return " ".join([*words, f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"])
 
     def launch(self) -> None:
@@ -46,15 +51,23 @@ class DecodeJob:
         def tensor(heads: int, length: int) -> torch.Tensor:
             return torch.empty(2, length, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)
 
-        def int32() -> torch.Tensor:
-            return torch.empty(2, dtype=torch.int32, device="meta")
+        def int32(*shape: int) -> torch.Tensor:
+            return torch.empty(shape or (2,), dtype=torch.int32, device="meta")
+
+        def cache() -> torch.Tensor:
+            pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)
+            dtype = torch.float8_e4m3fn if self.float8 else self.dtype
+            return torch.empty(pages, rows, 2, self.head_dim, dtype=dtype, device="meta").transpose(1, 2)
 
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         cos = sin = torch.empty(1000, rotary_dim // 2, device="meta")
         new = (tensor(2, self.len_q), tensor(2, self.len_q)) if self.append else (None, None)
+        scales = [torch.empty(2, device="meta") if self.float8 else None for _ in range(2)]
         tensors = Tensors(
-            tensor(8, self.len_q), tensor(2, 1000), tensor(2, 1000), cos, sin, *new, int32(),
+            tensor(8, self.len_q), cache(), cache(), cos, sin, *new, int32(),
             kv_starts=int32() if self.masked else None, sinks=torch.empty(8, device="meta") if self.masked else None,
+            block_table=None if self.page_size is None else int32(2, 1008 // self.page_size), k_scale=scales[0],
+            v_scale=scales[1],
         )  # fmt: skip
         problem = describe_step(
             tensors, cache_is_rotated=self.rotated, causal=True, softmax_scale=0.1, rotary_dim=rotary_dim,
@@ -78,10 +91,13 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             # Where both take the same row, rotating in the loop is compiled for few.
             if row.rotated is None and not rotated and not featured and not full:
                 continue
-            dtype = torch.bfloat16 if row.element_size == 2 else torch.float32
+            dtype = torch.float32 if row.element_size == 4 else torch.bfloat16
             config = configs.decode(arch, row.element_size, row.head_dim, rotated)
-            job = DecodeJob(arch, config, dtype, row.head_dim, rotated)
+            job = DecodeJob(arch, config, dtype, row.head_dim, rotated, float8=row.element_size == 1)
             jobs.append(job)
+            # Pages and float8 caches together where they are timed, and each for itself.
+            if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128:
+                jobs.append(replace(job, page_size=16))
             if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fused_rope_attn import rope_tables, testing
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.generation.cache_reference import quantise, stored
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class DecodeCheck:
 
     layout: how the caches lie in memory: "bnhd", "bhnd", or "odd" (unaligned, no even stride); "expanded": one batch
     entry for all, which only a call without new tokens can have.
+
+    page_size: rows of a page; the caches are pools then, in ``layout``. float8: "tensor" or "head", what has a scale of
+    its own, of caches in float8_e4m3fn.
     """
 
     name: str
@@ -42,6 +46,8 @@ class DecodeCheck:
     table_batch: bool = False
     full_width: bool = False
     layout: str = "bnhd"
+    page_size: int | None = None
+    float8: str | None = None
     scale: str = "small"
     backend: ClassVar[str] = "decode"
 
@@ -83,6 +89,19 @@ CHECKS = (
     DecodeCheck("decode, nothing new, window, all queries see all", (2, 1), 3, 70, 16, (50, 2), append=False,
                 causal=False, window=(20, 1), rotated=False),
     DecodeCheck("decode, the cache is full", (2, 1), 3, 33, 16, (31, 33, 40, 20)),
+    DecodeCheck("decode, pages of 16", (4, 2), 1, 64, 32, (37, 0, 63), page_size=16),
+    DecodeCheck("decode, pages of 24, window, 5 tokens, sinks", (4, 2), 5, 96, 16, (70, 3, 91), page_size=24,
+                window=(20, 0), sinks=True, layout="bhnd"),
+    DecodeCheck("decode, pages of 16, keys rotated in the loop", (4, 2), 2, 64, 24, (37, 60), page_size=16,
+                rotated=False, rotary_dim=10, layout="odd"),
+    DecodeCheck("decode, pages of 32, nothing new, softcap", (2, 1), 2, 96, 16, (50, 1, 0), page_size=32, append=False,
+                softcap=2.0),
+    DecodeCheck("decode, pages of 16, the table is full", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
+    DecodeCheck("decode, float8", (4, 2), 2, 70, 32, (37, 0), float8="head"),
+    DecodeCheck("decode, float8, keys rotated in the loop", (4, 2), 2, 70, 16, (37, 64), rotated=False,
+                float8="tensor"),
+    DecodeCheck("decode, float8 in pages of 16, softcap", (2, 1), 1, 48, 16, (37, 4), page_size=16, float8="tensor",
+                softcap=2.0),
     DecodeCheck("decode Llama3-8B, 4096", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), scale="large"),
     DecodeCheck("decode Llama3-8B, 4096, keys rotated in the loop", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777),
                 rotated=False, scale="large"),
@@ -93,11 +112,31 @@ CHECKS = (
     DecodeCheck("decode, D 64, sinks, window", (64, 8), 1, 4096, 64, (4000, 100), window=(128, 0), sinks=True,
                 scale="large"),
     DecodeCheck("decode, D 80, MQA, 40 new tokens", (16, 1), 40, 3000, 80, (2960, 1), rotary_dim=32, scale="large"),
+    *(
+        DecodeCheck(f"decode Llama3-8B, pages of {page_size}{words}", (32, 8), len_q, 4096, 128, (4090, 1, 2048, 777),
+                    page_size=page_size, scale="large", **options)
+        for page_size in (16, 64, 128)
+        for words, len_q, options in (
+            ("", 1, {}),
+            (", raw keys", 1, {"rotated": False}),
+            (", float8", 1, {"float8": "head"}),
+            (", window, sinks, 4 tokens", 4, {"window": (1000, 0), "sinks": True}),
+        )
+    ),
+    DecodeCheck("decode, float8, raw keys, D 64, pages of 48", (16, 8), 3, 4080, 64, (4000, 5), rotated=False,
+                float8="tensor", page_size=48, interleaved=True, scale="large"),
+    DecodeCheck("decode, a chunk of 300 tokens, pages of 16", (8, 2), 300, 4096, 128, (3000, 0), page_size=16,
+                scale="large"),
+    DecodeCheck("decode, a chunk of 300 tokens, float8 in pages of 64, window", (8, 2), 300, 4096, 128, (3000, 3700),
+                page_size=64, float8="head", window=(700, 0), scale="large"),
 )  # fmt: skip
 
 
 class Inputs(NamedTuple):
-    """q, k and v of the new tokens (k, v None without), caches, lengths (B,) int32, tables and sinks or None."""
+    """q, k and v of the new tokens (k, v None without), caches, lengths (B,) int32, tables and sinks or None.
+
+    Caches are pools where there is a block_table (B, pages) int32; scales are float32, for float8 caches.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -108,10 +147,16 @@ class Inputs(NamedTuple):
     v: Tensor | None
     cache_seqlens: Tensor
     sinks: Tensor | None
+    block_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def make_inputs(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
-    """Normally distributed, with NaN in all rows of the caches that do not exist. Equal for equal device."""
+    """Normally distributed, with NaN in all rows of the caches that do not exist. Equal for equal device.
+
+    Pages lie in a random order among others, which hold NaN, and entries that are not needed are outside the pool.
+    """
     c, batch = check, len(check.lengths)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -146,31 +191,76 @@ def make_inputs(check: DecodeCheck, dtype: torch.dtype, device: torch.device | s
             gone |= rows < length - (0 if c.append else c.len_q) - c.window[0]
         for x in caches:
             x[b, :, gone] = math.nan
+    scales: list[Tensor | None] = [None, None]
+    if c.float8 is not None:
+        shape = (c.heads[1],) if c.float8 == "head" else ()
+        scales = [0.002 + 0.01 * torch.rand(shape, generator=generator, device=device) for _ in caches]
+        caches = [_like(quantise(x, scale), x) for x, scale in zip(caches, scales)]
+    table = None
+    if c.page_size is not None:
+        caches, table = _in_pages(c, caches, generator)
     seqlens = torch.tensor(c.lengths, dtype=torch.int32, device=device)
     sinks = normal(c.heads[0], dtype=torch.float32) if c.sinks else None
-    return Inputs(q, *caches, cos, sin, *new, seqlens, sinks)
+    return Inputs(q, *caches, cos, sin, *new, seqlens, sinks, table, *scales)
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """x with the strides of ``other``, which may leave gaps."""
+    out = torch.empty_strided(other.shape, other.stride(), dtype=x.dtype, device=x.device)
+    return stored(out).copy_(stored(x)).view(x.dtype)
+
+
+def _in_pages(check: DecodeCheck, caches: list[Tensor], generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
+    """(pools, block_table) of contiguous caches; three pages belong to nobody."""
+    batch, size, device = len(check.lengths), check.page_size, caches[0].device
+    pages = check.capacity // size
+    order = torch.randperm(batch * pages + 3, generator=generator, device=device)
+    table = order[: batch * pages].view(batch, pages).int()
+    pools = []
+    for cache in caches:
+        contiguous = stored(cache).unflatten(2, (pages, size)).transpose(1, 2).flatten(0, 1)
+        shape = (order.numel(), *contiguous.shape[1:])
+        if check.layout == "bnhd":
+            pool = torch.full((shape[0], size, shape[1], shape[3]), math.nan, device=device).transpose(1, 2)
+        elif check.layout == "odd":
+            pool = torch.full((*shape[:3], shape[3] + 3), math.nan, device=device)[..., 1:-2]
+        else:
+            pool = torch.full(shape, math.nan, device=device)
+        pool = _like(pool.to(cache.dtype), pool)
+        stored(pool)[table.flatten().long()] = contiguous
+        pools.append(pool)
+    first = torch.arange(pages, device=device) * size
+    lengths = torch.tensor(check.lengths, device=device)[:, None].clamp(max=check.capacity)
+    new = check.len_q if check.append else 0
+    needed = first < lengths + new
+    if check.window is not None and check.window[0] >= 0:
+        needed &= first + size > lengths - (0 if check.append else check.len_q) - check.window[0]
+    return pools, torch.where(needed, table, 10**9 + 7).int()
 
 
 def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, k_cache, v_cache) of the reference computed in ``dtype``; the inputs stay as they are."""
-    q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks = inputs
+    q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks, *paged = inputs
     wide = dtype == torch.float64
     cos, sin = (t.double() if wide else t for t in (cos, sin))
-    q, k_cache, v_cache, k, v = (x if x is None else x.to(dtype, copy=True) for x in (q, k_cache, v_cache, k, v))
+    q, k, v = (x if x is None else x.to(dtype, copy=True) for x in (q, k, v))
+    k_cache, v_cache = (x.clone() if check.float8 else x.to(dtype, copy=True) for x in (k_cache, v_cache))
     o, lse = reference.attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, seqlens, **check.options, sinks=sinks,
         softmax_scale=check.head_dim**-0.5 if check.softmax_scale is None else check.softmax_scale,
         rotary_dim=check.head_dim if check.rotary_dim is None else check.rotary_dim,
+        block_table=paged[0], k_scale=paged[1], v_scale=paged[2],
     )  # fmt: skip
     return o, lse, k_cache, v_cache
 
 
 def run_kernels(check: DecodeCheck, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(o, lse) of the kernels, here or in Triton's interpreter; writes the caches of ``inputs``."""
-    q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks = inputs
+    q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks, block_table, k_scale, v_scale = inputs
     return run_step(  # the public function takes the reference for CPU tensors
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=seqlens, **check.options, sinks=sinks,
-        softmax_scale=check.softmax_scale, rotary_dim=check.rotary_dim, backend="triton",
+        softmax_scale=check.softmax_scale, rotary_dim=check.rotary_dim, block_table=block_table, k_scale=k_scale,
+        v_scale=v_scale, backend="triton",
     )  # fmt: skip
 
 
@@ -189,10 +279,15 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "c
     cached = inputs.cache_seqlens.long().clamp(0, check.capacity)[:, None]
     written = (index >= cached) & (index < cached + check.len_q) if check.append else torch.zeros_like(index + cached)
     written = written.bool()
+    if inputs.block_table is not None:
+        written = _in_pool(written, inputs.block_table, inputs.k_cache)
     keys, exact, near = (
         x.transpose(1, 2)[written].transpose(0, 1) for x in (inputs.k_cache, ref64[2], eager[2])
     )  # (HKV, written rows, D)
-    found.append(testing.compare("k_cache", keys, exact, near, grad=False, dtype=dtype))
+    if check.float8:
+        found.append(_same_float8("k_cache", keys, near))
+    else:
+        found.append(testing.compare("k_cache", keys, exact, near, grad=False, dtype=dtype))
     left_alone = all(
         _same_bits(x.transpose(1, 2)[~written], y.transpose(1, 2)[~written])
         for x, y in zip(inputs[1:3], before)
@@ -207,5 +302,25 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "c
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
     """Equal to the bit, NaN included."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
+
+
+def _in_pool(rows: Tensor, block_table: Tensor, pool: Tensor) -> Tensor:
+    """Which rows (num_pages, page_size) of a pool are ``rows`` (B, S_max) of its sequences."""
+    found = torch.zeros(pool.shape[0], pool.shape[2], dtype=torch.bool, device=pool.device)
+    of_pages = rows.unflatten(1, (block_table.shape[1], -1))
+    for entries, page_rows in zip(block_table.long(), of_pages):
+        there = entries < pool.shape[0]
+        found[entries[there]] |= page_rows[there]
+    return found
+
+
+def _same_float8(name: str, x: Tensor, y: Tensor) -> testing.Comparison:
+    """Equal but for one number in a thousand, which another float32 rounding moves to its neighbour."""
+    wide, other = x.float(), y.float()
+    off = (wide - other).abs()
+    near = bool((off <= 0.13 * other.abs() + 2e-3).all())
+    share = float((off > 0).float().mean()) if off.numel() else 0.0
+    ok = near and share <= 1e-3
+    return testing.Comparison(name, 0.0, share, 0.0, 0.0, ok, "" if ok else f"{share:.1e} of the numbers differ")

@@ -79,10 +79,15 @@ class Gradients(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What a generation step has and attention has not: whether the cached keys are rotated, and whether it appends."""
+    """What a generation step has and attention has not: whether the cached keys are rotated, and whether it appends.
+
+    page_size: rows of a page, or None of a cache that is not in pages. is_float8: the caches hold float8_e4m3fn.
+    """
 
     is_rotated: bool
     appends: bool
+    page_size: int | None = None
+    is_float8: bool = False
 
 
 class Problem(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.planning import Plan, choose_backend
+from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.keywords import KVCACHE
@@ -34,6 +34,9 @@ def rope_attention_with_kvcache(
     cache_seqlens: torch.Tensor,
     cache_is_rotated: bool = True,
     kv_starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     layout: str = "bhsd",
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -88,8 +91,9 @@ def rope_attention_with_kvcache(
     """
     problem, tensors = _describe(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
-        kv_starts=kv_starts, layout=layout, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale, layout=layout, causal=causal,
+        softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap,
+        sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -102,7 +106,7 @@ def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
     Launches nothing and writes nothing; raises what ``rope_attention_with_kvcache`` would raise.
     """
     problem, _ = _describe(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
-    chosen, reason = choose_backend(problem)
+    chosen, reason = planning.choose_step_backend(problem)
     return Plan("reference", None, reason) if chosen == "reference" else planning.plan_for(problem, reason)
 
 
@@ -118,7 +122,8 @@ def run_step(
 def _describe(
     q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
     softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None, return_lse=False,
-    kv_starts=None, layout="bhsd", backend="auto", convert=torch.Tensor.to,
+    kv_starts=None, block_table=None, k_scale=None, v_scale=None, layout="bhsd", backend="auto",
+    convert=torch.Tensor.to,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention_with_kvcache`` and make records of them.
 
@@ -134,9 +139,12 @@ def _describe(
     rotary_dim = check_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
         causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
-        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse, layout=layout,
+        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse, block_table=block_table,
+        k_scale=k_scale, v_scale=v_scale, layout=layout,
     )  # fmt: skip
-    tensors = Tensors(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)
+    tensors = Tensors(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale
+    )
     problem = describe_step(
         tensors,
         cache_is_rotated=cache_is_rotated,
@@ -153,15 +161,15 @@ def _describe(
 
 def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the layout, lse) of a described step, by the backend that planning chooses."""
-    chosen, _ = choose_backend(problem)
+    chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)
         return from_heads_first(o, layout), lse
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale = tensors
     o, lse = reference.attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
         causal=problem.causal, softmax_scale=problem.softmax_scale, rotary_dim=problem.rotary_dim,
         interleaved=problem.interleaved, window=problem.window, softcap=problem.softcap, sinks=sinks,
-        kv_starts=kv_starts,
+        kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return from_heads_first(o, layout, contiguous=True), lse

@@ -48,7 +48,8 @@ class DecodeConfig(TritonOptions):
 class DecodeRow:
     """One line of ``DECODE``: the configuration (``pdl`` is added by architecture) for what the other fields select.
 
-    rotated: whether the cached keys are; None matches both. The other fields as in ``Row``.
+    element_size: of q, or 1 where q has two bytes and the caches are float8. rotated: whether the cached keys are; None
+    matches both. The other fields as in ``Row``.
     """
 
     archs: tuple[str, ...]
@@ -71,14 +72,16 @@ _TUNED_DECODE = (
     "bench decode --tune on an H200, 2026-11-21: 1 to 3 % before two programs of 64 keys from 128 MiB of cache on"
 )
 _IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
+_FLOAT8 = "two programs with as many bytes in flight each as one of 2-byte elements, by arithmetic; untimed"
 _ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
 
 
 # Query rows (new tokens times heads of a group) of one program of the generation step at most: what registers hold.
 DECODE_ROWS = 64
+# The cards, and the interpreter, on which the kernels read and write float8_e4m3fn.
+FLOAT8 = ("sm_89", "sm_90", "sm_100", "sm_120", "interpreter")
 
 
-# fmt: off
 # A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
@@ -88,6 +91,13 @@ DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(HOPPER, 2, 64, DecodeConfig(64, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 2, 256, DecodeConfig(16, 4, 3), _ANGLES, False),
+    DecodeRow(HOPPER, 1, 64, DecodeConfig(128, 4, 4), _FLOAT8),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8, True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
+    DecodeRow(HOPPER, 1, 256, DecodeConfig(32, 4, 4), _FLOAT8),
+    DecodeRow(SMALL, 1, 64, DecodeConfig(64, 4, 3), UNTIMED),
+    DecodeRow(SMALL, 1, 128, DecodeConfig(32, 4, 3), UNTIMED),
+    DecodeRow(SMALL, 1, 256, DecodeConfig(16, 4, 3), UNTIMED),
     DecodeRow(AMPERE + SMALL, 2, 64, DecodeConfig(64, 4, 3), UNTIMED),
     DecodeRow(AMPERE + SMALL, 2, 128, DecodeConfig(32, 4, 3), UNTIMED),
     DecodeRow(AMPERE + SMALL, 2, 256, DecodeConfig(16, 4, 3), UNTIMED),
@@ -99,6 +109,7 @@ DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(AMD, 4, 128, DecodeConfig(32, 4, 1), UNTIMED),
     DecodeRow(AMD, 4, 256, DecodeConfig(16, 4, 1), UNTIMED),
     # num_sms is 1 there: enough programs that heads are shared, and that some have more than one.
+    DecodeRow(INTERPRETER, 1, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), CPU),
     DecodeRow(INTERPRETER, 2, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), CPU),
     DecodeRow(INTERPRETER, 4, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), CPU),
 )

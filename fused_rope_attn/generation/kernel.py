@@ -11,6 +11,19 @@ run at the same time.
 import triton
 import triton.language as tl
 
+from fused_rope_attn.generation.float8 import Float8, head_scale, scaled, scaled_queries
+from fused_rope_attn.generation.keys import (
+    KeyRows,
+    NewKeys,
+    Queries,
+    RunningSums,
+    attend_cached,
+    attend_new,
+    load_new,
+    no_sums,
+    whole_sums,
+)
+from fused_rope_attn.generation.pages import sequence_pages
 from fused_rope_attn.generation.shares import (
     Caches,
     Parts,
@@ -21,13 +34,12 @@ from fused_rope_attn.generation.shares import (
     share_of,
     tiles_before,
 )
-from fused_rope_attn.kernels.masks import Mask, visible
-from fused_rope_attn.kernels.products import ScoreScale, score_product
+from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import Rotation, head_rotation, load_rotated, load_rotated_columns
+from fused_rope_attn.kernels.rotation import head_rotation
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax, rescale
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, head_rows, load_tile, rows_from, store_tile
+from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, rescale
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, head_rows, store_tile
 
 
 @record
@@ -39,36 +51,6 @@ class QueryRows:
     tokens: tl.tensor  # (BLOCK_M,)
     offs_m: tl.tensor  # (BLOCK_M,), 0 to BLOCK_M
     num_rows: tl.tensor  # rows from this one on do not exist
-
-
-@record
-class Queries:
-    """The query rows of one block as products take them."""
-
-    q: tl.tensor  # (BLOCK_M, BLOCK_D), rotated
-    positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
-    left: tl.tensor | None  # how many keys before and behind its own position a query sees
-    right: tl.tensor | None
-    IS_CAUSAL: tl.constexpr
-    scale: ScoreScale
-
-
-@record
-class KeyRows:
-    """Keys and values of one key head of one sequence, and the tables that rotate the keys; None: they are rotated."""
-
-    k: Rows
-    v: Rows
-    rotation: Rotation | None
-
-
-@record
-class RunningSums:
-    """The running softmax over the keys so far, in base 2: acc (BLOCK_M, BLOCK_D), the others (BLOCK_M,), float32."""
-
-    acc: tl.tensor
-    row_max: tl.tensor
-    row_sum: tl.tensor
 
 
 @record
@@ -106,85 +88,6 @@ def rows_of_queries(ptr, strides, rows, format):
 
 
 @triton.jit
-def load_new(rows, offs, rotation, position_offset, sign, CACHE_IS_ROTATED: tl.constexpr):
-    """Rows of q or of new keys, rotated and times ``sign``: their columns in the order that cached keys come in.
-
-    Cached keys that are rotated already are used in the order of memory, raw ones come out in pair order.
-    """
-    if CACHE_IS_ROTATED:
-        return load_rotated_columns(rows, offs, rotation, position_offset, sign)
-    else:
-        return load_rotated(rows, offs, rotation, position_offset, sign)
-
-
-@triton.jit
-def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
-    """Fold one tile of keys and values into the running sums; keys exist in [first_key, num_keys), first_key or None
-    for no such bound."""
-    mask = Mask(
-        num_keys=num_keys, first_key=first_key, left=queries.left, right=queries.right, IS_CAUSAL=queries.IS_CAUSAL,
-        READS_LENGTHS=True,
-    )  # fmt: skip
-    scores = score_product(queries.q, k, queries.scale)
-    sees = visible(mask, queries.positions[:, None], positions_k[None, :])
-    scores = tl.where(sees, scores, float("-inf"))
-    p, correction, row_max, row_sum = online_softmax(
-        scores, sums.row_max, sums.row_sum, queries.scale.qk_scale, HAS_EMPTY_ROWS=True
-    )
-    acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=queries.scale.PRECISION)
-    return RunningSums(acc=acc, row_max=row_max, row_sum=row_sum)
-
-
-@triton.jit
-def attend_cached(sums, queries, cache, first, last, offs_n):
-    """Fold the cached keys [first, last) into the running sums, a tile at a time; offs_n: 0 to BLOCK_N."""
-    for start_n in range(first, last, offs_n.shape[0]):
-        k_rows = rows_from(cache.k, start_n)
-        if cache.rotation is None:
-            k = load_tile(k_rows, offs_n, CHECK_ROWS=True)
-        else:
-            k = load_rotated(k_rows, offs_n, cache.rotation, start_n)
-        v = load_tile(rows_from(cache.v, start_n), offs_n, CHECK_ROWS=True)
-        sums = attend_tile(sums, queries, k, v, start_n + offs_n, cache.k.num_rows, None)
-    return sums
-
-
-@triton.jit
-def rows_at(rows, start, num_rows):
-    """The ``num_rows`` rows from row ``start`` (int64) on; in a cache they may lie behind the last key."""
-    return Rows(
-        ptr=rows.ptr + start * rows.stride_row, stride_row=rows.stride_row, stride_column=rows.stride_column,
-        num_rows=num_rows, first_row=None, format=rows.format,
-    )  # fmt: skip
-
-
-@triton.jit
-def attend_new(sums, queries, cache, new, first_key, writes_cache, BLOCK_NEW: tl.constexpr):
-    """Fold the new keys into the running sums, and append them to the cache where ``writes_cache``."""
-    num_cached = cache.k.num_rows
-    num_new = new.k.num_rows
-    for start_n in tl.range(0, num_new, BLOCK_NEW, num_stages=1):
-        offs_new = tl.arange(0, BLOCK_NEW)
-        start64 = tl.cast(start_n, tl.int64)
-        position = num_cached + start_n
-        slot64 = tl.cast(position, tl.int64)
-        limit = num_new - start_n
-        k_rows = rows_at(new.k, start64, limit)
-        k = load_new(k_rows, offs_new, new.rotation, position, 1.0, CACHE_IS_ROTATED=cache.rotation is None)
-        k_kept = k
-        if cache.rotation is not None:
-            k_kept = load_tile(k_rows, offs_new, CHECK_ROWS=True)
-        v = load_tile(rows_at(new.v, start64, limit), offs_new, CHECK_ROWS=True)
-        if writes_cache:
-            k_slots = rows_at(cache.k, slot64, limit)
-            v_slots = rows_at(cache.v, slot64, limit)
-            store_tile(k_slots, k_kept, offs_new)
-            store_tile(v_slots, v, offs_new)
-        sums = attend_tile(sums, queries, k, v, position + offs_new, num_cached + num_new, first_key)
-    return sums
-
-
-@triton.jit
 def store_rows(outputs, rows, sums):
     """Write o and lse of ``QueryRows``, those that exist."""
     sink = None
@@ -199,20 +102,27 @@ def store_rows(outputs, rows, sums):
     tl.store(lse_rows, lse, mask=exists)
 
 
-@triton.jit(do_not_specialize=["left", "right", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S", "position_limit"])
+@triton.jit(do_not_specialize=["left", "right", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S", "num_pages",
+                               "position_limit"])  # fmt: skip
 def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
-                  o_ptr, lse_ptr, parts_ptr, q_strides, k_cache_strides, v_cache_strides, cos_strides,
-                  sin_strides, k_strides, v_strides, o_strides, qk_scale, q_sign, cap_scale, left, right, programs, B,
-                  HKV, GROUP_SIZE, NQ, S, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-                  LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                  CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-                  STRIDE_UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, parts_ptr, q_strides, k_cache_strides,
+                  v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides, table_strides,
+                  k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, left, right, programs, B, HKV,
+                  GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr,
+                  BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
+                  PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                  FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """One share of all key tiles. Grid: (programs,).
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``in_elements``), new k and v (B, HKV,
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
-    starts, sinks, cap_scale, left, right.
+    starts, sinks, cap_scale, left, right. With a block table (B, pages) int32 the caches are pools (num_pages, HKV,
+    PAGE_SIZE, D), and S is as many rows as the table has. FLOAT8_DTYPE: of
+    products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element with a stride of 0, or None;
+    IS_ALIGNED: as in ``Float8``.
 
     A block is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to token
     ``m // GROUP_SIZE``. What a program computes of a shared block goes to parts (``part_pointers``).
@@ -224,7 +134,6 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B
     )  # fmt: skip
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
-    scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
     total, _ = tiles_before(caches, 0)
@@ -257,24 +166,45 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         # A query whose token finds no room in the cache sees nothing, like one before position 0.
         positions_q = tl.where(keys.q_offset + tokens < S, keys.q_offset + tokens, -1)
         q_rows = rows_of_queries(q_ptr, q_strides, rows, row_format)
-        q = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED)
-        queries = Queries(q=q, positions=positions_q, left=left, right=right, IS_CAUSAL=IS_CAUSAL, scale=scale)
-
-        sums = RunningSums(
-            acc=tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-            row_max=tl.full((BLOCK_M,), float("-inf"), tl.float32),
-            row_sum=tl.zeros((BLOCK_M,), tl.float32),
+        if FLOAT8_DTYPE is None:
+            q = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED)
+            q_scale = None
+            scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
+            float8 = None
+        else:
+            wide = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED, DTYPE=tl.float32)
+            q, q_scale = scaled_queries(wide, FLOAT8_DTYPE)
+            float8 = Float8(
+                k_scale=head_scale(k_scale_ptr, k_scale_stride, head_kv),
+                v_scale=head_scale(v_scale_ptr, v_scale_stride, head_kv),
+                DTYPE=FLOAT8_DTYPE,
+                IS_ALIGNED=IS_ALIGNED,
+            )
+            scale = scaled(qk_scale, cap_scale, float8.k_scale, PRECISION)
+        queries = Queries(
+            q=q, q_scale=q_scale, positions=positions_q, left=left, right=right, IS_CAUSAL=IS_CAUSAL, scale=scale
         )
+
+        sums = no_sums(BLOCK_M, BLOCK_D, IS_FLOAT8=FLOAT8_DTYPE is not None)
         cache_rotation = None
         if not CACHE_IS_ROTATED:
             cache_rotation = head_rotation(
                 cos_ptr, sin_ptr, cos_strides, sin_strides, batch, keys.num_keys, R, INTERLEAVED
             )  # fmt: skip
         origin = Origin(batch=batch, head=head_kv, row=0)
+        cache_origin = origin
+        pages = None
+        if table_ptr is not None:
+            cache_origin = Origin(batch=tl.full((), 0, tl.int64), head=head_kv, row=0)
+            pages = sequence_pages(
+                table_ptr, table_strides, batch, num_pages, k_cache_strides[0], v_cache_strides[0], PAGE_SIZE
+            )
         cache = KeyRows(
-            k=head_rows(k_cache_ptr, k_cache_strides, origin, keys.num_keys, row_format),
-            v=head_rows(v_cache_ptr, v_cache_strides, origin, keys.num_keys, row_format),
+            k=head_rows(k_cache_ptr, k_cache_strides, cache_origin, keys.num_keys, row_format),
+            v=head_rows(v_cache_ptr, v_cache_strides, cache_origin, keys.num_keys, row_format),
             rotation=cache_rotation,
+            pages=pages,
+            float8=float8,
         )
         end = tl.minimum(keys.num_keys, keys.first_key + last_tile * BLOCK_N)
         sums = attend_cached(sums, queries, cache, keys.first_key + tile * BLOCK_N, end, offs_n)
@@ -287,12 +217,13 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                 if starts_ptr is not None:
                     first_new = tl.load(starts_ptr + sequence)
                 num_new = tl.minimum(NQ, S - keys.num_keys)
-                new = KeyRows(
+                new = NewKeys(
                     k=head_rows(k_ptr, k_strides, origin, num_new, row_format),
                     v=head_rows(v_ptr, v_strides, origin, num_new, row_format),
                     rotation=rotation,
                 )
                 sums = attend_new(sums, queries, cache, new, first_new, start_m == 0, BLOCK_NEW)
+        sums = whole_sums(sums, float8)
 
         if (tile == 0) & (last_tile == tiles):
             outputs = Outputs(o_ptr, o_strides, lse_ptr, sinks_ptr, HQ=HKV * GROUP_SIZE, NQ=NQ, format=row_format)

@@ -14,7 +14,7 @@ KVCACHE = ATTENTION | {
     "cache_position": (TRANSFORMERS, "use cache_seqlens, the number of keys of every sequence before the call"),
     "past_key_values": (TRANSFORMERS, "pass its tensors as k_cache and v_cache"),
     "seqused_k": (FLASH, "use cache_seqlens"),
-    "block_table": (FLASH, "paged caches are not served yet"),
+    "block_tables": ("vLLM's", "use block_table"),
     "kv_lens": ("rope_attention's", "use cache_seqlens"),
     "backend": ("rope_attention's", _CHOICE),
     "strategy": ("rope_attention's", _CHOICE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
@@ -31,6 +32,18 @@ def in_units(x: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
     return batch // unit, head // unit, row // unit, column
 
 
+def scale_stride(scale: torch.Tensor | None) -> int | None:
+    """Elements from one key head's scale to the next one's; 0 for a scale of all heads, None for none."""
+    return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
+
+
+def product_dtype(problem: Problem) -> tl.dtype | None:
+    """The dtype of products with float8 caches, None for others."""
+    if not cache_of(problem).is_float8:
+        return None
+    return tl.float32 if problem.dtype is torch.float32 else tl.float16
+
+
 class StepCall:
     """The launches of one signature: every program's share of all key tiles, then the sums of what was shared."""
 
@@ -50,6 +63,12 @@ class StepCall:
         self.o_strides = output_strides(q)
         self.workspace = programs * 2 * block_m * (problem.head_dim + 2)
         unit = min(common_unit(k_cache), common_unit(v_cache))
+        page_size = cache_of(problem).page_size
+        options = {**config.launch_options}
+        if many_rows:  # so many rows of sums take the registers of twice as many threads
+            options["num_warps"] = max(8, config.num_warps)
+        if page_size is not None:  # keeps the assertion that a page is in the pool, and no others
+            options |= {"debug": True, "sanitize_overflow": False}
         new_strides = [x.stride() for x in (given.k, given.v)] if appends else []
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "o_strides": self.o_strides,
@@ -67,14 +86,20 @@ class StepCall:
         self.attend = Launch(
             decode_kernel,
             programs,
-            # So many rows of sums take the registers of twice as many threads.
-            {**config.launch_options, "num_warps": max(8, config.num_warps) if many_rows else config.num_warps},
+            options,
             shared,
             q_strides=q.stride(),
             k_cache_strides=in_units(k_cache, unit),
             v_cache_strides=in_units(v_cache, unit),
             k_strides=new_strides[0] if appends else None,
             v_strides=new_strides[1] if appends else None,
+            table_strides=None if page_size is None else given.block_table.stride(),
+            k_scale_stride=scale_stride(given.k_scale),
+            v_scale_stride=scale_stride(given.v_scale),
+            num_pages=None if page_size is None else k_cache.shape[0],
+            PAGE_SIZE=page_size,
+            FLOAT8_DTYPE=product_dtype(problem),
+            IS_ALIGNED=unit > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
             BLOCK_NEW=16,
             CACHE_IS_ROTATED=cache_of(problem).is_rotated,
             STRIDE_UNIT=unit,
@@ -90,14 +115,15 @@ class StepCall:
         )
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks = tensors
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale = tensors
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         stream = device.current_stream(q.device)
         self.attend(
             stream, q_ptr=q, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos, sin_ptr=sin, k_ptr=k, v_ptr=v,
-            seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, o_ptr=o, lse_ptr=lse, parts_ptr=parts,
+            seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, table_ptr=block_table,
+            k_scale_ptr=k_scale, v_scale_ptr=v_scale, o_ptr=o, lse_ptr=lse, parts_ptr=parts,
         )  # fmt: skip
         self.combine(
             stream, seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, parts_ptr=parts, o_ptr=o,

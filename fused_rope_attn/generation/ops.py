@@ -24,7 +24,7 @@ _calls = PreparedCalls(_prepare)
 
 
 def _run(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k_cache, v_cache, _, _, k, _, cache_seqlens, kv_starts, sinks = tensors
+    q, k_cache, v_cache, _, _, k, _, cache_seqlens, kv_starts, sinks, *_ = tensors
     if problem.batch * problem.len_q == 0:
         return _fake(q)
     # The kernels index these with unit stride; they nearly always have it.

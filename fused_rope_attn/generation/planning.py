@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from fused_rope_attn.attention.configs import family
-from fused_rope_attn.attention.planning import Plan
+from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import configs
 from fused_rope_attn.generation.problem import cache_of
@@ -22,17 +22,34 @@ def reads_cache_once(len_q: int, group_size: int) -> bool:
     return len_q == 1 or len_q * group_size <= configs.DECODE_ROWS
 
 
+def choose_step_backend(problem: Problem) -> tuple[str, str]:
+    """``attention.planning.choose_backend`` of a step, whose caches the kernels of a card may not be able to read."""
+    chosen, reason = choose_backend(problem)
+    if chosen == "reference" or not cache_of(problem).is_float8:
+        return chosen, reason
+    arch = device.arch(problem.device)
+    if arch in configs.FLOAT8:
+        return chosen, reason
+    why = f"float8_e4m3fn caches need one of {', '.join(configs.FLOAT8)}, but q is on {arch}"
+    if problem.backend != "auto":
+        raise NotImplementedError(why)
+    return "reference", why
+
+
 def step_config(problem: Problem) -> configs.DecodeConfig:
     """The configuration of a step that ``attention.planning.choose_backend`` has admitted to the kernels."""
     if override is not None:
         return override
     arch = family(device.arch(problem.device))
-    return configs.decode(arch, problem.dtype.itemsize, problem.head_dim, cache_of(problem).is_rotated)
+    size = 1 if cache_of(problem).is_float8 and problem.dtype.itemsize == 2 else problem.dtype.itemsize
+    return configs.decode(arch, size, problem.head_dim, cache_of(problem).is_rotated)
 
 
 def plan_for(problem: Problem, reason: str) -> Plan:
     """The plan of such a step; ``reason`` is why the kernels were chosen."""
     keys = "cached keys are read as they are" if cache_of(problem).is_rotated else "cached keys are rotated in the loop"
+    page_size = cache_of(problem).page_size
+    keys = keys if page_size is None else f"{keys}, from pages of {page_size} rows"
     why = f"portable kernels: there are no others for a generation step; {keys}"
     return Plan("triton", None, f"{reason}; {why}" if reason else why, step_config(problem))
 

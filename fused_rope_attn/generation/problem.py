@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from fused_rope_attn.attention.problem import Cache, Problem, describe
 from fused_rope_attn.attention.problem import Tensors as AttentionTensors
 
 
 class Tensors(NamedTuple):
-    """q ``(B, HQ, NQ, D)``; caches ``(B, HKV, S_max, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
+    """q ``(B, HQ, NQ, D)``; caches ``(B, HKV, S_max, D)``, or with a block_table ``(B, pages)`` int32 pools
+    ``(num_pages, HKV, page_size, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
 
-    cos and sin ``([1|B,] S, R/2 | R)``; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``. What only the
-    device reads (cache_seqlens, kv_starts, sinks) is contiguous.
+    cos and sin ``([1|B,] S, R/2 | R)``; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``; k_scale and
+    v_scale of one element or ``(HKV,)``, float32. What only the device reads (cache_seqlens, kv_starts, sinks) is
+    contiguous.
     """
 
     q: Any
@@ -25,6 +29,9 @@ class Tensors(NamedTuple):
     cache_seqlens: Any
     kv_starts: Any = None
     sinks: Any = None
+    block_table: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def cache_of(problem: Problem) -> Cache:
@@ -34,15 +41,19 @@ def cache_of(problem: Problem) -> Cache:
 
 def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Problem:
     """The ``Problem`` of a checked generation step; ``options`` as ``attention.problem.describe`` takes them."""
-    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks = tensors
+    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _ = tensors
     seen = AttentionTensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens)
-    return describe(seen, cache=Cache(cache_is_rotated, k is not None), **options)
+    page_size = None if block_table is None else k_cache.shape[2]
+    is_float8 = k_cache.dtype is torch.float8_e4m3fn
+    problem = describe(seen, cache=Cache(cache_is_rotated, k is not None, page_size, is_float8), **options)
+    return problem if page_size is None else problem._replace(len_k=block_table.shape[1] * page_size)
 
 
 # The operator's arguments in the order of ``flatten``. window_left, window_right: -1 for unbounded.
 SCHEMA = (
     "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cos, Tensor sin, Tensor? k, Tensor? v, "
-    "Tensor cache_seqlens, Tensor? kv_starts, Tensor? sinks, bool cache_is_rotated, bool causal, float softmax_scale, "
+    "Tensor cache_seqlens, Tensor? kv_starts, Tensor? sinks, Tensor? block_table, Tensor? k_scale, Tensor? v_scale, "
+    "bool cache_is_rotated, bool causal, float softmax_scale, "
     "int rotary_dim, bool interleaved, SymInt window_left, SymInt window_right, float softcap"
 )
 
@@ -57,11 +68,13 @@ def flatten(problem: Problem, tensors: Tensors) -> tuple:
 
 
 def rebuild(
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, cache_is_rotated, causal, softmax_scale,
-    rotary_dim, interleaved, window_left, window_right, softcap,
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale,
+    cache_is_rotated, causal, softmax_scale, rotary_dim, interleaved, window_left, window_right, softcap,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Inverse of ``flatten``."""
-    tensors = Tensors(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks)
+    tensors = Tensors(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale
+    )
     problem = describe_step(
         tensors, cache_is_rotated=cache_is_rotated, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
         interleaved=interleaved, window=(window_left, window_right), softcap=softcap,

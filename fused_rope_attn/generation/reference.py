@@ -6,6 +6,15 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention.reference import absent_keys, attend, query_rows, visible_keys
+from fused_rope_attn.generation.cache_reference import (
+    FLOAT8,
+    dequantise,
+    gather_pages,
+    needed_pages,
+    quantise,
+    write_pages,
+    write_rows,
+)
 from fused_rope_attn.rotation.reference import normalise_tables, rotate
 
 
@@ -28,36 +37,54 @@ def attention_with_kvcache(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The generation step in eager PyTorch: arguments as in `fused_rope_attn.rope_attention_with_kvcache`, validated.
 
     Writes `k` and `v` (B, HKV, NQ, D) into the caches (B, HKV, S, D) at rows `cache_seqlens + i`, k rotated where the
     cache is, and attends like `attention` with `kv_lens` behind the new tokens. A token without a row in the cache is
     not written, and its query is dead. `kv_starts` (B,): keys before it do not exist.
+
+    With `block_table` (B, pages) the caches are pools (num_pages, HKV, page_size, D). Caches in float8_e4m3fn hold keys
+    and values divided by `k_scale` and `v_scale`, and queries see new tokens as they are written there too.
     """
-    len_q, capacity = q.shape[2], k_cache.shape[2]
+    num_pages, _, page_size, _ = k_cache.shape
+    len_q, capacity = q.shape[2], page_size if block_table is None else block_table.shape[1] * page_size
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
     cached = cache_seqlens.long().clamp(0, capacity).unsqueeze(1)
     index = torch.arange(len_q, device=q.device)
     position = cached + index if k is not None else cached - len_q + index
     position = torch.where(position < capacity, position, -1)
-    length = cached
+    length = cached if k is None else (cached + len_q).clamp(max=capacity)
     q_rot = rotate(q, *query_rows(cos, sin, position), interleaved=interleaved)
-    if k is not None and v is not None:
-        length = (cached + len_q).clamp(max=capacity)
-        new = rotate(k, *query_rows(cos, sin, position), interleaved=interleaved) if cache_is_rotated else k
-        batch = torch.arange(q.shape[0], device=q.device)
-        # One token after the other: what has no row is written as it stands into the last one, which may be another's.
-        for i in range(len_q if capacity > 0 else 0):
-            row, fits = position[:, i].masked_fill(position[:, i] < 0, capacity - 1), position[:, i] >= 0
-            for cache, x in ((k_cache, new), (v_cache, v)):
-                cache[batch, :, row] = torch.where(fits[:, None, None], x[:, :, i], cache[batch, :, row])
+    slots = position
     position, low, high = visible_keys(position, length, causal, window=window, kv_starts=kv_starts)
     # There are lengths, hence keys to ask about.
     absent = cast(
         Tensor, absent_keys(capacity, position, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
     )
-    keys, values = (x.masked_fill(absent[:, None, :, None], 0) for x in (k_cache, v_cache))
+    entries = None
+    if block_table is not None:
+        needed, row = ~absent, torch.arange(capacity, device=q.device)
+        if k is not None:  # written, whether or not a query sees it
+            needed = needed | ((row >= cached) & (row < length))
+        entries = needed_pages(block_table, needed, num_pages, page_size)
+    if k is not None and v is not None:
+        is_float8 = k_cache.dtype == FLOAT8
+        wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
+        new = rotate(wide, *query_rows(cos, sin, slots), interleaved=interleaved) if cache_is_rotated else wide
+        for cache, x, scale in ((k_cache, new, k_scale), (v_cache, v, v_scale)):
+            x = quantise(x, scale) if is_float8 else x
+            if entries is None:
+                write_rows(cache, x, slots)
+            else:
+                write_pages(cache, x, slots, entries)
+    keys, values = (x if entries is None else gather_pages(x, entries) for x in (k_cache, v_cache))
+    if k_cache.dtype == FLOAT8:
+        keys, values = (dequantise(x, scale, q.dtype) for x, scale in ((keys, k_scale), (values, v_scale)))
+    keys, values = (x.masked_fill(absent[:, None, :, None], 0) for x in (keys, values))
     if not cache_is_rotated:
         keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=interleaved)
     return attend(q_rot, keys, values, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fused_rope_attn.generation.cache_validation import FLOAT8, check_new_kind_of_cache, check_written
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
     are_ordinary,
@@ -13,8 +14,6 @@ from fused_rope_attn.runtime.checks import (
     check_sinks,
     check_tables,
     check_window,
-    refuse_device,
-    refuse_dtype,
     refuse_non_bool,
     shown,
 )
@@ -40,6 +39,9 @@ def check_kvcache(
     sinks: Tensor | None,
     kv_starts: Tensor | None,
     return_lse: bool,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     layout: str = "bhsd",
 ) -> int:
     """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
@@ -63,14 +65,23 @@ def check_kvcache(
         refuse_non_bool(
             cache_is_rotated=cache_is_rotated, causal=causal, interleaved=interleaved, return_lse=return_lse
         )
-    check_queries_and_keys(q, k_cache, v_cache, cos, sin, suffix="_cache", length="S_max", layout=layout)
+    of_rows = "k_cache"
+    if block_table is None and k_cache.dtype is not FLOAT8 and k_scale is None and v_scale is None:
+        check_queries_and_keys(q, k_cache, v_cache, cos, sin, suffix="_cache", length="S_max", layout=layout)
+        capacity = k_cache.shape[2]
+    else:
+        capacity = check_new_kind_of_cache(
+            q, k_cache, v_cache, cos, sin, block_table, k_scale, v_scale, layout
+        )  # fmt: skip
+        of_rows = of_rows if block_table is None else "block_table"
     dtype, device = q.dtype, q.device
     batch, heads_q, len_q, head_dim = q.shape
-    _, heads_kv, capacity, _ = k_cache.shape
+    heads_kv = k_cache.shape[1]
     if k is not None and v is not None:
-        _check_new_tokens(k, v, k_cache, v_cache, (batch, heads_kv, len_q, head_dim), layout)
+        check_written(k, v, dtype, k_cache, v_cache, layout)
+        _check_new_tokens(k, v, (batch, heads_kv, len_q, head_dim), capacity, of_rows, layout)
     check_bounds("cache_seqlens", cache_seqlens, device, batch)
-    rotary_dim = check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", "k_cache")
+    rotary_dim = check_tables(cos, sin, dtype, batch, capacity, head_dim, rotary_dim, "q", of_rows)
     check_scales(softmax_scale, softcap)
     if window is not None:
         check_window(window)
@@ -79,7 +90,8 @@ def check_kvcache(
     if kv_starts is not None:
         check_bounds("kv_starts", kv_starts, device, batch)
     if torch.is_grad_enabled():
-        inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks}
+        inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks,
+                  "k_scale": k_scale, "v_scale": v_scale}  # fmt: skip
         for name, x in inputs.items():
             if x is not None and x.requires_grad:
                 raise ValueError(
@@ -90,24 +102,16 @@ def check_kvcache(
 
 
 def _check_new_tokens(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, shape: tuple[int, ...], layout: str
-) -> None:
-    """`shape` (B, HKV, NQ, D) is what k and v must have to be appended; messages show it in the caller's `layout`."""
-    if k.dtype != k_cache.dtype or v.dtype != k_cache.dtype:
-        refuse_dtype(k_cache.dtype, k=k, v=v)
-    if k.device != k_cache.device or v.device != k_cache.device:
-        refuse_device(k_cache.device, k=k, v=v)
+    k: Tensor, v: Tensor, shape: tuple[int, ...], capacity: int, of_rows: str, layout: str
+) -> None:  # fmt: skip
+    """`shape` (B, HKV, NQ, D) is what k and v must have to be appended; messages show it in the caller's `layout`.
+
+    `of_rows` names the argument that gives a sequence its `capacity` rows.
+    """
     if k.shape != shape or v.shape != shape:
         name, x = ("k", k) if k.shape != shape else ("v", v)
         got = in_layout(x.shape, layout) if x.ndim == 4 else x.shape
         expected = f"{form_of('HKV', 'NQ', layout)} = {shown(in_layout(shape, layout))}"
         raise ValueError(f"{name} must have shape {expected}, but has {shown(got)}")
-    if shape[2] > k_cache.shape[2]:
-        raise ValueError(f"k must have at most k_cache's S_max = {k_cache.shape[2]} positions, but has {shape[2]}")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        strides = cache.stride() if cache.numel() else ()
-        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, cache.shape)):
-            raise ValueError(
-                f"{name} must not be expanded, since it is written: several elements share memory, strides "
-                f"{in_layout(strides, layout)}"
-            )
+    if shape[2] > capacity:
+        raise ValueError(f"k must have at most {of_rows}'s S_max = {capacity} positions, but has {shape[2]}")

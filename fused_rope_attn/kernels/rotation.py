@@ -234,18 +234,19 @@ def store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT: tl.constexpr =
 
 @triton.jit
 def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True,
-                 PAIR_LAYOUT: tl.constexpr = None, TILE_LAYOUT: tl.constexpr = None):  # fmt: skip
-    """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to their dtype, in pair
-    order.
+                 PAIR_LAYOUT: tl.constexpr = None, TILE_LAYOUT: tl.constexpr = None,
+                 DTYPE: tl.constexpr = None):  # fmt: skip
+    """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to DTYPE, in pair order.
 
-    Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in ``load_pairs``.
+    DTYPE None is the memory's. Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in
+    ``load_pairs``.
     """
     first, second = load_normed_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
     cos, sin = load_angles(
         rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT
     )
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-    return pack_pairs(first * sign, second * sign).to(rows.ptr.dtype.element_ty)
+    return pack_pairs(first * sign, second * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit
@@ -262,7 +263,7 @@ def load_rotated_tile(tiles, rotation, start, offs, position_offset, sign=1.0, C
 
 
 @triton.jit
-def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0):
+def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE: tl.constexpr = None):
     """``load_rotated`` in the order of memory instead of pair order, rows from ``num_rows`` on zero.
 
     It reads everything twice, once for each member of a pair: for a few rows that meet keys as they lie in memory.
@@ -289,7 +290,7 @@ def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0):
     # A second member rotated by an angle is a first member rotated by the negative one.
     sin = tl.where(is_second[None, :], -sin, sin)
     x, _ = rotate(x.to(tl.float32), partner.to(tl.float32), cos, sin, CONJUGATE=False)
-    return (x * sign).to(rows.ptr.dtype.element_ty)
+    return (x * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit

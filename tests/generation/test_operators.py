@@ -60,7 +60,7 @@ def test_kernels_and_reference_agree_on_padded_prompts():
     inputs.v_cache[0, :, :20] = math.nan
     results = []
     for backend in ("reference", "triton"):
-        q, k_cache, v_cache, cos, sin, k, v, lens, _ = (x if x is None else x.clone() for x in inputs)
+        q, k_cache, v_cache, cos, sin, k, v, lens, _ = (x if x is None else x.clone() for x in inputs[:9])
         results.append(
             with_kvcache(
                 q,
@@ -84,7 +84,7 @@ def test_kernels_and_reference_agree_on_padded_prompts():
 @pytest.mark.parametrize("append", [True, False])
 def test_opcheck(append):
     check = replace(TINY, append=append, sinks=True)
-    q, k_cache, v_cache, cos, sin, k, v, lens, sinks = make_inputs(check, F32)
+    q, k_cache, v_cache, cos, sin, k, v, lens, sinks = make_inputs(check, F32)[:9]
     k_cache, v_cache = (x.nan_to_num() for x in (k_cache, v_cache))
     arguments = kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, lens, sinks)
     torch.library.opcheck(OPERATORS.attention_with_kvcache.default, arguments)

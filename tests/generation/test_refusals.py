@@ -13,7 +13,7 @@ from verification.decode import make_inputs
 
 
 def call(**changes):
-    q, k_cache, v_cache, cos, sin, k, v, lens, _ = make_inputs(PLAIN, F32)
+    q, k_cache, v_cache, cos, sin, k, v, lens, *_ = make_inputs(PLAIN, F32)
     valid = {
         "q": q, "k_cache": k_cache.nan_to_num(), "v_cache": v_cache.nan_to_num(), "cos": cos, "sin": sin, "k": k,
         "v": v, "cache_seqlens": lens,

@@ -75,9 +75,10 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
     return portable_forward.prepared(problem, tensors, config, saving)(tensors)
 
 
-def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks):
+def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks, block_table=None):
     """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
-    return (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, True, True, 0.25, 16, False, -1, -1, 0.0)
+    tensors = (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, block_table, None, None)
+    return (*tensors, True, True, 0.25, 16, False, -1, -1, 0.0)
 
 
 def go_through_the_dispatcher(monkeypatch):

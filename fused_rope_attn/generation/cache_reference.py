@@ -1,0 +1,69 @@
+"""Caches in eager PyTorch: rows written and read, contiguous or in pages, in q's dtype or in float8_e4m3fn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def quantise(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x (B, HKV, N, D) / scale in float8_e4m3fn, saturating; scale of one element or (HKV,), None is 1."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    if scale is not None:
+        wide = wide / scale.to(wide.dtype).reshape(-1, 1, 1)
+    most = torch.finfo(FLOAT8).max
+    return torch.where(wide.isnan(), wide, wide.clamp(-most, most)).to(FLOAT8)
+
+
+def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """float8 x (B, HKV, N, D) times its scale, rounded once to dtype."""
+    wide = x.double() if dtype == torch.float64 else x.float()
+    return (wide if scale is None else wide * scale.to(wide.dtype).reshape(-1, 1, 1)).to(dtype)
+
+
+def stored(x: Tensor) -> Tensor:
+    """What PyTorch can index, of a cache: a view of its bytes where it is float8."""
+    return x.view(torch.uint8) if x.dtype == FLOAT8 else x
+
+
+def needed_pages(block_table: Tensor, needed: Tensor, num_pages: int, page_size: int) -> Tensor:
+    """Entries (B, pages) int64 of the pages in which a row is ``needed`` (B, pages * page_size); others are 0.
+
+    One of them outside the pool raises IndexError, on a GPU its device-side assertion.
+    """
+    of_page = needed.unflatten(1, (-1, page_size)).any(-1)
+    entries = torch.where(of_page, block_table.long(), 0)
+    return torch.arange(num_pages, device=entries.device).index_select(0, entries.flatten()).view_as(entries)
+
+
+def gather_pages(pool: Tensor, entries: Tensor) -> Tensor:
+    """The sequences (B, HKV, pages * page_size, D) whose ``entries`` (B, pages) are pages of the pool."""
+    found = stored(pool).index_select(0, entries.flatten()).unflatten(0, entries.shape)
+    return found.transpose(1, 2).flatten(2, 3).view(pool.dtype)
+
+
+def write_rows(cache: Tensor, x: Tensor, position: Tensor) -> None:
+    """Write x (B, HKV, N, D) into rows ``position`` (B, N) of the cache (B, HKV, S, D); none where that is negative."""
+    cache, x = stored(cache), stored(x)
+    batch, last = torch.arange(cache.shape[0], device=cache.device), cache.shape[2] - 1
+    # One token after the other: what has no row is written as it stands into the last one, which may be another's.
+    for i in range(x.shape[2] if last >= 0 else 0):
+        fits = position[:, i] >= 0
+        row = position[:, i].masked_fill(~fits, last)
+        cache[batch, :, row] = torch.where(fits[:, None, None], x[:, :, i], cache[batch, :, row])
+
+
+def write_pages(pool: Tensor, x: Tensor, position: Tensor, entries: Tensor) -> None:
+    """The same in the pages ``entries`` (B, pages) of a pool (num_pages, HKV, page_size, D)."""
+    page_size, num_rows = pool.shape[2], pool.shape[0] * pool.shape[2]
+    fits = position >= 0
+    row = position.masked_fill(~fits, 0)
+    slot = entries.gather(1, row // page_size) * page_size + row % page_size if entries.shape[1] else row
+    # A row behind the pool takes what is not written.
+    slot = slot.masked_fill(~fits, num_rows).flatten()
+    rows = stored(pool).transpose(1, 2).flatten(0, 1)
+    rows = torch.cat((rows, torch.zeros_like(rows[:1])))
+    rows[slot] = stored(x).transpose(1, 2).flatten(0, 1)
+    stored(pool).copy_(rows[:-1].unflatten(0, (-1, page_size)).transpose(1, 2))

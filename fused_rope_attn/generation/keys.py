@@ -1,0 +1,251 @@
+"""What a block of the generation step does with keys: cached and new ones folded into the running softmax, a tile at a
+time, and the new ones appended to the cache."""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.generation.float8 import (
+    Float8,
+    Halves,
+    load_halves,
+    load_rotated_halves,
+    quantised,
+    score_halves,
+    split_columns,
+)
+from fused_rope_attn.generation.pages import Pages, assert_in_pool, page_entries, rows_in_pages
+from fused_rope_attn.kernels.masks import Mask, visible
+from fused_rope_attn.kernels.products import ScoreScale, score_product
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import Rotation, load_rotated, load_rotated_columns, pack_pairs
+from fused_rope_attn.kernels.softmax import online_softmax
+from fused_rope_attn.kernels.tiles import Rows, load_tile, rows_from, store_tile
+
+
+@record
+class Queries:
+    """The query rows of one block as products take them."""
+
+    q: tl.tensor  # (BLOCK_M, BLOCK_D), rotated; for float8 caches ``Halves`` of it
+    q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), what scores are multiplied by
+    positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
+    left: tl.tensor | None  # how many keys before and behind its own position a query sees
+    right: tl.tensor | None
+    IS_CAUSAL: tl.constexpr
+    scale: ScoreScale
+
+
+@record
+class KeyRows:
+    """Keys and values of one key head of one sequence, and the tables that rotate the keys; None: they are rotated.
+
+    In pages, ``k`` and ``v`` are the head's rows in page 0 of the pool.
+    """
+
+    k: Rows
+    v: Rows
+    rotation: Rotation | None
+    pages: Pages | None
+    float8: Float8 | None
+
+
+@record
+class NewKeys:
+    """New tokens of one key head of one sequence."""
+
+    k: Rows
+    v: Rows
+    rotation: Rotation
+
+
+@record
+class RunningSums:
+    """The running softmax over the keys so far, in base 2: acc (BLOCK_M, BLOCK_D), the others (BLOCK_M,), float32.
+
+    For float8 caches acc are ``Halves`` in the scale of the values, until ``whole_sums``.
+    """
+
+    acc: tl.tensor
+    row_max: tl.tensor
+    row_sum: tl.tensor
+
+
+@triton.jit
+def load_new(rows, offs, rotation, position_offset, sign, CACHE_IS_ROTATED: tl.constexpr, DTYPE: tl.constexpr = None):
+    """Rows of q or of new keys, rotated and times ``sign``: their columns in the order that cached keys come in.
+
+    Cached keys that are rotated already are used in the order of memory, raw ones come out in pair order. DTYPE as in
+    ``load_rotated``.
+    """
+    if CACHE_IS_ROTATED:
+        return load_rotated_columns(rows, offs, rotation, position_offset, sign, DTYPE)
+    else:
+        return load_rotated(rows, offs, rotation, position_offset, sign, DTYPE=DTYPE)
+
+
+@triton.jit
+def add_values(acc, p, v, correction, PRECISION: tl.constexpr):
+    """acc under the new maximum, and the values with their weights p."""
+    return tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
+    """Fold one tile of keys and values into the running sums; keys exist in [first_key, num_keys), first_key or None
+    for no such bound. Of float8 caches the tiles are ``Halves``."""
+    mask = Mask(
+        num_keys=num_keys, first_key=first_key, left=queries.left, right=queries.right, IS_CAUSAL=queries.IS_CAUSAL,
+        READS_LENGTHS=True,
+    )  # fmt: skip
+    if queries.q_scale is None:
+        scores = score_product(queries.q, k, queries.scale)
+    else:
+        scores = score_halves(queries.q, queries.q_scale, k, queries.scale)
+    sees = visible(mask, queries.positions[:, None], positions_k[None, :])
+    scores = tl.where(sees, scores, float("-inf"))
+    p, correction, row_max, row_sum = online_softmax(
+        scores, sums.row_max, sums.row_sum, queries.scale.qk_scale, HAS_EMPTY_ROWS=True
+    )
+    if queries.q_scale is None:
+        acc = add_values(sums.acc, p, v, correction, queries.scale.PRECISION)
+    else:
+        acc = Halves(
+            even=add_values(sums.acc.even, p, v.even, correction, queries.scale.PRECISION),
+            odd=add_values(sums.acc.odd, p, v.odd, correction, queries.scale.PRECISION),
+        )
+    return RunningSums(acc=acc, row_max=row_max, row_sum=row_sum)
+
+
+@triton.jit
+def load_cached_keys(cache, rows, offs_n, start_n):
+    """A tile of cached keys as products take them; ``rows`` are counted from position ``start_n``."""
+    if cache.rotation is None:
+        if cache.float8 is None:
+            return load_tile(rows, offs_n, CHECK_ROWS=True)
+        else:
+            return load_halves(rows, offs_n, cache.float8)
+    else:
+        if cache.float8 is None:
+            return load_rotated(rows, offs_n, cache.rotation, start_n)
+        else:
+            return load_rotated_halves(rows, offs_n, cache.rotation, start_n, cache.float8, QUANTISE=False)
+
+
+@triton.jit
+def attend_cached(sums, queries, cache, first, last, offs_n):
+    """Fold the cached keys [first, last) into the running sums, a tile at a time; offs_n: 0 to BLOCK_N."""
+    if cache.pages is not None:
+        entries = page_entries(cache.pages, first + offs_n, last)
+        highest = entries
+    for start_n in range(first, last, offs_n.shape[0]):
+        if cache.pages is None:
+            k_rows = rows_from(cache.k, start_n)
+        else:
+            # The next tile's, so that no load of keys waits for them.
+            following = page_entries(cache.pages, start_n + offs_n.shape[0] + offs_n, last)
+            k_rows = rows_in_pages(cache.k, cache.pages.k_stride, cache.pages, entries, start_n + offs_n, last)
+        k = load_cached_keys(cache, k_rows, offs_n, start_n)
+        if cache.pages is None:
+            v_rows = rows_from(cache.v, start_n)
+        else:
+            v_rows = rows_in_pages(cache.v, cache.pages.v_stride, cache.pages, entries, start_n + offs_n, last)
+            highest = tl.maximum(highest, following)
+            entries = following
+        if cache.float8 is None:
+            v = load_tile(v_rows, offs_n, CHECK_ROWS=True)
+        else:
+            v = load_halves(v_rows, offs_n, cache.float8)
+        sums = attend_tile(sums, queries, k, v, start_n + offs_n, cache.k.num_rows, None)
+    if cache.pages is not None:
+        assert_in_pool(highest, cache.pages)
+    return sums
+
+
+@triton.jit
+def rows_at(rows, start, num_rows):
+    """The ``num_rows`` rows from row ``start`` (int64) on; in a cache they may lie behind the last key."""
+    return Rows(
+        ptr=rows.ptr + start * rows.stride_row, stride_row=rows.stride_row, stride_column=rows.stride_column,
+        num_rows=num_rows, first_row=None, format=rows.format,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.constexpr):
+    """New keys: (as products take them, as the cache keeps them). ``rows`` are counted from ``position``.
+
+    What a query sees of a float8 cache's new keys is what the cache keeps of them.
+    """
+    if float8 is None:
+        k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED)
+        k_kept = k
+        if not CACHE_IS_ROTATED:
+            k_kept = load_tile(rows, offs, CHECK_ROWS=True)
+        return k, k_kept
+    else:
+        if CACHE_IS_ROTATED:
+            k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED, DTYPE=tl.float32)
+            k_kept = quantised(k, float8.k_scale)
+            return split_columns(k_kept.to(float8.DTYPE), float8.DTYPE), k_kept
+        else:
+            k_kept = quantised(load_tile(rows, offs, CHECK_ROWS=True), float8.k_scale)
+            return load_rotated_halves(rows, offs, new.rotation, position, float8, QUANTISE=True), k_kept
+
+
+@triton.jit
+def attend_new(sums, queries, cache, new, first_key, writes_cache, BLOCK_NEW: tl.constexpr):
+    """Fold the new keys into the running sums, and append them to the cache where ``writes_cache``."""
+    num_cached = cache.k.num_rows
+    num_new = new.k.num_rows
+    for start_n in tl.range(0, num_new, BLOCK_NEW, num_stages=1):
+        offs_new = tl.arange(0, BLOCK_NEW)
+        start64 = tl.cast(start_n, tl.int64)
+        position = num_cached + start_n
+        slot64 = tl.cast(position, tl.int64)
+        limit = num_new - start_n
+        k_rows = rows_at(new.k, start64, limit)
+        k, k_kept = load_new_keys(
+            new, k_rows, offs_new, position, cache.float8, CACHE_IS_ROTATED=cache.rotation is None
+        )
+        v = load_tile(rows_at(new.v, start64, limit), offs_new, CHECK_ROWS=True)
+        v_kept = v
+        if cache.float8 is not None:
+            v_kept = quantised(v, cache.float8.v_scale)
+            v = split_columns(v_kept.to(cache.float8.DTYPE), cache.float8.DTYPE)
+        if writes_cache:
+            if cache.pages is None:
+                k_slots = rows_at(cache.k, slot64, limit)
+                v_slots = rows_at(cache.v, slot64, limit)
+            else:
+                pages, slots, end = cache.pages, position + offs_new, num_cached + num_new
+                entries = page_entries(pages, slots, end)
+                k_slots = rows_in_pages(cache.k, pages.k_stride, pages, entries, slots, end)
+                v_slots = rows_in_pages(cache.v, pages.v_stride, pages, entries, slots, end)
+                assert_in_pool(entries, pages)
+            store_tile(k_slots, k_kept, offs_new)
+            store_tile(v_slots, v_kept, offs_new)
+        sums = attend_tile(sums, queries, k, v, position + offs_new, num_cached + num_new, first_key)
+    return sums
+
+
+@triton.jit
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, IS_FLOAT8: tl.constexpr):
+    """``RunningSums`` before the first key."""
+    if IS_FLOAT8:
+        zeros = tl.zeros((BLOCK_M, BLOCK_D // 2), tl.float32)
+        acc = Halves(even=zeros, odd=zeros)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    return RunningSums(
+        acc=acc, row_max=tl.full((BLOCK_M,), float("-inf"), tl.float32), row_sum=tl.zeros((BLOCK_M,), tl.float32)
+    )
+
+
+@triton.jit
+def whole_sums(sums, float8):
+    """The running sums with acc (BLOCK_M, BLOCK_D) in the scale of the output."""
+    if float8 is None:
+        return sums
+    else:
+        acc = pack_pairs(sums.acc.even, sums.acc.odd) * float8.v_scale
+        return RunningSums(acc=acc, row_max=sums.row_max, row_sum=sums.row_sum)
