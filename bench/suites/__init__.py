@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
                 "suites.host"),
         Command("masks", "windows, packed sequences, and what other masks cost", "suites.masks.suite"),
         Command("rope", "the rotation alone", "suites.rotation.suite"),
+        Command("norm", "attention with norms of q and k", "suites.norm.suite"),
         Command("decode", "a step of generation with a cache; --tune sweeps its configurations",
                 "suites.generation.command"),
         Command("models", "whole models of transformers, patched and not", "suites.models"),
