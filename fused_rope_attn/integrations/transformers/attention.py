@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from typing import Any, cast
 
@@ -37,7 +36,6 @@ from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 BATCH = "fused_rope_batch"
 # Of attention modules that were called without their decoder: how often their own forward ran, by reason.
 _passes_of_layers: Counter[str] = Counter()
-_ATTENTION_NORMS = "q_norm" in inspect.signature(rope_attention).parameters
 # Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
 _MOST_TABLES = 8
 
@@ -230,25 +228,23 @@ def _attend(
     packed: bool,
 ) -> Tensor:
     """Attention of a batch whose keys are its own tokens: o (B, HQ, N, D)."""
-    if norms is not None and not _ATTENTION_NORMS:  # until rope_attention takes norms
-        (q, k), tables, norms = _rotated(q, k, tables, norms), _identity(q.shape[2], q.device), None
-    options = tables.options | _features(module, convention, q, batch) | _options(norms)
+    options = tables.options | _features(module, convention, q, batch)
     options["deterministic"] = getattr(module, PATCH).deterministic
     if not packed:
+        options |= _options(norms)
         return cast(Tensor, rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **options))
     size, _, length, _ = q.shape
     if batch.rotates_first:
         q, k = _rotated(q, k, tables, norms)
         unturned = _identity(1, q.device)
         cos, sin = unturned.long(batch.max_seqlen)
-        options |= unturned.options
-        for name in _options(norms):
-            del options[name]
+        options, norms = options | unturned.options, None
     else:
         # Tables by position, which all sequences share: scores depend on distances alone.
         cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
+    options |= _options(norms)
     o = cast(Tensor, rope_attention_varlen(q, k, v, cos, sin, cu_seqlens, cu_seqlens, longest, longest, **options))
     return o.unflatten(0, (size, length)).transpose(1, 2)
 

@@ -246,6 +246,14 @@ def test_norms_of_another_dtype():
         assert unfit_for(half, q.half(), True) == "norms that make float16 heads float32"
 
 
+def test_packed_sequences(calls):
+    """By position ids; in Qwen3-VL q and k are normed and rotated beforehand where places are not positions."""
+    model, ids = make_model("qwen3"), make_ids(1, 18)
+    positions = torch.cat([torch.arange(length) for length in (5, 1, 12)])[None]
+    assert_same(model, ids, grad=True, position_ids=positions, use_cache=False)
+    assert calls == {"rope_attention_varlen": 2} and fused_of(model) == ["fused"] * 2
+
+
 def test_gradients_of_norms_alone(calls):
     """Nobody wants a gradient but the norms: they get it through a cache too, and then no step is taken."""
     model, ids = make_model("qwen3"), make_ids(1, 8)
@@ -267,7 +275,7 @@ def test_gradients_of_norms_alone(calls):
 
 @pytest.mark.unpoisoned
 def test_compiled_with_norms():
-    model, ids = make_model("gemma3"), make_ids(2, LENGTH)
+    model, ids = make_model("qwen3", num_hidden_layers=1), make_ids(2, LENGTH)
     expected = run(model, ids, grad=True, use_cache=False)
     torch._dynamo.reset()
     compiled = torch.compile(patch_model(model), backend="aot_eager", fullgraph=True)
