@@ -32,7 +32,7 @@ COMMANDS: dict[str, Command] = {
         Command("norm", "attention with norms of q and k", "suites.norm.suite"),
         Command("decode", "a step of generation with a cache; --tune sweeps its configurations",
                 "suites.generation.command"),
-        Command("models", "whole models of transformers, patched and not", "suites.models"),
+        Command("models", "whole models of transformers, patched and not", "suites.models.suite"),
         Command("corope", "Co-RoPE beside its definition in eager PyTorch", "suites.corope"),
         Command("tune", "sweep tile configurations of the portable kernels, propose rows of their table",
                 "suites.tune.command"),
