@@ -12,6 +12,8 @@ from tests.support.hf_runs import LENGTH, assert_close, run
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+# Qwen 3 without its windows, whose static layers count on the host.
+WHOLE = {"use_sliding_window": False, "sliding_window": None}
 
 
 def left_padded(rows, length, padding):
@@ -92,7 +94,8 @@ def test_norms_of_liger(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_decoding_step_does_not_wait(static, name):
-    model, ids, mask = patch_model(make_model(name).to(DEVICE)), make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
+    model = patch_model(make_model(name, **WHOLE).to(DEVICE))
+    ids, mask = make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
     past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
     with torch.no_grad():
         for end in (18, 19, 20):
@@ -126,7 +129,7 @@ def test_compiled_training(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_captured_step(name):
     """A static cache: the graph rotates, writes, attends and counts, and is replayed for other tokens."""
-    model, ids = patch_model(make_model(name).to(DEVICE)), make_ids(2, 21).to(DEVICE)
+    model, ids = patch_model(make_model(name, **WHOLE).to(DEVICE)), make_ids(2, 21).to(DEVICE)
     past = transformers.StaticCache(config=model.config, max_cache_len=32)
     token, position = ids[:, 18:19].clone(), torch.full((1, 1), 18, device=DEVICE)
     options = {"cache_position": position[0]} if transformers.__version__ < "5" else {}
