@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ def _missing_liger() -> str | None:
 
 
 @functools.cache
-def _apply_rotary_pos_emb() -> Callable[..., tuple[Tensor, Tensor]]:
+def hf_function() -> Callable[..., tuple[Tensor, Tensor]]:
+    """transformers' ``apply_rotary_pos_emb`` of halves."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     return apply_rotary_pos_emb
@@ -35,27 +37,32 @@ def _liger() -> type[torch.autograd.Function]:
     return LigerRopeFunction
 
 
+def specialised(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function that gets kernels of its own for every shape: the rival at its best."""
+    # The backward is timed on a graph that is kept, which donated buffers forbid; a rotation has none to give anyway.
+    # Eight shapes would be the limit.
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    apply_rotary_pos_emb = _apply_rotary_pos_emb()
+    apply_rotary_pos_emb = hf_function()
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # float32 tables promote; Inductor keeps the float32 in registers and writes the rounded result only.
         q_rot, k_rot = apply_rotary_pos_emb(q, k, cos, sin)
         return q_rot.to(q.dtype), k_rot.to(k.dtype)
 
-    # The backward is timed on a graph that is kept, which donated buffers forbid; a rotation has none to give anyway.
-    # Every shape gets its own specialised kernels (dynamic=False): the rival at its best. Eight would be the limit.
-    import torch._dynamo.config
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    return torch.compile(rotate, dynamic=False, fullgraph=True)
+    return specialised(rotate)
 
 
 def _rotate_hf(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    return _apply_rotary_pos_emb()(q, k, *tables)
+    return hf_function()(q, k, *tables)
 
 
 def _rotate_liger(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ BLOCKS: tuple[Block, ...] = (
     Block("masks:results", BENCHMARKS, "masks", "masks.report", "results"),
     Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),
     Block("rope:results", BENCHMARKS, "rotation", "rotation.tables", "results"),
-    Block("models:results", BENCHMARKS, "models", "models", "results"),
+    Block("models:results", BENCHMARKS, "models", "models.report", "results"),
     Block("corope:results", BENCHMARKS, "corope", "corope", "results"),
 )
 _PARTS = "|".join(dict.fromkeys(block.name.split(":")[0] for block in BLOCKS))

@@ -20,10 +20,10 @@ from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTE
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 # What each value of a field of Convention, other than the default, means to somebody who knows Llama's attention.
 _PHRASES: dict[object, str] = {
-    on.heads_normed: "q and k normed by head",
-    on.heads_layernormed: "q and k normed by head",
-    on.heads_normed_perhaps: "q and k normed by head where the config asks for it",
-    on.heads_layernormed_perhaps: "q and k normed by head where the config asks for it",
+    on.q_and_k_norm: "q and k normed by head",
+    on.q_and_k_layernorm: "q and k normed by head",
+    on.q_and_k_norm_perhaps: "q and k normed by head where the config asks for it",
+    on.q_and_k_layernorm_perhaps: "q and k normed by head where the config asks for it",
     on.rows_normed: "q and k normed over their whole width",
     on.clipped: "q, k and v clipped where the config asks for it",
     on.rows_normed_clipped: "q and k normed over their whole width, and with v clipped where the config asks for it",
@@ -32,9 +32,9 @@ _PHRASES: dict[object, str] = {
     on.fused_clipped: "one projection for q, k and v, clipped where the config asks for it",
     on.fused_by_head: "one projection, head by head",
     on.fused_by_head_layernormed_perhaps: "one projection, head by head, normed where the config asks for it",
-    on.heads_normed_gate_beside_q: "q and k normed by head, a gate beside q",
-    on.heads_normed_gate_proj: "q and k normed by head, a projected gate",
-    on.heads_normed_g_proj: "q and k normed by head, a projected gate",
+    on.gate_beside_q: "a gate beside q",
+    on.gate_proj: "a projected gate",
+    on.g_proj: "a projected gate",
     on.window_of_layer: "windows in some layers",
     on.window_of_sliding_layer: "windows in some layers",
     on.window_of_model: "a window in all layers",
@@ -106,7 +106,7 @@ def page() -> str:
 def describe(convention: Convention) -> str:
     """What differs from Llama's attention, in words. KeyError: nobody has said what one of its functions means."""
     default, found = Convention(), []
-    for name in ("project", "window", "rotates", "after_rotation", "query_scale", "finish"):
+    for name in ("project", "norms", "window", "rotates", "after_rotation", "query_scale", "finish"):
         value = getattr(convention, name)
         if value != getattr(default, name):
             found.append(_PHRASES[value])

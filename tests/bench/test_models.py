@@ -1,14 +1,21 @@
 """`python -m bench models` with a clock that needs no GPU, on a tiny model."""
 
+import sys
+import types
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from bench import report
 from bench.__main__ import main
-from bench.suites import models
+from bench.suites.models import providers, shapes, suite
+from bench.suites.models import report as models_report
+from fused_rope_attn.integrations.transformers import patch_report
 from tests.support.bench import run as run_suite
 
-TINY = models.Model(
+TINY = shapes.Model(
     "Tiny",
     "Llama",
     {
@@ -23,10 +30,8 @@ TINY = models.Model(
 )
 
 
-def run(providers, works, **options):
-    return run_suite(
-        models.Models(providers), *(models.Case(TINY, work) for work in works), modes=("eager",), **options
-    )
+def run(chosen, works, model=TINY, **options):
+    return run_suite(suite.Models(chosen), *(suite.Case(model, work) for work in works), modes=("eager",), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +44,11 @@ def broken(model):
 
 
 def test_rows(tmp_path):
-    providers = [models.PROVIDERS["sdpa"], models.PROVIDERS["fused"]]
-    providers.append(models.Provider("absent", "Absent", broken, lambda: "not installed"))
-    providers.append(models.Provider("broken", "Broken", broken))
-    works = [models.Work("train", 2, 16), models.Work("prefill", 1, 16), models.Work("decode", 2, 16)]
-    rows, measurement = run(providers, works)
+    chosen = [providers.PROVIDERS["sdpa"], providers.PROVIDERS["fused"]]
+    chosen.append(providers.Provider("absent", "Absent", broken, lambda: "not installed"))
+    chosen.append(providers.Provider("broken", "Broken", broken))
+    works = [shapes.Work("train", 2, 16), shapes.Work("prefill", 1, 16), shapes.Work("decode", 2, 16)]
+    rows, measurement = run(chosen, works)
     assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not measurement.not_run
     for work in works:
         found = {row["provider"]: row for row in rows if row["pass"] == work.name}
@@ -55,24 +60,90 @@ def test_rows(tmp_path):
         assert ("loss" in ours) == (work.kind == "train")
     file = tmp_path / "rows.jsonl"
     report.write_lines(file, rows)
-    text = models.summary(report.read_lines([file]))
+    text = models_report.summary(report.read_lines([file]))
     assert "patch_model" in text and "missing" in text and "Tiny" in text
 
 
+_NORMED = TINY.config | {"head_dim": 16, "num_key_value_heads": 1}
+NORMED = [
+    shapes.Model("Qwen", "Qwen3", _NORMED, norms=True),
+    shapes.Model("Gemma", "Gemma3", _NORMED, config_class="Gemma3TextConfig", norms=True, kinds=("train",)),
+]
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """What the benchmark takes of Liger, in PyTorch, and how often its norm ran."""
+    calls = []
+    source = """
+class LigerRMSNorm(torch.nn.Module):
+    def forward(self, x):
+        calls.append(self.casting_mode)
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return y * (self.offset + self.weight)
+"""
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    norms, rope = (types.ModuleType(f"liger_kernel.transformers.{name}") for name in ("rms_norm", "rope"))
+    vars(norms).update(torch=torch, calls=calls)
+    exec(source, vars(norms))
+    rope.liger_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
+    for module in (norms, rope):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+@pytest.mark.parametrize("model", NORMED)
+def test_models_with_norms_of_heads(model, liger):
+    """A layer has two norms of heads, and Qwen 3 two others, Gemma 3 four; one more is behind the layers."""
+    chosen = [replace(provider, missing=lambda: None) for provider in providers.PROVIDERS.values()]
+    chosen = [provider for provider in chosen if provider.name != "flash_2"]
+    rows, _ = run(chosen, [shapes.Work("train", 1, 16)], model)
+    found = {row["provider"]: row for row in rows}
+    assert {row["status"] for row in rows} == {"ok"} and len(rows) == 7
+    assert all(row["off_first"] < 1e-5 for row in rows)
+    assert [name for name, row in found.items() if row["ours"]] == ["fused", "fused_liger"]
+    assert found["fused_liger"]["ours_faster"] == 1.0 == found["fused"]["ours_faster"]
+    block = models_report.results(rows)
+    assert "over norms outside" in block and f"| {model.name} | train-16, B1 N16 |" in block
+    assert set(liger) == {"gemma" if model.name == "Gemma" else "llama"}
+    made = shapes.make(model, torch.device("cpu"))
+    counts = {}
+    for name in ("liger_norm", "liger_all", "fused_liger", "own_norms", "fused"):
+        liger.clear()
+        with providers.PROVIDERS[name].on(made):
+            made(torch.zeros(1, 4, dtype=torch.int64))
+            counts[name] = len(liger), patch_report(made)[0].norms
+    others = 3 + 2 * (model.name == "Gemma")
+    assert counts == {
+        "liger_norm": (2, ""), "liger_all": (2 + others, ""), "fused_liger": (others, "fused"),
+        "own_norms": (0, "its own: q_norm has hooks"), "fused": (0, "fused"),
+    }  # fmt: skip
+    norm = made.model.layers[0].self_attn.q_norm
+    assert "forward" not in norm.__dict__ and not norm._forward_hooks and "offset" not in norm.__dict__
+
+
+def test_models_without_norms_of_heads():
+    rows, _ = run([providers.PROVIDERS["own_norms"], providers.PROVIDERS["fused"]], [shapes.Work("train", 1, 16)])
+    assert [row["status"] for row in rows] == ["unsupported", "ok"]
+    assert "norms outside" not in models_report.summary(rows) + models_report.results(rows)
+
+
 def test_what_a_deadline_leaves():
-    rows, measurement = run([models.PROVIDERS["sdpa"]], [models.Work("train", 1, 2048)], deadline=0.0)
+    rows, measurement = run([providers.PROVIDERS["sdpa"]], [shapes.Work("train", 1, 2048)], deadline=0.0)
     assert rows == [] and measurement.not_run == ["Tiny train-2K B1 N2048"]
 
 
 def test_losses_are_printed():
     row = {"case": "M", "pass": "w", "label": "sdpa", "provider": "sdpa", "status": "ok", "ms": 1.0, "tokens_s": 1.0}
-    assert "slower than sdpa: M w 0.80" in models.summary([row | {"peak_mib": 1.0, "ours_faster": 0.8, "loss": 2.0}])
+    row |= {"peak_mib": 1.0, "ours_faster": 0.8, "loss": 2.0}
+    assert "slower than sdpa: M w 0.80" in models_report.summary([row])
 
 
 def test_switching_leaves_the_model_as_it_was():
-    model = models.make(TINY, torch.device("cpu"))
+    model = shapes.make(TINY, torch.device("cpu"))
     before = {path: set(module.__dict__) for path, module in model.named_modules()}
-    for provider in (models.PROVIDERS["sdpa"], models.PROVIDERS["fused"]):
+    for provider in (providers.PROVIDERS["sdpa"], providers.PROVIDERS["fused"]):
         with provider.on(model):
             model(torch.zeros(1, 4, dtype=torch.int64))
     assert before == {path: set(module.__dict__) for path, module in model.named_modules()}
@@ -84,5 +155,6 @@ def test_command_line(capsys):
     text = capsys.readouterr().out
     assert all(name in text for name in ("Llama-3.2-1B", "24 layers left out", "Qwen3-0.6B", "prefill-16K", "liger"))
     assert main(["models", "--dry-run", "--models", "no"]) == 2
+    assert main(["models", "--dry-run", "--models", "Gemma3", "--work", "decode"]) == 2
     if not torch.cuda.is_available():
         assert main(["models"]) == 2 and "no GPU" in capsys.readouterr().err

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baselines.base import missing_package
-from baselines.rotations import LIGER
+from baselines.norms import hf_norm, liger_norm
+from baselines.rotations import LIGER, specialised
 from bench.suite import never_missing
 
 Rotate = Callable[[list[Tensor], Any, bool], list[Tensor]]
@@ -97,17 +97,9 @@ def _liger(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     return list(LIGER.rotate(*xs, tables))
 
 
-@functools.cache
-def _liger_norm_function() -> Any:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    return LigerRMSNormFunction
-
-
 def _liger_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     # As its patch of Qwen 3 does: the norm of (B, N, H, D), then the rotation of the fresh result in place.
-    norm = _liger_norm_function()
-    normed = [norm.apply(x.transpose(1, 2), weight, NORM_EPS, 0.0, "llama", False) for x, weight in zip(xs, weights)]
+    normed = [liger_norm(x.transpose(1, 2), weight, NORM_EPS, 0.0, in_place=False) for x, weight in zip(xs, weights)]
     return _liger([x.transpose(1, 2) for x in normed], tables, interleaved)
 
 
@@ -135,19 +127,8 @@ def _hf(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
     return list(_hf_function(interleaved)(*xs, *tables))
 
 
-@functools.cache
-def _hf_norm_function() -> Callable[..., Tensor]:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    return Qwen3RMSNorm.forward
-
-
 def _hf_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    forward = _hf_norm_function()
-    normed = [
-        forward(SimpleNamespace(weight=weight, variance_epsilon=NORM_EPS), x.transpose(1, 2)).transpose(1, 2)
-        for x, weight in zip(xs, weights)
-    ]
+    normed = [hf_norm(x.transpose(1, 2), weight, NORM_EPS, 0.0).transpose(1, 2) for x, weight in zip(xs, weights)]
     return _hf(normed, tables, interleaved)
 
 
@@ -170,13 +151,7 @@ def _compiled_function() -> Callable[..., list[Tensor]]:
                 outs.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
         return outs
 
-    # As in baselines/rotations.py: the backward runs again and again on a kept graph, and every shape is specialised.
-    import torch._dynamo.config
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    return torch.compile(rotate, dynamic=False, fullgraph=True)
+    return specialised(rotate)
 
 
 def _compiled(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:

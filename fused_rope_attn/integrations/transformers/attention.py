@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from fused_rope_attn import (
-    apply_rope,
     apply_rope_qk,
     rope_attention,
     rope_attention_varlen,
@@ -28,6 +27,7 @@ from fused_rope_attn.integrations.transformers.batch import (
     tokens_seen,
 )
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
+from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
 from fused_rope_attn.rotation.api import rotate
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
@@ -61,24 +61,47 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
 
     convention = patch.convention
     q, k, v, *gate = convention.project(module, hidden_states)
+    q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
         q = q * convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
     # A graph that looked at what eager passes keep would be made anew for each of them.
     kept = None if torch.compiler.is_compiling() else batch.kept
     tables = _tables(module, convention, kwargs.get("position_embeddings"), q, kept)
     if convention.after_rotation is not None:
-        q, k = convention.after_rotation(module, *apply_rope_qk(q, k, *tables.arrays, **tables.options))
+        q, k = convention.after_rotation(module, *_rotated(q, k, tables, norms))
+        norms = None
         tables = _identity(q.shape[2], q.device)
     if past is None:
-        o = _attend(module, convention, q, k, v, tables, batch, packed=batch.cu_seqlens is not None)
+        o = _attend(module, convention, q, k, v, tables, norms, batch, packed=batch.cu_seqlens is not None)
     elif tokens_seen(past, module.layer_idx) == 0:
         # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
         # write rotated queries and read them back.
-        o = _attend(module, convention, q, k, v, tables, batch, packed=batch.declared)
-        _begin_cache(k, v, tables, past, module.layer_idx, kept is not None, _cache_options(kwargs))
+        o = _attend(module, convention, q, k, v, tables, norms, batch, packed=batch.declared)
+        _begin_cache(k, v, tables, norms, past, module.layer_idx, kept is not None, _cache_options(kwargs))
     else:
-        o = attend_cache(module, convention, q, k, v, tables, past, batch, _cache_options(kwargs))
+        o = attend_cache(module, convention, q, k, v, tables, norms, past, batch, _cache_options(kwargs))
     return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
+
+
+def _normed(
+    module: AttentionModule, convention: Convention, q: Tensor, k: Tensor, cached: bool
+) -> tuple[Tensor, Tensor, HeadNorms | None]:
+    """q, k (B, H, N, D) as the rotation gets them, and the norms that are left for the kernels to compute with it.
+
+    cached: the keys go into a cache.
+    """
+    pair = convention.norms(module)
+    if pair is None:
+        return q, k, None
+    norms = head_norms(*pair)
+    reason = norms if isinstance(norms, str) else unfit_for(norms, q, cached)
+    if not torch.compiler.is_compiling():
+        getattr(module, PATCH).own_norms = reason
+    if not reason:
+        return q, k, cast(HeadNorms, norms)
+    # The norms are given (B, N, H, D): Cohere's has a weight for every head.
+    q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in zip(pair, (q, k)))
+    return q, k, None
 
 
 def _batch_of_a_layer(module: AttentionModule, more: bool, kwargs: dict[str, Any]) -> Batch:
@@ -144,6 +167,32 @@ def _identity(rows: int, device: torch.device) -> _Tables:
     return _Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
 
 
+def _options(norms: HeadNorms | None) -> dict[str, Any]:
+    """Norms as keywords of the operators."""
+    return {} if norms is None else norms.options
+
+
+def _weights(norms: HeadNorms | None) -> tuple[Tensor, ...]:
+    return () if norms is None else (norms.q_norm, norms.k_norm)
+
+
+def _rotated(q: Tensor, k: Tensor, tables: _Tables, norms: HeadNorms | None) -> tuple[Tensor, ...]:
+    """Normed and rotated q, k (B, H, N, D), by a launch."""
+    options = tables.options | _options(norms)
+    return apply_rope_qk(q, k, *tables.arrays, **options)
+
+
+def _rotated_keys(k: Tensor, tables: _Tables, norms: HeadNorms | None, out: Tensor | None = None) -> Tensor:
+    """Normed and rotated k (B, HKV, N, D), of arguments that attention has checked."""
+    options = RotationOptions(tables.options["rotary_dim"], tables.options["interleaved"], inverse=False, layout="bhsd")
+    outs = None if out is None else [out]
+    tensors = RotationTensors([k], outs, *tables.arrays, position_ids=None, cu_seqlens=None)
+    if norms is not None:
+        options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
+        tensors = tensors._replace(weights=[norms.k_norm])
+    return rotate(options, tensors)[0]
+
+
 def _features(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
     """What all attention calls of a module have in common."""
     window = convention.window(module)
@@ -174,6 +223,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     tables: _Tables,
+    norms: HeadNorms | None,
     batch: Batch,
     packed: bool,
 ) -> Tensor:
@@ -181,18 +231,20 @@ def _attend(
     options = tables.options | _features(module, convention, q, batch)
     options["deterministic"] = getattr(module, PATCH).deterministic
     if not packed:
+        options |= _options(norms)
         return cast(Tensor, rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **options))
     size, _, length, _ = q.shape
     if batch.rotates_first:
-        q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
+        q, k = _rotated(q, k, tables, norms)
         unturned = _identity(1, q.device)
         cos, sin = unturned.long(batch.max_seqlen)
-        options |= unturned.options
+        options, norms = options | unturned.options, None
     else:
         # Tables by position, which all sequences share: scores depend on distances alone.
         cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
+    options |= _options(norms)
     o = cast(Tensor, rope_attention_varlen(q, k, v, cos, sin, cu_seqlens, cu_seqlens, longest, longest, **options))
     return o.unflatten(0, (size, length)).transpose(1, 2)
 
@@ -204,26 +256,23 @@ def _cache_options(kwargs: dict) -> tuple:
 
 
 def _begin_cache(
-    k: Tensor, v: Tensor, tables: _Tables, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple
-) -> None:
-    """Put a batch's keys, rotated, and its values into a cache that holds none. Attention has checked them.
+    k: Tensor, v: Tensor, tables: _Tables, norms: HeadNorms | None, past: Cache, layer_idx: int, in_place: bool,
+    cache_options: tuple,
+) -> None:  # fmt: skip
+    """Put a batch's keys, normed and rotated, and its values into a cache that holds none. Attention has checked them.
 
     in_place: where the cache allows it, and not by its ``update``.
     """
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
-    wanted = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *_weights(norms)))
     # The model may have made the cache itself, after its batch was described: Batch.rows knows nothing of it.
     if not in_place or type(layer) is not DynamicLayer or wanted or not may_be_written(past):
-        past.update(apply_rope(k, *tables.arrays, **tables.options), v, layer_idx, *cache_options)
+        past.update(_rotated_keys(k, tables, norms), v, layer_idx, *cache_options)
         return
     length = k.shape[2]
     room, room_of_values = rooms.new_room(k, length), rooms.new_room(v, length)
     keys, values = rooms.first_rows(room, length), rooms.first_rows(room_of_values, length)
-    options = tables.options
-    rotate(
-        RotationOptions(options["rotary_dim"], options["interleaved"], inverse=False, layout="bhsd"),
-        RotationTensors([k], [keys], *tables.arrays, position_ids=None, cu_seqlens=None),
-    )
+    _rotated_keys(k, tables, norms, out=keys)
     values.copy_(v)
     rooms.begin(layer, keys, values, room)
 
@@ -235,25 +284,26 @@ def attend_cache(
     k: Tensor,
     v: Tensor,
     tables: _Tables,
+    norms: HeadNorms | None,
     past: Cache,
     batch: Batch,
     cache_options: tuple,
 ) -> Tensor:
     """Attention of new tokens over a cache that holds others: o (B, HQ, N, D). Only the new tokens are rotated.
 
-    q (B, HQ, N, D), k and v (B, HKV, N, D) are the new tokens, unrotated; the cache holds rotated keys. The one place
-    that knows how a step with a cache is computed: a few tokens by the generation step, which writes static caches
-    itself, many by ``rope_attention``.
+    q (B, HQ, N, D), k and v (B, HKV, N, D) are the new tokens, unrotated, and ``norms`` what is still to be done before
+    the rotation; the cache holds normed and rotated keys. The one place that knows how a step with a cache is computed:
+    a few tokens by the generation step, which writes static caches itself, many by ``rope_attention``.
     """
     layer, features = past.layers[module.layer_idx], _features(module, convention, q, batch)
-    step = _is_step(q, k, v, layer, features["sinks"])
+    step = _is_step(q, k, v, layer, features["sinks"], *_weights(norms))
     # Attention knows table rows by their place in the cache, transformers gives the new tokens'. One token's row can
-    # stand for all places; several tokens are rotated beforehand, and attention turns nothing.
-    single = step and q.shape[2] == 1
+    # stand for all places; several tokens are rotated beforehand, and attention turns nothing. So is what is normed.
+    single = step and q.shape[2] == 1 and norms is None
     if single:
         inside = tables
     else:
-        q, k = apply_rope_qk(q, k, *tables.arrays, **tables.options)
+        q, k = _rotated(q, k, tables, norms)
         inside = _identity(1, q.device)
     options = inside.options | features
     if step and batch.cached is not None:
@@ -276,7 +326,7 @@ def attend_cache(
                 rooms.settle(layer, keys, values, caches[0])
             return cast(Tensor, o)
     if single:
-        k = apply_rope(k, *tables.arrays, **tables.options)
+        k = _rotated_keys(k, tables, norms)
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
     kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), inside.long(keys.shape[2])
     if step:
@@ -289,8 +339,11 @@ def attend_cache(
     return cast(Tensor, rope_attention(q, keys, values, *arrays, kv_starts=kv_starts, kv_lens=kv_lens, **options))
 
 
-def _is_step(q: Tensor, k: Tensor, v: Tensor, layer: CacheLayerMixin, sinks: Tensor | None) -> bool:
-    """Whether new tokens take the generation step: few, in the cache's dtype, and nobody wants a gradient."""
+def _is_step(q: Tensor, k: Tensor, v: Tensor, layer: CacheLayerMixin, *others: Tensor | None) -> bool:
+    """Whether new tokens take the generation step: few, in the cache's dtype, and nobody wants a gradient.
+
+    others: sinks and weights of norms, which may want one too.
+    """
     if not planning.reads_cache_once(q.shape[2], q.shape[1] // k.shape[1]):
         return False
     dtype, kind = q.dtype, q.device.type
@@ -301,7 +354,7 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, layer: CacheLayerMixin, sinks: Ten
         return False
     if not torch.is_grad_enabled():
         return True
-    return not any(x is not None and x.requires_grad for x in (q, k, v, layer.keys, layer.values, sinks))
+    return not any(x is not None and x.requires_grad for x in (q, k, v, layer.keys, layer.values, *others))
 
 
 def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Tensor | None:

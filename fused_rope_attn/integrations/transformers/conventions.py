@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 # q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated; of gated attention also the gate, (B, N, HQ * D) or (B, N, HQ).
 Heads = tuple[Tensor, ...]
+# Those of the queries' heads and of the keys'.
+Norms = tuple[nn.Module, nn.Module]
 # nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
 AttentionModule = Any
 
@@ -22,24 +24,6 @@ AttentionModule = Any
 def separate(module: AttentionModule, x: Tensor) -> Heads:
     """q, k, v (B, H, N, D) of hidden states (B, N, width) by q_proj, k_proj and v_proj."""
     return _split(module, module.q_proj(x), module.k_proj(x), module.v_proj(x))
-
-
-def heads_normed(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, q and k normed head by head before the rotation (Qwen 3, Gemma 3)."""
-    return _with_heads_normed(module, x, module.q_norm, module.k_norm)
-
-
-def heads_layernormed(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``heads_normed``, by norms of other names (LFM 2)."""
-    return _with_heads_normed(module, x, module.q_layernorm, module.k_layernorm)
-
-
-def heads_normed_perhaps(module: AttentionModule, x: Tensor) -> Heads:
-    return heads_normed(module, x) if module.use_qk_norm else separate(module, x)
-
-
-def heads_layernormed_perhaps(module: AttentionModule, x: Tensor) -> Heads:
-    return heads_layernormed(module, x) if module.qk_layernorm else separate(module, x)
 
 
 def rows_normed(module: AttentionModule, x: Tensor) -> Heads:
@@ -91,27 +75,21 @@ def fused_by_head_layernormed_perhaps(module: AttentionModule, x: Tensor) -> Hea
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def heads_normed_gate_beside_q(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``heads_normed``, every head of q followed by its gate in the columns of q_proj (Qwen3-Next)."""
+def gate_beside_q(module: AttentionModule, x: Tensor) -> Heads:
+    """As ``separate``, every head of q followed by its gate in the columns of q_proj (Qwen3-Next)."""
     q, gate = module.q_proj(x).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, dim=-1)
-    k, v = module.k_norm(_heads(module, module.k_proj(x))), _heads(module, module.v_proj(x))
-    return module.q_norm(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate.flatten(2)
+    k, v = (_heads(module, rows).transpose(1, 2) for rows in (module.k_proj(x), module.v_proj(x)))
+    return q.transpose(1, 2), k, v, gate.flatten(2)
 
 
-def heads_normed_gate_proj(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``heads_normed``, with a gate by gate_proj (AFMoE)."""
-    return *heads_normed(module, x), module.gate_proj(x)
+def gate_proj(module: AttentionModule, x: Tensor) -> Heads:
+    """As ``separate``, with a gate by gate_proj (AFMoE)."""
+    return *separate(module, x), module.gate_proj(x)
 
 
-def heads_normed_g_proj(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``heads_normed``, with a gate by g_proj (Laguna, Step 3.7)."""
-    return *heads_normed(module, x), module.g_proj(x)
-
-
-def _with_heads_normed(module: AttentionModule, x: Tensor, q_norm: nn.Module, k_norm: nn.Module) -> Heads:
-    # The norms are given (B, N, H, D): Cohere's has a weight for every head.
-    q, k = q_norm(_heads(module, module.q_proj(x))), k_norm(_heads(module, module.k_proj(x)))
-    return q.transpose(1, 2), k.transpose(1, 2), _heads(module, module.v_proj(x)).transpose(1, 2)
+def g_proj(module: AttentionModule, x: Tensor) -> Heads:
+    """As ``separate``, with a gate by g_proj (Laguna, Step 3.7)."""
+    return *separate(module, x), module.g_proj(x)
 
 
 def _split(module: AttentionModule, q: Tensor, k: Tensor, v: Tensor) -> Heads:
@@ -130,6 +108,26 @@ def _heads(module: AttentionModule, rows: Tensor) -> Tensor:
 
 def _clip(rows: Tensor, limit: float | None) -> Tensor:
     return rows if limit is None else rows.clamp(-limit, limit)
+
+
+def no_norms(module: AttentionModule) -> None:
+    return None
+
+
+def q_and_k_norm(module: AttentionModule) -> Norms:
+    return module.q_norm, module.k_norm
+
+
+def q_and_k_norm_perhaps(module: AttentionModule) -> Norms | None:
+    return q_and_k_norm(module) if module.use_qk_norm else None
+
+
+def q_and_k_layernorm(module: AttentionModule) -> Norms:
+    return module.q_layernorm, module.k_layernorm
+
+
+def q_and_k_layernorm_perhaps(module: AttentionModule) -> Norms | None:
+    return q_and_k_layernorm(module) if module.qk_layernorm else None
 
 
 def halves(table: Tensor) -> Tensor:
@@ -286,6 +284,8 @@ class Convention:
     """How one class of attention modules differs from Llama's.
 
     project: hidden states (B, N, width) to q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated, and perhaps a gate.
+    norms: the modules that norm each head of q and of k, given as (B, N, H, D), between projection and rotation; None
+        where there are none, or where ``project`` itself norms.
     half_width: the module's cos or sin (1|B, N, W) to (1|B, N, R/2).
     interleaved: pairs are neighbouring columns.
     window: keys that a query of the module sees, itself included; None for all.
@@ -301,6 +301,7 @@ class Convention:
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
+    norms: Callable[[AttentionModule], Norms | None] = no_norms
     half_width: Callable[[Tensor], Tensor] = halves
     interleaved: bool = False
     window: Callable[[AttentionModule], int | None] = no_window

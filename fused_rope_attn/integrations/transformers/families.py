@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import FunctionType
 from typing import Any
 
@@ -73,9 +73,9 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
         Convention(window=on.window_of_layer, softcap=True),
         ("gemma2.Gemma2Attention", "vaultgemma.VaultGemmaAttention"),
     ),
-    (Convention(on.heads_normed), ("apertus.ApertusAttention", "hy_v3.HYV3Attention")),
+    (Convention(norms=on.q_and_k_norm), ("apertus.ApertusAttention", "hy_v3.HYV3Attention")),
     (
-        Convention(on.heads_normed, window=on.window_of_layer),
+        Convention(norms=on.q_and_k_norm, window=on.window_of_layer),
         (
             "dots1.Dots1Attention",
             "gemma3.Gemma3Attention",
@@ -85,16 +85,16 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        Convention(on.heads_normed, window=on.window_of_sliding_layer, rotates=on.where_sliding_or_all),
+        Convention(norms=on.q_and_k_norm, window=on.window_of_sliding_layer, rotates=on.where_sliding_or_all),
         ("exaone4.Exaone4Attention", "exaone_moe.ExaoneMoeAttention", "kolibri1.Kolibri1Attention"),
     ),
     (
-        Convention(on.heads_normed, window=on.window_of_layer, rotates=on.where_windowed, sinks=True),
+        Convention(norms=on.q_and_k_norm, window=on.window_of_layer, rotates=on.where_windowed, sinks=True),
         ("flint.FlintAttention",),
     ),
-    (Convention(on.heads_normed_perhaps), ("glm4_moe.Glm4MoeAttention",)),
+    (Convention(norms=on.q_and_k_norm_perhaps), ("glm4_moe.Glm4MoeAttention",)),
     (
-        Convention(on.heads_normed_gate_beside_q, finish=on.gated_o_proj),
+        Convention(on.gate_beside_q, norms=on.q_and_k_norm, finish=on.gated_o_proj),
         (
             "qwen3_5.Qwen3_5Attention",
             "qwen3_5_moe.Qwen3_5MoeAttention",
@@ -103,16 +103,20 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
     ),
     (
         Convention(
-            on.heads_normed_gate_proj, window=on.window_of_layer, rotates=on.where_local, finish=on.gated_o_proj
+            on.gate_proj,
+            norms=on.q_and_k_norm,
+            window=on.window_of_layer,
+            rotates=on.where_local,
+            finish=on.gated_o_proj,
         ),
         ("afmoe.AfmoeAttention",),
     ),
     (
-        Convention(on.heads_normed_g_proj, window=on.window_of_layer, finish=on.softplus_gated_o_proj),
+        Convention(on.g_proj, norms=on.q_and_k_norm, window=on.window_of_layer, finish=on.softplus_gated_o_proj),
         ("laguna.LagunaAttention",),
     ),
-    (Convention(on.heads_layernormed, finish=on.out_proj), ("lfm2.Lfm2Attention", "lfm2_moe.Lfm2MoeAttention")),
-    (Convention(on.heads_layernormed_perhaps, finish=on.dense), ("phi.PhiAttention",)),
+    (Convention(norms=on.q_and_k_layernorm, finish=on.out_proj), ("lfm2.Lfm2Attention", "lfm2_moe.Lfm2MoeAttention")),
+    (Convention(norms=on.q_and_k_layernorm_perhaps, finish=on.dense), ("phi.PhiAttention",)),
     (
         Convention(on.rows_normed),
         ("flex_olmo.FlexOlmoAttention", "minimax_m2.MiniMaxM2Attention", "olmo2.Olmo2Attention"),
@@ -127,7 +131,10 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
     (Convention(on.fused_clipped, finish=on.out_proj), ("dbrx.DbrxAttention",)),
     (Convention(on.fused_by_head, finish=on.dense), ("gpt_neox.GPTNeoXAttention",)),
     (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense), ("persimmon.PersimmonAttention",)),
-    (Convention(on.heads_normed_perhaps, on.pairs, interleaved=True), ("cohere.CohereAttention",)),
+    (
+        Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=True),
+        ("cohere.CohereAttention",),
+    ),
     (
         Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed),
         ("cohere2.Cohere2Attention",),
@@ -154,7 +161,7 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
         ("qwen2_vl.Qwen2VLAttention", "qwen2_5_vl.Qwen2_5_VLAttention"),
     ),
     (
-        Convention(on.heads_normed, text_positions=_TEXT_OF_QWEN3_VL),
+        Convention(norms=on.q_and_k_norm, text_positions=_TEXT_OF_QWEN3_VL),
         ("qwen3_vl.Qwen3VLTextAttention", "qwen3_vl_moe.Qwen3VLMoeTextAttention"),
     ),
 )
@@ -291,18 +298,21 @@ def convention_of(module: nn.Module) -> Convention | None:
 
 
 def _look_up(cls: type) -> Convention | None:
-    for base in cls.__mro__:
-        name = name_of(base)
-        if name in UNSUPPORTED:
-            return None
-        if name in SUPPORTED:
-            methods = {n: member for n, member in vars(base).items() if isinstance(member, FunctionType)}
-            methods.pop("__init__", None)
-            # What others have put in the place of a method of the class itself is not what the table describes.
-            own = all(member.__module__ == base.__module__ for member in methods.values())
-            kept = all(getattr(cls, n) is member for n, member in methods.items())
-            return SUPPORTED[name] if own and kept else None
-    return None
+    base = unchanged_base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
+    return None if base is None else SUPPORTED.get(name_of(base))
+
+
+def unchanged_base(cls: type, names: Container[str]) -> type | None:
+    """The first of a class and its bases that has one of these names, while its methods are those of its module: no
+    subclass overrides one, but for ``__init__``, and nobody has put another in its place. None otherwise."""
+    base = next((base for base in cls.__mro__ if name_of(base) in names), None)
+    if base is None:
+        return None
+    methods = {n: member for n, member in vars(base).items() if isinstance(member, FunctionType)}
+    methods.pop("__init__", None)
+    own = all(member.__module__ == base.__module__ for member in methods.values())
+    kept = all(getattr(cls, n) is member for n, member in methods.items())
+    return base if own and kept else None
 
 
 def name_of(cls: type) -> str:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.families import UNSUPPORTED, convention_of, looks_like_attention, name_of
+from fused_rope_attn.integrations.transformers.norms import head_norms
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, state_of
 
-_HEADER = ("module", "class", "patched", "calls served here", "calls of its own forward")
+_HEADER = ("module", "class", "patched", "norms", "calls served here", "calls of its own forward")
 
 
 class ModuleReport(NamedTuple):
@@ -23,6 +24,8 @@ class ModuleReport(NamedTuple):
     reason: why it is not patched; "" where it is.
     served: calls that ran here since it was patched.
     own: calls that took the module's own forward since then, by reason.
+    norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` where the kernels do
+        it, ``"its own"`` and the reason where the module's norms run; "" where there are none.
     """
 
     path: str
@@ -31,12 +34,14 @@ class ModuleReport(NamedTuple):
     reason: str
     served: int
     own: dict[str, int]
+    norms: str = ""
 
 
 class PatchReport(tuple[ModuleReport, ...]):
     """A ModuleReport of every attention module of a model, in the model's order. As a string, a table.
 
-    The table has one line for layers that are all alike: ``model.layers.{0-31}.self_attn``.
+    The table has one line for layers that are all alike, ``model.layers.{0-31}.self_attn``, and a column of norms where
+    some module has any.
     """
 
     def __str__(self) -> str:
@@ -45,10 +50,12 @@ class PatchReport(tuple[ModuleReport, ...]):
         alike: dict[tuple, list[ModuleReport]] = {}
         for row in self:
             # Layers are counted by the last number in a path.
-            key = (re.sub(r"\d+(?=\D*$)", "{}", row.path), *row[1:5], tuple(sorted(row.own.items())))
+            key = (re.sub(r"\d+(?=\D*$)", "{}", row.path), *row[1:5], row.norms, tuple(sorted(row.own.items())))
             alike.setdefault(key, []).append(row)
         table = [_HEADER, *(_line(rows) for rows in alike.values())]
-        widths = [max(len(line[i]) for line in table) for i in range(len(_HEADER))]
+        if not any(row.norms for row in self):
+            table = [(*line[:3], *line[4:]) for line in table]
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines.append("Calls in graphs of torch.compile and replays of CUDA graphs are not counted.")
@@ -75,12 +82,22 @@ def patch_report(model: nn.Module) -> PatchReport:
 def _report(path: str, module: nn.Module) -> ModuleReport:
     patch: Patch | None = state_of(module, PATCH)
     if patch is not None:
-        return ModuleReport(path, type(module).__name__, True, "", patch.served, dict(patch.own))
+        return ModuleReport(path, type(module).__name__, True, "", patch.served, dict(patch.own), _norms(module, patch))
     name = name_of(type(module))
     reason = UNSUPPORTED.get(name, f"{name} is not supported")
     if convention_of(module) is not None:
         reason = "patch_model has not been called since the module came into the model"
     return ModuleReport(path, type(module).__name__, False, reason, 0, {})
+
+
+def _norms(module: nn.Module, patch: Patch) -> str:
+    """As ``ModuleReport.norms``: what holds of the modules as they are, or else of the last call's dtypes."""
+    pair = patch.convention.norms(module)
+    if pair is None:
+        return ""
+    found = head_norms(*pair)
+    reason = found if isinstance(found, str) else patch.own_norms
+    return f"its own: {reason}" if reason else "fused"
 
 
 def _line(rows: list[ModuleReport]) -> tuple[str, ...]:
@@ -90,7 +107,14 @@ def _line(rows: list[ModuleReport]) -> tuple[str, ...]:
         numbers = [int(re.findall(r"\d+(?=\D*$)", row.path)[0]) for row in rows]
         path = re.sub(r"\d+(?=\D*$)", "{" + _ranges(numbers) + "}", row.path)
     own = "; ".join(f"{count}: {reason}" for reason, count in row.own.items())
-    return path, row.name, "yes" if row.patched else f"no: {row.reason}", str(row.served), own or "0"
+    return (
+        path,
+        row.name,
+        "yes" if row.patched else f"no: {row.reason}",
+        row.norms or "none",
+        str(row.served),
+        own or "0",
+    )
 
 
 def _ranges(numbers: list[int]) -> str:

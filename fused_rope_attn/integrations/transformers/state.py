@@ -30,9 +30,12 @@ class Patch:
     deterministic: as ``patch_model`` was told.
     served: calls that fused attention has served.
     own: calls that the module's own forward has served, by reason.
+    own_norms: why its own norms of heads ran in the last call that fused attention has served, "" where they did not.
 
     Calls within a graph of torch.compile are not counted: the graph would be made anew for each of them.
     """
+
+    own_norms = ""
 
     def __init__(self, convention: Convention, previous: Callable | None, deterministic: bool):
         self.convention = convention

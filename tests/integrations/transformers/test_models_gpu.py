@@ -4,14 +4,16 @@ import pytest
 import torch
 import transformers
 
-from bench.suites import models as shapes
-from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
+from bench.suites.models import shapes
+from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.dtypes import BF16
 from tests.support.hf_models import MODELS, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, run
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+# Qwen 3 without its windows, whose static layers count on the host.
+WHOLE = {"use_sliding_window": False, "sliding_window": None}
 
 
 def left_padded(rows, length, padding):
@@ -42,9 +44,10 @@ def test_every_model(name):
 
 
 @pytest.mark.unpoisoned
-def test_bfloat16_is_as_close_to_float32():
-    """A Llama-3.2-1B of random weights: what rounding costs the patched model, and what it costs sdpa."""
-    model = shapes.make(shapes.MODELS[0], DEVICE).eval()
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B"])
+def test_bfloat16_is_as_close_to_float32(name):
+    """With random weights: what rounding costs the patched model, and what it costs sdpa."""
+    model = shapes.make(next(shape for shape in shapes.MODELS if shape.name == name), DEVICE).eval()
     ids = torch.randint(model.config.vocab_size, (1, 1024), device=DEVICE)
     with torch.no_grad():
         plain = model(ids, use_cache=False).logits.float()
@@ -71,9 +74,28 @@ def test_with_everything_of_liger(monkeypatch):
     assert_close(run(unpatch_model(model), ids, use_cache=False)[0], liger, 1e-6)  # Liger's patches are left
 
 
+def test_norms_of_liger(monkeypatch):
+    """Liger's norms of heads are left to the kernels as the model's own are; its other norms run."""
+    from liger_kernel.transformers import apply_liger_kernel_to_gemma3_text
+    from transformers.models.gemma3 import modeling_gemma3
+
+    for name in ("apply_rotary_pos_emb", "Gemma3RMSNorm", "Gemma3MLP"):
+        monkeypatch.setattr(modeling_gemma3, name, getattr(modeling_gemma3, name))
+    model, ids = make_model("gemma3").to(DEVICE), make_ids(2, LENGTH).to(DEVICE)
+    expected, expected_grads = run(model, ids, grad=True, use_cache=False)
+    apply_liger_kernel_to_gemma3_text(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    logits, grads = run(patch_model(model), ids, grad=True, use_cache=False)
+    assert [row.norms for row in patch_report(model)] == ["fused", "fused"]
+    assert_close(logits, expected, 1e-4)
+    for name, gradient in expected_grads.items():
+        assert_close(grads[name], gradient, 1e-3, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_decoding_step_does_not_wait(static):
-    model, ids, mask = patch_model(make_model("llama").to(DEVICE)), make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
+def test_a_decoding_step_does_not_wait(static, name):
+    model = patch_model(make_model(name, **WHOLE).to(DEVICE))
+    ids, mask = make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
     past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
     with torch.no_grad():
         for end in (18, 19, 20):
@@ -90,8 +112,9 @@ def test_a_decoding_step_does_not_wait(static):
 
 
 @pytest.mark.unpoisoned
-def test_compiled_training():
-    model, ids = make_model("llama").to(DEVICE, BF16), make_ids(2, 64).to(DEVICE)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_training(name):
+    model, ids = make_model(name).to(DEVICE, BF16), make_ids(2, 64).to(DEVICE)
     expected = patch_model(model)(ids, labels=ids, use_cache=False).loss
     torch._dynamo.reset()
     compiled = torch.compile(model)
@@ -103,9 +126,10 @@ def test_compiled_training():
 
 
 @pytest.mark.unpoisoned
-def test_a_captured_step():
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_captured_step(name):
     """A static cache: the graph rotates, writes, attends and counts, and is replayed for other tokens."""
-    model, ids = patch_model(make_model("llama").to(DEVICE)), make_ids(2, 21).to(DEVICE)
+    model, ids = patch_model(make_model(name, **WHOLE).to(DEVICE)), make_ids(2, 21).to(DEVICE)
     past = transformers.StaticCache(config=model.config, max_cache_len=32)
     token, position = ids[:, 18:19].clone(), torch.full((1, 1), 18, device=DEVICE)
     options = {"cache_position": position[0]} if transformers.__version__ < "5" else {}
@@ -132,7 +156,7 @@ def test_a_captured_step():
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("name", ["gemma3", "llama"])
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
 def test_compiled_generation(name):
     """transformers compiles the decoding step of a static cache by itself."""
     model, ids, mask = patch_model(make_model(name).to(DEVICE)), make_ids(2, 12).to(DEVICE), left_padded(2, 12, 5)

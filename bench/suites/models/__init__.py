@@ -1,0 +1,1 @@
+"""``python -m bench models``: whole models of transformers, patched and not."""

@@ -1,0 +1,197 @@
+"""Which norms of queries and keys the kernels compute themselves: plain root-mean-square norms of heads.
+
+A module's norms can change after patching: somebody hooks them, wraps them, or puts others there. So each call asks
+again, and whatever is not known to be ``x * rsqrt(mean(x**2) + eps) * (offset + weight)``, with nothing around it, runs
+as it does without a patch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fused_rope_attn.integrations.transformers.families import name_of, path_of, unchanged_base
+
+
+class RmsNorm(NamedTuple):
+    """How a class of norms has what the kernels ask for.
+
+    eps: the attribute that is its epsilon.
+    offset: what is added to its weight; a string is the attribute that says it.
+    keeps_dtype: its result has its input's dtype; otherwise the one that PyTorch promotes input and weight to.
+    autocast: its result is float32 under autocast.
+    """
+
+    eps: str = "variance_epsilon"
+    offset: float | str = 0.0
+    keeps_dtype: bool = False
+    autocast: bool = False
+
+
+_TORCH = RmsNorm("eps", autocast=True)
+_LIGER = RmsNorm(offset="offset", keeps_dtype=True)
+_GROUPS: tuple[tuple[RmsNorm, tuple[str, ...]], ...] = (
+    (
+        RmsNorm(),
+        (
+            "apertus.ApertusRMSNorm",
+            "dots1.Dots1RMSNorm",
+            "exaone4.Exaone4RMSNorm",
+            "exaone_moe.ExaoneMoeRMSNorm",
+            "glm4_moe.Glm4MoeRMSNorm",
+            "hy_v3.HYV3RMSNorm",
+            "kolibri1.Kolibri1RMSNorm",
+            "laguna.LagunaRMSNorm",
+            "lfm2.Lfm2RMSNorm",
+            "lfm2_moe.Lfm2MoeRMSNorm",
+            "mellum.MellumRMSNorm",
+            "qwen3.Qwen3RMSNorm",
+            "qwen3_moe.Qwen3MoeRMSNorm",
+            "qwen3_vl.Qwen3VLTextRMSNorm",
+            "qwen3_vl_moe.Qwen3VLMoeTextRMSNorm",
+        ),
+    ),
+    (RmsNorm(keeps_dtype=True), ("afmoe.AfmoeRMSNorm", "flint.FlintRMSNorm")),
+    (
+        RmsNorm("eps", offset=1.0, keeps_dtype=True),
+        (
+            "gemma3.Gemma3RMSNorm",
+            "qwen3_5.Qwen3_5RMSNorm",
+            "qwen3_5_moe.Qwen3_5MoeRMSNorm",
+            "qwen3_next.Qwen3NextRMSNorm",
+        ),
+    ),
+)
+# By name as `families.name_of` gives it.
+RMS_NORMS = {path_of(row): norm for norm, rows in _GROUPS for row in rows} | {
+    "torch.nn.modules.normalization.RMSNorm": _TORCH,
+    "liger_kernel.transformers.rms_norm.LigerRMSNorm": _LIGER,
+}
+# Liger's other ways of casting compute in the input's dtype.
+_CASTING_MODES = ("llama", "gemma")
+_PLAIN_TENSORS = (nn.Parameter, Tensor)
+
+
+class HeadNorms(NamedTuple):
+    """The norms of a module's heads as the operators take them.
+
+    q_norm, k_norm: weights (D,).
+    keeps_dtype, autocast: of the module's own norms, as in ``RmsNorm``.
+    """
+
+    q_norm: Tensor
+    k_norm: Tensor
+    norm_eps: float
+    norm_offset: float
+    keeps_dtype: bool
+    autocast: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of the operators."""
+        return {
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "norm_eps": self.norm_eps,
+            "norm_offset": self.norm_offset,
+        }
+
+
+def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
+    """The norms of a module's heads where the kernels compute what these modules do; otherwise why they do not."""
+    if _has_any_global_hook():
+        return "hooks on all modules"
+    found = []
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        entry = _described(norm)
+        if isinstance(entry, str):
+            return f"{name} {entry}"
+        found.append(entry)
+    if found[0] != found[1]:
+        return "q_norm and k_norm differ in more than their weights"
+    return HeadNorms(cast(Tensor, q_norm.weight), cast(Tensor, k_norm.weight), *found[0])
+
+
+def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
+    """Why norms that the kernels could compute do not fit queries (B, HQ, N, D); "" where they do.
+
+    cached: the keys go into a cache, which must get the dtype that the module's own norms give.
+    """
+    weights = norms.q_norm, norms.k_norm
+    for weight in weights:
+        if weight.shape != q.shape[3:]:
+            return f"weights of shape {tuple(weight.shape)} for heads of {q.shape[3]} columns"
+        if weight.device != q.device:
+            return f"weights on {weight.device} for heads on {q.device}"
+        if weight.dtype not in (q.dtype, torch.float32):
+            return f"weights in {_named(weight.dtype)} for heads in {_named(q.dtype)}"
+    if norms.keeps_dtype:
+        return ""
+    autocast = torch.is_autocast_enabled(q.device.type)
+    promoted = not (weights[0].dtype is weights[1].dtype is q.dtype) or (norms.autocast and autocast)
+    # The module's own norms then give float32, which autocast makes q's dtype for attention, but not for a cache.
+    if promoted and (cached or not autocast):
+        return f"norms that make {_named(q.dtype)} heads float32"
+    return ""
+
+
+def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
+    """(eps, offset, keeps_dtype, autocast) of a norm; otherwise what keeps it from being computed by the kernels."""
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return "has hooks"
+    if "forward" in norm.__dict__:
+        form = _form_of_instance(norm)
+        if form is None:
+            return "has a forward of its own"
+    else:
+        form = form_of(type(norm))
+        if form is None:
+            return f"is {type(norm).__name__}, or what somebody made of it"
+    weight, eps = norm.weight, getattr(norm, form.eps)
+    if type(weight) not in _PLAIN_TENSORS:
+        return f"has a weight of type {type(weight).__name__}"
+    if not isinstance(eps, float):  # PyTorch's default is the dtype's own
+        return f"has an eps of {eps}"
+    if form is _LIGER and norm.casting_mode not in _CASTING_MODES:
+        return f"has the casting mode {norm.casting_mode}"
+    offset = getattr(norm, form.offset) if isinstance(form.offset, str) else form.offset
+    return eps, float(cast(float, offset)), form.keeps_dtype, form.autocast
+
+
+# Of a class: its forward when it was looked up, and what came of it.
+_found: weakref.WeakKeyDictionary[type[nn.Module], tuple[Callable[..., Any], RmsNorm | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+# Graphs of torch.compile take the answer for granted, as they do the methods of a class.
+@torch.compiler.assume_constant_result
+def form_of(cls: type[nn.Module]) -> RmsNorm | None:
+    """How a class of norms has what the kernels ask for; None where it is another kind of norm, or none."""
+    entry = _found.get(cls)
+    if entry is None or entry[0] is not cls.forward:
+        base = unchanged_base(cls, RMS_NORMS)
+        entry = _found[cls] = (cls.forward, None if base is None else RMS_NORMS[name_of(base)])
+    return entry[1]
+
+
+def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
+    """As ``form_of`` by the forward of an instance, which is how Liger patches models that are made already."""
+    forward = norm.__dict__["forward"]
+    if torch.compiler.is_compiling() or not isinstance(forward, MethodType) or forward.__self__ is not norm:
+        return None
+    function = forward.__func__
+    name, _, method = f"{function.__module__}.{function.__qualname__}".rpartition(".")
+    # A wrapper has the names of what it wraps, but not its globals.
+    own = isinstance(function, FunctionType) and function.__globals__.get("__name__") == function.__module__
+    return _LIGER if own and method == "forward" and RMS_NORMS.get(name) is _LIGER else None
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,286 @@
+"""Norms of heads that the kernels compute with the rotation, and when a module's own norms run instead."""
+
+import functools
+import importlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from fused_rope_attn import apply_rope_qk
+from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers.norms import RMS_NORMS, head_norms, unfit_for
+from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+NAMES = ("q_norm", "k_norm")
+
+
+def make_norm(name, head_dim=24, seed=0):
+    """A norm of RMS_NORMS with random weights, skipped where its package is not installed."""
+    prefix = "" if name.startswith(("torch.", "liger")) else "transformers.models."
+    module, _, cls = (prefix + name).rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        pytest.skip(str(error))
+    norm = cls(head_dim, eps=1e-3)
+    nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(seed))
+    return norm
+
+
+def fused_of(model):
+    """Of every attention module of a patched model, what its report says of its norms."""
+    return [row.norms for row in patch_report(model)]
+
+
+@pytest.mark.parametrize("name", RMS_NORMS)
+def test_every_class_computes_what_the_kernels_do(name):
+    pair = make_norm(name), make_norm(name, seed=1)
+    found = head_norms(*pair)
+    if name.startswith("liger"):
+        assert (found.norm_eps, found.norm_offset, found.keeps_dtype) == (1e-3, 0.0, True)
+        return  # its kernel needs a GPU
+    x = 0.1 * torch.randn(2, 3, 4, 24, generator=torch.Generator().manual_seed(2))
+    still = torch.ones(4, 1), torch.zeros(4, 1)
+    for norm, normed in zip(pair, apply_rope_qk(x, x, *still, **found.options)):
+        assert_close(normed, norm(x), 1e-6)
+    mixed = pair[0](x.bfloat16())
+    # PyTorch's own class keeps it too, but not by its documentation.
+    assert (mixed.dtype is torch.bfloat16) is (found.keeps_dtype or name.startswith("torch."))
+    assert (unfit_for(found, x.bfloat16(), cached=False) == "") is found.keeps_dtype
+
+
+def test_families_whose_norms_are_fused(calls):
+    """All that norm heads by a root mean square, and no others; OLMo's norms are of whole rows."""
+    own = {"cohere-norm": "its own: q_norm is CohereLayerNorm", "phi": "its own: q_norm is LayerNorm"}
+    normed = 0
+    for name in (name for name in MODELS if name.startswith(("qwen3", "gemma3", "olmo", "phi", "cohere", "lfm2"))):
+        model = patch_model(make_model(name))
+        for module, said in zip(attentions_of(model), fused_of(model)):
+            if name in own:
+                assert said.startswith(own[name])
+            else:
+                assert said == ("fused" if type(module).__name__.startswith(("Qwen3", "Gemma3", "Lfm2")) else "")
+            normed += said == "fused"
+    assert normed >= 4 * 2
+
+
+def hook(model, norm):
+    seen = []
+    norm.register_forward_hook(lambda *given: seen.append(given[2]))
+    return "has hooks", seen
+
+
+def pre_hook(model, norm):
+    norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    return "has hooks", None
+
+
+def backward_hook(model, norm):
+    norm.register_full_backward_hook(lambda _, into, out: (into[0] * 0.5,))
+    return "has hooks", None
+
+
+def own_forward(model, norm):
+    norm.forward = lambda x: 2 * x
+    return "has a forward of its own", None
+
+
+def wrapped_forward(model, norm):
+    own = norm.forward
+
+    @functools.wraps(type(norm).forward)
+    def forward(self, x):
+        return own(x) + 1
+
+    norm.forward = types.MethodType(forward, norm)
+    return "has a forward of its own", None
+
+
+def other_kind(model, norm):
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = nn.LayerNorm(norm.weight.shape[0])
+    return "is LayerNorm", None
+
+
+def other_eps(model, norm):
+    norm.variance_epsilon = 0.5
+    return "differ in more than their weights", None
+
+
+def default_eps(model, norm):
+    model.model.layers[0].self_attn.q_norm = nn.RMSNorm(norm.weight.shape[0])
+    return "has an eps of None", None
+
+
+def subclass(model, norm):
+    norm.__class__ = type("Twice", (type(norm),), {"forward": lambda self, x: 2 * x})
+    return "is Twice", None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hook, pre_hook, backward_hook, own_forward, wrapped_forward, other_kind, other_eps, default_eps, subclass],
+)
+def test_changed_norms_run_themselves(change):
+    """Whatever becomes of a norm after patching happens in the patched model too: results are the unpatched one's."""
+    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
+    before = run(patch_model(model), ids, use_cache=False)[0]
+    assert fused_of(model) == ["fused", "fused"]
+    said, seen = change(model, model.model.layers[0].self_attn.q_norm)
+    after = run(model, ids, use_cache=False)[0]
+    assert fused_of(model)[0].startswith("its own: ") and said in fused_of(model)[0]
+    assert seen is None or len(seen) == 1
+    if change in (hook, backward_hook):
+        assert_close(after, before, 1e-6)
+    else:
+        with pytest.raises(AssertionError):
+            assert_close(after, before, 1e-3)
+    assert_same(model, ids, grad=True, use_cache=False)
+
+
+def test_hooks_on_all_modules():
+    model, ids = patch_model(make_model("qwen3")), make_ids(1, 5)
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        run(model, ids)
+        assert model.model.layers[1].self_attn.k_norm in seen
+        assert fused_of(model) == ["its own: hooks on all modules"] * 2
+    finally:
+        handle.remove()
+    run(model, ids)
+    assert fused_of(model) == ["fused"] * 2
+
+
+def test_methods_that_somebody_replaced(monkeypatch):
+    """Of the class, or in a subclass: the norms compute something else then."""
+    model, ids = make_model("gemma3"), make_ids(1, LENGTH)
+    before = run(patch_model(model), ids)[0]
+    cls = type(model.model.layers[0].self_attn.q_norm)
+    with monkeypatch.context() as patched:
+        patched.setattr(cls, "forward", lambda self, x: 2 * x)
+        run(model, ids)
+        assert all("q_norm is Gemma3RMSNorm" in said for said in fused_of(model))
+        assert_same(model, ids)
+    assert_close(run(model, ids)[0], before, 1e-6)
+    assert fused_of(model) == ["fused"] * 2
+    for module in attentions_of(model):
+        module.k_norm.__class__ = type("Unnormed", (cls,), {"_norm": lambda self, x: x})
+    run(model, ids)
+    assert all("k_norm is Unnormed" in said for said in fused_of(model))
+    assert_same(model, ids)
+
+
+def test_weights_that_were_swapped_or_trained(calls):
+    model, ids = patch_model(make_model("qwen3")), make_ids(1, LENGTH)
+    run(model, ids)
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.weight = nn.Parameter(torch.linspace(-1, 2, norm.weight.shape[0]))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_norm.weight.mul_(-1.5)
+    assert_same(model, ids, grad=True)
+    assert fused_of(model) == ["fused"] * 2
+
+
+def liger_forward():
+    """What Liger binds to the norms of a model, from a module of its package's name."""
+    source = (
+        "import torch\n"
+        "class LigerRMSNorm(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)\n"
+        "        return y * (self.offset + self.weight)\n"
+    )
+    package = types.ModuleType("liger_kernel.transformers.rms_norm")
+    exec(source, vars(package))
+    return package.LigerRMSNorm.forward
+
+
+def test_norms_that_liger_patched(calls):
+    model, ids = make_model("gemma3"), make_ids(1, LENGTH)
+    attentions, forward = attentions_of(patch_model(model)), liger_forward()
+    for norm in (getattr(module, name) for module in attentions for name in NAMES):
+        norm.offset, norm.casting_mode, norm.variance_epsilon = 1.0, "gemma", norm.eps
+        norm.forward = types.MethodType(forward, norm)
+    assert_same(model, ids, grad=True)
+    assert fused_of(model) == ["fused"] * 2
+    attentions[0].q_norm.casting_mode = "none"
+    attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].q_norm)  # another's
+    assert fused_of(model) == [
+        "its own: q_norm has the casting mode none",
+        "its own: k_norm has a forward of its own",
+    ]
+
+
+@torch.no_grad()
+def test_norms_of_another_dtype():
+    """Float32 norms of Qwen 3 in a bfloat16 model give float32 heads: where autocast does not undo it, they run."""
+    model, ids = make_model("qwen3"), make_ids(1, 9)
+    exact = run(model, ids)[0]
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = model(ids, use_cache=False).logits.float()
+        assert fused_of(model) == ["fused"] * 2
+        past = model(ids).past_key_values
+    assert_close(fused, exact, 0.1)
+    reason = "its own: norms that make bfloat16 heads float32"
+    assert fused_of(model) == [reason] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = unpatch_model(model)(ids).past_key_values
+    for layer, other in zip(past.layers, expected.layers):
+        assert layer.keys.dtype is other.keys.dtype is torch.float32
+        assert_close(layer.keys, other.keys, 0.05)
+    half = head_norms(*(nn.RMSNorm(8, eps=1e-6, dtype=torch.float16) for _ in NAMES))
+    q = torch.empty(1, 2, 3, 8, dtype=torch.bfloat16)
+    assert unfit_for(half, q, False) == "weights in float16 for heads in bfloat16"
+    assert unfit_for(half, q.half()[..., :4], False) == "weights of shape (8,) for heads of 4 columns"
+    assert unfit_for(half, q.half().to("meta"), False) == "weights on cpu for heads on meta"
+    assert unfit_for(half, q.half(), True) == ""
+    with torch.autocast("cpu", torch.float16):
+        assert unfit_for(half, q.half(), False) == ""
+        assert unfit_for(half, q.half(), True) == "norms that make float16 heads float32"
+
+
+def test_packed_sequences(calls):
+    """By position ids; in Qwen3-VL q and k are normed and rotated beforehand where places are not positions."""
+    model, ids = make_model("qwen3"), make_ids(1, 18)
+    positions = torch.cat([torch.arange(length) for length in (5, 1, 12)])[None]
+    assert_same(model, ids, grad=True, position_ids=positions, use_cache=False)
+    assert calls == {"rope_attention_varlen": 2} and fused_of(model) == ["fused"] * 2
+
+
+def test_gradients_of_norms_alone(calls):
+    """Nobody wants a gradient but the norms: they get it through a cache too, and then no step is taken."""
+    model, ids = make_model("qwen3"), make_ids(1, 8)
+    model.requires_grad_(False)
+    weights = {n: p.requires_grad_(True) for n, p in model.named_parameters() if n.endswith("q_norm.weight")}
+
+    def gradients():
+        model.zero_grad()
+        past = model(ids[:, :7]).past_key_values
+        model(ids[:, 7:], past_key_values=past).logits.square().sum().backward()
+        return {name: p.grad.clone() for name, p in weights.items()}
+
+    expected = gradients()
+    patch_model(model)
+    for name, gradient in gradients().items():
+        assert_close(gradient, expected[name], 1e-4, name)
+    assert fused_of(model) == ["fused"] * 2 and calls == {"rope_attention": 4}
+
+
+@pytest.mark.unpoisoned
+def test_compiled_with_norms():
+    model, ids = make_model("qwen3", num_hidden_layers=1), make_ids(2, LENGTH)
+    expected = run(model, ids, grad=True, use_cache=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(patch_model(model), backend="aot_eager", fullgraph=True)
+    logits, grads = run(compiled, ids, grad=True, use_cache=False)
+    assert_close(logits, expected[0], 1e-5)
+    for parameter, gradient in expected[1].items():
+        assert_close(grads[f"_orig_mod.{parameter}"], gradient, 1e-4, parameter)
+    torch._dynamo.reset()
