@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.keywords import ATTENTION
 from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention
@@ -260,6 +261,7 @@ def _checked(
         deterministic=options["deterministic"] or torch.are_deterministic_algorithms_enabled(),
         backend=options["backend"],
     )
+    planning.choose_backend(problem)  # raises where an explicit one cannot run
     return problem, tensors
 
 

@@ -54,33 +54,50 @@ def group_named(name: str) -> Group:
     return Group(name, processes.rank(), processes.size())
 
 
-class _Agreement:
-    """The calls that all processes of one group have been found to make alike."""
-
-    def __init__(self, group: Group):
-        ranks = dist.get_process_group_ranks(group.processes)
-        self.group = group
-        self.seen: set[tuple] = set()
-        self.rounds = 0
-        self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
-
-    def publish(self, what: Any) -> list[Any]:
-        """``what`` of every rank, by rank. Through the group's store: the device is not involved, and what one rank
-        publishes the others can read without it waiting for them."""
-        store: Any = dist.distributed_c10d._get_default_store()
-        self.rounds += 1
-        keys = [f"{self.prefix}/{self.rounds}/{rank}" for rank in range(self.group.size)]
-        store.set(keys[self.group.rank], pickle.dumps(what))
-        if isinstance(what, _Failure):
-            return []
-        return [pickle.loads(store.get(key)) for key in keys]
-
-
 class _Failure(NamedTuple):
     """An error of one rank's own arguments."""
 
     kind: str
     message: str
+
+
+class _Agreement:
+    """What the ranks of one group tell one another about each call, by the store through which they found each other.
+
+    The GPU is not involved, and a rank whose own arguments are wrong can say so without waiting for the others.
+    """
+
+    def __init__(self, group: Group):
+        ranks = dist.get_process_group_ranks(group.processes)
+        self.group = group
+        self.store: Any = dist.distributed_c10d._get_default_store()
+        self.calls = 0
+        self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
+        self.pickled: dict[tuple, bytes] = {}
+
+    def _key(self, call: int, rank: int) -> str:
+        return f"{self.prefix}/{call}/{rank}"
+
+    def publish(self, what: bytes) -> None:
+        """Begin this rank's next call with ``what`` it says of it."""
+        self.calls += 1
+        self.store.set(self._key(self.calls, self.group.rank), what)
+        # Who has begun the call before this one has read all that was said of the one before that.
+        if self.calls > 2:
+            self.store.delete_key(self._key(self.calls - 2, self.group.rank))
+
+    def collect(self) -> list[bytes]:
+        """What all ranks say of this call, by rank."""
+        keys = [self._key(self.calls, rank) for rank in range(self.group.size)]
+        try:
+            if self.store.has_extended_api():
+                return self.store.multi_get(keys)
+            return [self.store.get(key) for key in keys]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"group has {self.group.size} ranks, of which some did not make this call, number {self.calls}, before "
+                f"the store's time-out: {error}"
+            ) from error
 
 
 @functools.cache
@@ -89,41 +106,46 @@ def _agreement(group: Group) -> _Agreement:
 
 
 def forget() -> None:
-    """Compare every call again when it comes: for processes that destroy their groups and make new ones."""
+    """Count calls anew: for processes that destroy their groups and make others of the same names."""
     _agreement.cache_clear()
 
 
 def agree(group: Group, signature: dict[str, Any]) -> None:
-    """Make sure that all ranks make the same call: the first time that this rank makes it, all compare theirs.
+    """Make sure that all ranks make the same call, before any of them waits for another's data.
 
     signature: what must be equal on all ranks, by the names that messages use. Raises on every rank: ValueError naming
     what differs, or the error that another rank found in its own arguments.
     """
     if group.size == 1:
         return
-    key = tuple(signature.items())
-    agreement = _agreement(group)
-    if key in agreement.seen:
+    agreement, key = _agreement(group), tuple(signature.items())
+    own = agreement.pickled.get(key)
+    if own is None:
+        own = agreement.pickled[key] = pickle.dumps(signature)
+    agreement.publish(own)
+    said = agreement.collect()
+    if all(x == own for x in said):
         return
-    others = agreement.publish(signature)
+    others = [pickle.loads(x) for x in said]
     for rank, other in enumerate(others):
         if isinstance(other, _Failure):
             raise _ERRORS[other.kind](f"rank {rank} of the group could not make this call: {other.message}")
+    # The first difference of the lowest rank that differs, so that all ranks say the same.
     for rank, other in enumerate(others):
-        for name in dict.fromkeys((*signature, *other)):
-            # By value and type of the lowest rank that differs, so that all ranks say the same.
+        for name in dict.fromkeys((*others[0], *other)):
             if other.get(name) != others[0].get(name):
                 raise ValueError(
                     f"{name} must be the same on all ranks of the group, but is {others[0].get(name)} on rank 0 and "
                     f"{other.get(name)} on rank {rank}"
                 )
-    agreement.seen.add(key)
 
 
 def fail_together(group: Group, error: Exception) -> NoReturn:
-    """Tell the ranks that are about to make this call with this one why it cannot, and raise ``error``."""
-    if group.size > 1 and type(error).__name__ in _ERRORS:
-        _agreement(group).publish(_Failure(type(error).__name__, str(error)))
+    """Tell the ranks that make this call with this one why it cannot, and raise ``error``."""
+    if group.size > 1:
+        name = type(error).__name__
+        failure = _Failure(name if name in _ERRORS else "RuntimeError", f"{error}")
+        _agreement(group).publish(pickle.dumps(failure))
     raise error
 
 

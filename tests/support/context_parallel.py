@@ -9,7 +9,10 @@ import torch
 
 from fused_rope_attn import testing
 from fused_rope_attn.distributed import (
+    cp_positions,
     cp_shard,
+    cp_shift_labels,
+    cp_unshard,
     plan_varlen_cp,
     rope_attention_cp,
     rope_attention_varlen_cp,
@@ -108,3 +111,48 @@ def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, 
             dtype=case.dtype, zero=testing.noise_of_zero(name, case, inputs),
         )  # fmt: skip
         assert compared.ok, f"{case.name}: {name}: {compared.detail}"
+
+
+def refused_plan(ranks: tuple[int, ...], cu_seqlens: list[int], options: dict[str, Any]) -> str:
+    """The message with which ``plan_varlen_cp`` refuses."""
+    try:
+        plan_varlen_cp(cu_seqlens, group=group_of(ranks), **options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refused(ranks: tuple[int, ...], wrong: dict[str, Any]) -> tuple[str, str]:
+    """Name and message of the error of a call in which rank 1, or with "all" every rank, passes something wrong."""
+    group, wrong = group_of(ranks), dict(wrong)
+    if not wrong.pop("all", False) and group.rank() != 1:
+        wrong = {}
+    length, heads_kv, rows = wrong.pop("length", 12), wrong.pop("heads_kv", 2), wrong.pop("rows", 36)
+    length_k, grad = wrong.pop("length_k", length), wrong.pop("grad", True)
+    q = torch.zeros(1, 4, length, 16, requires_grad=grad)
+    k, v = torch.zeros(1, heads_kv, length_k, 16), torch.zeros(1, heads_kv, length_k, 16)
+    try:
+        rope_attention_cp(q, k, v, torch.ones(rows, 8), torch.zeros(rows, 8), **{"group": group, **wrong})
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was refused"
+
+
+def cut_and_join(
+    ranks: tuple[int, ...], whole: torch.Tensor, weights: list[torch.Tensor], sharding: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(this rank's shard, all of them joined, the gradient of the sum of weights times the joined) of a tensor."""
+    group = group_of(ranks)
+    x = whole.clone().requires_grad_()
+    shard = cp_shard(x, 1, group=group, sharding=sharding)
+    joined = cp_unshard(shard, -2, group=group, sharding=sharding)
+    (joined * weights[group.rank()]).sum().backward()
+    return shard.detach(), joined.detach(), x.grad
+
+
+def positions_of(ranks: tuple[int, ...], total: int, sharding: str) -> torch.Tensor:
+    return cp_positions(total, group=group_of(ranks), sharding=sharding)
+
+
+def labels_of(ranks: tuple[int, ...], labels: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    return cp_shift_labels(labels, group=group_of(ranks), cu_seqlens=cu_seqlens)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +23,13 @@ class Ranks:
 
     def __init__(self, size: int, backend: str = "gloo"):
         context = mp.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self.folder.name, "store")
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, backend, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, backend, port, there), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -60,14 +60,13 @@ class Ranks:
             process.terminate()
         for process in self.processes:
             process.join(10)
-        self.folder.cleanup()
 
 
-def _serve(rank: int, size: int, backend: str, store: str, pipe: Any) -> None:
+def _serve(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"tcp://localhost:{port}", rank=rank, world_size=size)
     _make_groups(size)
     while True:
         try:
