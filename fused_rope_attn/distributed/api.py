@@ -17,7 +17,7 @@ from fused_rope_attn.distributed.layout import SHARDINGS, chunks_of, shares
 from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import heads_first, kind_of, refuse_choice, shown
+from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.keywords import explain_keywords
 
@@ -41,6 +41,10 @@ def rope_attention_cp(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -64,8 +68,9 @@ def rope_attention_cp(
             HKV) or ``"auto"``, of which ``plan_cp`` says what it means.
 
     The other arguments, the results and the errors are those of ``rope_attention``. Gradients are those of the sum of
-    all ranks' losses; that of sinks is this rank's part of it, for DDP or FSDP to add. o and lse are bitwise those of
-    one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in the order of the ranks.
+    all ranks' losses; those of sinks and of the norms' weights are this rank's part, for DDP or FSDP to add. o and lse
+    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in the
+    order of the ranks.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also where only
@@ -73,8 +78,8 @@ def rope_attention_cp(
     """
     options = {
         "softmax_scale": softmax_scale, "rotary_dim": rotary_dim, "interleaved": interleaved, "window": window,
-        "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "deterministic": deterministic,
-        "backend": backend,
+        "softcap": softcap, "sinks": sinks, "norms": (q_norm, k_norm, norm_eps, norm_offset),
+        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
     members = group_of(group)
     if torch.compiler.is_compiling():
@@ -105,6 +110,10 @@ def rope_attention_varlen_cp(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -123,8 +132,8 @@ def rope_attention_varlen_cp(
     """
     options = {
         "softmax_scale": softmax_scale, "rotary_dim": rotary_dim, "interleaved": interleaved, "window": window,
-        "softcap": softcap, "sinks": sinks, "return_lse": return_lse, "deterministic": deterministic,
-        "backend": backend,
+        "softcap": softcap, "sinks": sinks, "norms": (q_norm, k_norm, norm_eps, norm_offset),
+        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
     if not isinstance(plan, DocumentPlan):
         raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
@@ -160,10 +169,12 @@ def plan_cp(
 
     Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
     """
-    defaults = {
+    defaults: dict[str, Any] = {
         "softmax_scale": None, "rotary_dim": None, "interleaved": False, "window": None, "softcap": 0.0, "sinks": None,
         "return_lse": False, "deterministic": False, "backend": "auto",
     }  # fmt: skip
+    norms = {"q_norm": None, "k_norm": None, "norm_eps": 1e-6, "norm_offset": 0.0}
+    defaults["norms"] = tuple(options.pop(name, value) for name, value in norms.items())
     members = group_of(group)
     described = _describe(
         q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, defaults | options, stand_in
@@ -240,14 +251,16 @@ def _checked(
     q, k, v, cos, sin, causal, options: dict[str, Any], rows: int, layout: str, packed=None
 ) -> tuple[Problem, Tensors]:
     """The records of a call of the local rows; rows: how many the tables must have. packed: (cu_seqlens, longest)."""
+    q_norm, k_norm, norm_eps, norm_offset = options["norms"]
+    given = options | {"norms": norms_of(*options["norms"])}
     rotary_dim = check_attention(
-        q, k, v, cos, sin, causal, **options, kv_starts=None, kv_lens=None, strategy="auto", layout=layout,
+        q, k, v, cos, sin, causal, **given, kv_starts=None, kv_lens=None, strategy="auto", layout=layout,
         max_seqlen_k=rows,
     )  # fmt: skip
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"k must have q's {q.shape[2]} rows on this rank, but has {k.shape[2]}")
     cu_seqlens, longest = packed or (None, 0)
-    tensors = Tensors(q, k, v, cos, sin, options["sinks"], None, None, cu_seqlens, cu_seqlens)
+    tensors = Tensors(q, k, v, cos, sin, options["sinks"], None, None, cu_seqlens, cu_seqlens, q_norm, k_norm)
     scale = options["softmax_scale"]
     problem = describe(
         tensors,
@@ -258,6 +271,8 @@ def _checked(
         rotary_dim=rotary_dim,
         interleaved=options["interleaved"],
         softcap=float(options["softcap"]),
+        norm_eps=None if q_norm is None else float(norm_eps),
+        norm_offset=None if q_norm is None else float(norm_offset),
         deterministic=options["deterministic"] or torch.are_deterministic_algorithms_enabled(),
         backend=options["backend"],
     )

@@ -286,7 +286,7 @@ def backward(
     covered = sum(piece.rows[1] - piece.rows[0] for piece in call.own.pieces)
     if covered < dq.shape[2]:
         dq.zero_()
-    dsinks = None if tensors.sinks is None else torch.zeros_like(tensors.sinks, dtype=lse.dtype)
+    weights = _WeightGradients(tensors, lse.dtype)
     arriving = _begin(call, tensors, backward=True)
     pieces = _Pieces(call, problem, tensors, _backends(call, problem, tensors).backward)
     leaving = []
@@ -301,15 +301,35 @@ def backward(
             lse_part = pieces.queries(lse, piece, heads, float("-inf")).contiguous()
             gradients = local.backward(one, given, do_part, o_part, lse_part)
             dq[:, heads, rows].copy_(gradients.dq[:, :, : rows.stop - rows.start])
-            if dsinks is not None:
-                dsinks[heads] += gradients.dsinks
+            weights.add(gradients, heads)
             found.append((piece, gradients))
         leaving.append((section, _KeyGradients(call, tensors.k[:, section[0] : section[1]], found)))
         del k, v, found
     for section, sums in leaving:
         heads = slice(*section)
         sums.wait(dk[:, heads], dv[:, heads])
-    return Gradients(dq, dk, dv, None if dsinks is None else dsinks.to(tensors.sinks.dtype))
+    return weights.join(dq, dk, dv)
+
+
+class _WeightGradients:
+    """This rank's parts of the gradients of sinks and of the norms' weights, summed over the pieces and sections."""
+
+    def __init__(self, tensors: Tensors, dtype: torch.dtype):
+        self.tensors = tensors
+        self.sums = {
+            name: torch.zeros_like(getattr(tensors, name), dtype=dtype)
+            for name in ("sinks", "q_norm", "k_norm")
+            if getattr(tensors, name) is not None
+        }
+
+    def add(self, gradients: Gradients, heads: slice) -> None:
+        """Add those of a piece of these query heads."""
+        for name, total in self.sums.items():
+            (total[heads] if name == "sinks" else total).add_(getattr(gradients, f"d{name}"))
+
+    def join(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
+        found = {f"d{name}": total.to(getattr(self.tensors, name).dtype) for name, total in self.sums.items()}
+        return Gradients(dq, dk, dv, **found)
 
 
 def _backends(call: Call, problem: Problem, tensors: Tensors) -> local.Backends:

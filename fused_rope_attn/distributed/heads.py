@@ -44,7 +44,7 @@ def backward(
     if tensors.sinks is not None:
         dsinks = torch.zeros_like(tensors.sinks)
         dsinks[_own_heads(call.group, problem.heads_q)] = found.dsinks
-    return Gradients(dq, dk, dv, dsinks)
+    return Gradients(dq, dk, dv, dsinks, found.dq_norm, found.dk_norm)
 
 
 def _own_heads(group: Group, heads: int) -> slice:

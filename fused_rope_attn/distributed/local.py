@@ -50,16 +50,16 @@ def backward(
     with _Recording():
         wide = torch.promote_types(problem.dtype, torch.float32)
         q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
-        inputs = [q, k, v]
-        sinks = tensors.sinks
-        if sinks is not None:
-            sinks = sinks.detach().requires_grad_()
-            inputs.append(sinks)
-        again, _ = _reference(problem, tensors._replace(q=q, k=k, v=v, sinks=sinks))
-        dq, dk, dv, *dsinks = torch.autograd.grad(again, inputs, do.to(wide))
+        weights = {
+            name: getattr(tensors, name).detach().requires_grad_()
+            for name in ("sinks", "q_norm", "k_norm")
+            if getattr(tensors, name) is not None
+        }
+        again, _ = _reference(problem, tensors._replace(q=q, k=k, v=v, **weights))
+        dq, dk, dv, *others = torch.autograd.grad(again, [q, k, v, *weights.values()], do.to(wide))
     if not sums:
         dk, dv = dk.to(problem.dtype), dv.to(problem.dtype)
-    return Gradients(dq.to(problem.dtype), dk, dv, *dsinks)
+    return Gradients(dq.to(problem.dtype), dk, dv, **{f"d{name}": x for name, x in zip(weights, others)})
 
 
 class _Recording:
@@ -89,6 +89,10 @@ def _reference(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.
         "window": problem.window,
         "softcap": problem.softcap,
         "sinks": tensors.sinks,
+        "q_norm": tensors.q_norm,
+        "k_norm": tensors.k_norm,
+        "norm_eps": problem.norm_eps,
+        "norm_offset": problem.norm_offset,
     }
     if problem.sequences is None:
         return reference.attention(q, k, v, cos, sin, problem.causal, **options)

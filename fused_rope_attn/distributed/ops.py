@@ -30,7 +30,8 @@ def signature(how: tuple, problem: Problem) -> dict[str, Any]:
         "the local length of k": problem.len_k, "the head dim": problem.head_dim, "causal": problem.causal,
         "softmax_scale": problem.softmax_scale, "rotary_dim": problem.rotary_dim,
         "interleaved": problem.interleaved, "window": problem.window, "softcap": problem.softcap,
-        "whether there are sinks": problem.has_sinks, "deterministic": problem.deterministic,
+        "whether there are sinks": problem.has_sinks, "norm_eps": problem.norm_eps,
+        "norm_offset": problem.norm_offset, "deterministic": problem.deterministic,
         "backend": problem.backend, "sharding": sharding, "method": method, "total_len": total,
         "whether there is a plan": plan != 0, "whether the tables are of the local rows": tables_are_local,
     }  # fmt: skip
@@ -78,7 +79,7 @@ def _forward_impl(*arguments):
 
 def _backward_impl(do, o, lse, *arguments):
     gradients = _run_backward(*_split(arguments), do, o, lse)
-    return gradients._replace(dsinks=do.new_empty(0)) if gradients.dsinks is None else gradients
+    return tuple(do.new_empty(0) if x is None else x for x in gradients)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -92,8 +93,9 @@ def _forward_fake(*arguments):
 
 def _backward_fake(do, o, lse, *arguments):
     _, _, tensors = _split(arguments)
-    dsinks = do.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks)
-    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), dsinks
+    weights = (tensors.sinks, tensors.q_norm, tensors.k_norm)
+    of_weights = [do.new_empty(0) if x is None else torch.empty_like(x) for x in weights]
+    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), *of_weights
 
 
 class _ContextParallel(torch.autograd.Function):
@@ -124,7 +126,8 @@ class _ContextParallel(torch.autograd.Function):
             gradients = _run_backward(ctx.how, ctx.problem, tensors, do, o, lse)
         else:
             gradients = Gradients(*_backward(do, o, lse, *ctx.how, *flatten(ctx.problem, tensors)))
-        of = Tensors(gradients.dq, gradients.dk, gradients.dv, None, None, sinks=gradients.dsinks)
+        dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
+        of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
         return None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
@@ -142,7 +145,7 @@ class _ContextParallelBackward(torch.autograd.Function):
 
 
 def needs_gradient(tensors: Tensors) -> bool:
-    given = (tensors.q, tensors.k, tensors.v, tensors.sinks)
+    given = (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
@@ -165,9 +168,10 @@ _forward = Operator(
     fake=_forward_fake,
     autograd=_forward_autograd,
 )
-# The last result is the gradient of sinks, empty where there are none.
+_GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
+# The last results are the gradients of sinks and of the norms' weights, empty where there are none.
 _backward = Operator(
-    f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=_backward_fake,
     autograd=_backward_autograd,

@@ -26,6 +26,8 @@ ROWS = [
     ((0, 1, 2), replace(PLAIN, causal=False, window=(-1, 3)), {"total_len": 33}),
     ((0, 1), replace(PLAIN, causal=False, window=(4, -1)), {}),
     ((0, 1, 2), PLAIN, {"total_len": 19}),
+    ((0, 1, 2), replace(PLAIN, norms=1.0, window=(9, 0)), {"total_len": 40}),
+    ((0, 1), replace(PLAIN, norms=0.0, causal=False), {"method": "all_to_all"}),
     ((0, 1), PLAIN, {"total_len": 13, "method": "all_to_all"}),
     ((0, 1), replace(PLAIN, rotary_dim=8, interleaved=True, layout="odd", extra_rows=5), {"deterministic": True}),
 ]
