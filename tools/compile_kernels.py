@@ -63,6 +63,7 @@ class Job:
     masks: tuple[str, ...] = ()  # of MASKS
     rotated: bool = False  # forward saves rotated q and k, backward takes them
     norms: bool = False  # of q and k, before their rotation
+    sums: bool = False  # dk and dv in float32, as context parallelism adds them up
 
     @property
     def is_hopper(self) -> bool:
@@ -79,6 +80,7 @@ class Job:
         words += ["+".join(self.masks)] if self.masks else []
         words += ["rotated"] if self.rotated else []
         words += ["norms"] if self.norms else []
+        words += ["sums"] if self.sums else []
         if self.is_hopper:
             words += [_changed(self.config) or "defaults"]
         else:
@@ -196,6 +198,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     jobs += [replace(job, rotated=True) for job in trained]
     jobs += [replace(job, rotated=True, norms=True) for job in trained]
+    summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
+    jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
     return list(dict.fromkeys(jobs))
 
 
@@ -278,6 +282,7 @@ def launch_attention(job: Job) -> None:
         norm_eps=1e-6 if job.norms else None,
         norm_offset=0.0 if job.norms else None,
     ).for_launch()
+    problem = problem._replace(sums_keys=job.sums)
     if job.direction == "forward":
         kept = Saving.TILES if packed else Saving.ROWS
         forward.prepared(problem, tensors, job.config, kept if job.rotated else Saving.NOTHING)(tensors)

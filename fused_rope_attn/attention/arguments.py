@@ -66,6 +66,11 @@ def rotated_shape(problem: Problem, *, in_tiles: bool = True) -> tuple[int, int,
     return (problem.batch, problem.heads_q, rows, problem.head_dim)
 
 
+def key_gradient_dtype(problem: Problem) -> torch.dtype:
+    """dtype of dk and dv: the inputs', or float32 where they are parts of sums."""
+    return torch.float32 if problem.sums_keys else problem.dtype
+
+
 def gradient_strides(given: Tensors, o: torch.Tensor, is_rotated: bool) -> tuple[tuple[int, int, int, int], ...]:
     """Strides of dq, dk and dv: the memory order of q, k and v.
 

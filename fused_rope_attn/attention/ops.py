@@ -115,6 +115,16 @@ def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bo
         return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
 
 
+def forward_alone(problem: Problem, tensors: Tensors) -> Outputs:
+    """A forward pass without autograd, for what differentiates several of them as one."""
+    return _run_forward(problem, tensors)
+
+
+def backward_alone(problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
+    """The backward pass of ``forward_alone``."""
+    return _run_backward(problem, tensors, do, o, lse)
+
+
 def _forward_impl(*arguments):
     o, lse, _, _ = _run_forward(*rebuild(*arguments))
     return o, lse

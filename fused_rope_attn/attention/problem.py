@@ -98,7 +98,7 @@ class Problem(NamedTuple):
     sequences there are, empty ones included, or None; max_seqlen: the longest of them, or more. cache: of a generation
     step, whose len_k is the cache's capacity. norm_eps and norm_offset: of the norms of q and k, None without; a
     number, even a default, would be an input to who traces the call. precision: of products, as ``with_precision``
-    finds it.
+    finds it. sums_keys: dk and dv are parts of sums over several calls, and come in float32.
     """
 
     dtype: torch.dtype
@@ -127,6 +127,7 @@ class Problem(NamedTuple):
     deterministic: bool = False
     backend: str = "auto"
     strategy: str = "auto"
+    sums_keys: bool = False
 
     @property
     def group_size(self) -> int:

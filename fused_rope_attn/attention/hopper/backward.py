@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import gradient_strides, padded_rows, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import (
+    gradient_strides,
+    key_gradient_dtype,
+    padded_rows,
+    rotated_shape,
+    shared_arguments,
+)
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
@@ -45,6 +51,7 @@ class BackwardCall:
         sequences = problem.sequences
         self.is_rotated = is_rotated
         self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
+        self.key_dtype = key_gradient_dtype(problem)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
         if self.empty:
@@ -166,8 +173,8 @@ class BackwardCall:
         dtype, where = v.dtype, v.device
         dq_strides, dk_strides, dv_strides = self.strides
         dq = torch.empty_strided(o.shape, dq_strides, dtype=dtype, device=where)
-        dk = torch.empty_strided(k.shape, dk_strides, dtype=dtype, device=where)
-        dv = torch.empty_strided(v.shape, dv_strides, dtype=dtype, device=where)
+        dk = torch.empty_strided(k.shape, dk_strides, dtype=self.key_dtype, device=where)
+        dv = torch.empty_strided(v.shape, dv_strides, dtype=self.key_dtype, device=where)
         if self.empty:
             weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import gradient_strides, shared_arguments
+from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, shared_arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel
@@ -31,6 +31,7 @@ class BackwardCall:
         inline = config.strategy == "inline" and not is_rotated
         self.preprocess = self.dkdv = self.dq = self.norms = self.dsinks_shape = None
         self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
+        self.key_dtype = key_gradient_dtype(problem)
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)
@@ -119,8 +120,8 @@ class BackwardCall:
     def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
         dq, dk, dv = (
-            torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-            for x, strides in zip((o, k, v), self.strides)
+            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+            for x, strides, dtype in zip((o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype))
         )
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)

@@ -1,0 +1,292 @@
+"""Public functions of context parallelism: documentation, validation, plan, call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fused_rope_attn.attention import planning
+from fused_rope_attn.attention.keywords import ATTENTION
+from fused_rope_attn.attention.problem import Problem, Tensors, describe
+from fused_rope_attn.attention.validation import check_attention
+from fused_rope_attn.distributed import ops
+from fused_rope_attn.distributed.documents import DocumentPlan
+from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
+from fused_rope_attn.distributed.layout import SHARDINGS, chunks_of, shares
+from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose
+from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.axes import from_heads_first
+from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
+from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
+from fused_rope_attn.runtime.keywords import explain_keywords
+
+
+@explain_keywords(ATTENTION)
+def rope_attention_cp(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = True,
+    *,
+    group: Any,
+    sharding: str = "zigzag",
+    total_len: int | None = None,
+    method: str = "auto",
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``rope_attention`` of a sequence that the P ranks of ``group`` share; each passes and gets its own rows.
+
+    All ranks must call it, and its backward pass, with the same options and shapes: the first time that a rank makes a
+    call, they compare. With ``C = N / (2P)`` and r the rank within the group, ``"zigzag"`` gives rank r the positions
+    ``rC`` to ``(r + 1)C`` and ``(2P - 1 - r)C`` to ``(2P - r)C``, so that all have equal work under a causal mask.
+
+    Args:
+        q: ``(B, HQ, N / P, D)``, this rank's rows, as ``cp_shard`` cuts them.
+        k, v: ``(B, HKV, N / P, D)``.
+        cos, sin: as in ``rope_attention``. With N rows or more they are indexed by the position in the whole sequence;
+            with exactly N / P rows they are this rank's rows, which models make from sharded position ids.
+        group: a ProcessGroup or a DeviceMesh of one dimension.
+        sharding: ``"zigzag"`` or ``"contiguous"`` (rank r has the rows from ``rN / P`` on).
+        total_len: keys from there on do not exist, and rows from there on give 0, lse -inf and gradients 0. Default N.
+        method: ``"all_gather"`` (K and V travel, beside the attention), ``"all_to_all"`` (heads travel; P must divide
+            HKV) or ``"auto"``, of which ``plan_cp`` says what it means.
+
+    The other arguments, the results and the errors are those of ``rope_attention``. Gradients are those of the sum of
+    all ranks' losses; those of sinks and of the norms' weights are this rank's part, for DDP or FSDP to add. o and lse
+    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in the
+    order of the ranks.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also where only
+            one of them passed what cannot be served, or where they differ.
+    """
+    options = {
+        "softmax_scale": softmax_scale, "rotary_dim": rotary_dim, "interleaved": interleaved, "window": window,
+        "softcap": softcap, "sinks": sinks, "norms": (q_norm, k_norm, norm_eps, norm_offset),
+        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    members = group_of(group)
+    if torch.compiler.is_compiling():
+        call = _describe(q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, options)
+    else:
+        try:
+            call = _describe(q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, options)
+        except Exception as error:
+            fail_together(members, error)
+    o, lse = _attend(*call)
+    o = from_heads_first(o, layout)
+    return (o, lse) if return_lse else o
+
+
+def rope_attention_varlen_cp(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    plan: DocumentPlan,
+    causal: bool = True,
+    *,
+    method: str = "auto",
+    softmax_scale: float | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``rope_attention_varlen`` of a packed stream that several ranks share, cut whatever its documents.
+
+    Args:
+        q: ``(T / P, HQ, D)``, this rank's tokens, as ``cp_shard`` cuts the stream.
+        k, v: ``(T / P, HKV, D)``.
+        cos, sin: as in ``rope_attention_varlen``: row i is for position i of every document; at least as many rows as
+            the longest document has tokens.
+        plan: of this batch, by ``plan_varlen_cp``, which knows the group and the sharding.
+
+    The other arguments are those of ``rope_attention_cp``; results as in ``rope_attention_varlen``, of this rank's
+    tokens.
+    """
+    options = {
+        "softmax_scale": softmax_scale, "rotary_dim": rotary_dim, "interleaved": interleaved, "window": window,
+        "softcap": softcap, "sinks": sinks, "norms": (q_norm, k_norm, norm_eps, norm_offset),
+        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    if not isinstance(plan, DocumentPlan):
+        raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
+    if torch.compiler.is_compiling():
+        call = _describe_packed(q, k, v, cos, sin, plan, causal, method, options)
+    else:
+        try:
+            call = _describe_packed(q, k, v, cos, sin, plan, causal, method, options)
+        except Exception as error:
+            fail_together(plan.group, error)
+    o, lse = _attend(*call)
+    o = from_heads_first(o, "thd")
+    return (o, lse.squeeze(0)) if return_lse else o
+
+
+@explain_keywords(ATTENTION, of=rope_attention_cp)
+def plan_cp(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = True,
+    *,
+    group: Any,
+    sharding: str = "zigzag",
+    total_len: int | None = None,
+    method: str = "auto",
+    layout: str = "bhsd",
+    **options: Any,
+) -> CpPlan:
+    """What ``rope_attention_cp`` would do for the same arguments: the method, with the reason, and its bytes and flops.
+
+    Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
+    """
+    defaults: dict[str, Any] = {
+        "softmax_scale": None, "rotary_dim": None, "interleaved": False, "window": None, "softcap": 0.0, "sinks": None,
+        "return_lse": False, "deterministic": False, "backend": "auto",
+    }  # fmt: skip
+    norms = {"q_norm": None, "k_norm": None, "norm_eps": 1e-6, "norm_offset": 0.0}
+    defaults["norms"] = tuple(options.pop(name, value) for name, value in norms.items())
+    members = group_of(group)
+    described = _describe(
+        q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, defaults | options, stand_in
+    )
+    return described[-1]
+
+
+_Described = tuple[Group, str, int, DocumentPlan | None, bool, Problem, Tensors, CpPlan]
+
+
+def _describe(
+    q, k, v, cos, sin, causal, members: Group, sharding, total_len, method, layout, options,
+    convert=torch.Tensor.to,
+) -> _Described:  # fmt: skip
+    """Check the arguments of ``rope_attention_cp`` and make records of them."""
+    if in_context_parallel():
+        refuse_context_parallel("rope_attention_cp")
+    _check_choices(sharding, method)
+    if layout != "bhsd":
+        q, k, v = heads_first(layout, q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v, convert)
+    parts, size = len(chunks_of(0, members.size, sharding)), members.size
+    local = q.shape[2] if isinstance(q, torch.Tensor) and q.ndim == 4 else 0
+    rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
+    tables_are_local = size > 1 and rows == local
+    needed = local if tables_are_local else local * size
+    problem, tensors = _checked(q, k, v, cos, sin, causal, options, needed, layout)
+    if local % parts:
+        raise ValueError(
+            f"q must have an even number of rows on every rank for sharding='zigzag', but has {local}: pad the "
+            f"sequence to a multiple of {parts * size}, and say by total_len where it ends"
+        )
+    total: Any = local * size if total_len is None else total_len
+    if not isinstance(total, (int, torch.SymInt)) or isinstance(total, bool):
+        raise TypeError(f"total_len must be an int or None, but is {kind_of(total)}")
+    if not 0 <= total <= local * size:
+        raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
+    every = shares(size, sharding, local, total, problem.causal, problem.window)
+    chosen = choose(problem, method, members, sharding, every)
+    return members, str(sharding), int(total), None, tables_are_local, problem, tensors, chosen
+
+
+def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, options) -> _Described:
+    """Check the arguments of ``rope_attention_varlen_cp`` and make records of them."""
+    if in_context_parallel():
+        refuse_context_parallel("rope_attention_varlen_cp")
+    _check_choices(plan.sharding, method)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(x)}")
+        if x.ndim != 3 or x.shape[0] != plan.local:
+            raise ValueError(
+                f"{name} must have shape (T / P, heads, D) with the plan's {plan.local} tokens of a rank, but has "
+                f"{shown(x.shape)}"
+            )
+    if plan.cu_seqlens.device != q.device:
+        raise ValueError(f"plan must be on q's device {q.device}, but is on {plan.cu_seqlens.device}: give device=")
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
+    packed = plan.cu_seqlens, plan.max_seqlen
+    problem, tensors = _checked(q, k, v, cos, sin, causal, options, plan.max_seqlen, "thd", packed)
+    chosen = choose(problem, method, plan.group, plan.sharding, plan.shares(problem.causal, problem.window))
+    return plan.group, plan.sharding, plan.total, plan, False, problem, tensors, chosen
+
+
+def _check_choices(sharding: Any, method: Any) -> None:
+    if sharding not in SHARDINGS:
+        refuse_choice("sharding", sharding, SHARDINGS)
+    if method not in METHODS:
+        refuse_choice("method", method, METHODS)
+
+
+def _checked(
+    q, k, v, cos, sin, causal, options: dict[str, Any], rows: int, layout: str, packed=None
+) -> tuple[Problem, Tensors]:
+    """The records of a call of the local rows; rows: how many the tables must have. packed: (cu_seqlens, longest)."""
+    q_norm, k_norm, norm_eps, norm_offset = options["norms"]
+    given = options | {"norms": norms_of(*options["norms"])}
+    rotary_dim = check_attention(
+        q, k, v, cos, sin, causal, **given, kv_starts=None, kv_lens=None, strategy="auto", layout=layout,
+        max_seqlen_k=rows,
+    )  # fmt: skip
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have q's {q.shape[2]} rows on this rank, but has {k.shape[2]}")
+    cu_seqlens, longest = packed or (None, 0)
+    tensors = Tensors(q, k, v, cos, sin, options["sinks"], None, None, cu_seqlens, cu_seqlens, q_norm, k_norm)
+    scale = options["softmax_scale"]
+    problem = describe(
+        tensors,
+        window=options["window"],
+        max_seqlen=longest,
+        causal=causal,
+        softmax_scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        rotary_dim=rotary_dim,
+        interleaved=options["interleaved"],
+        softcap=float(options["softcap"]),
+        norm_eps=None if q_norm is None else float(norm_eps),
+        norm_offset=None if q_norm is None else float(norm_offset),
+        deterministic=options["deterministic"] or torch.are_deterministic_algorithms_enabled(),
+        backend=options["backend"],
+    )
+    planning.choose_backend(problem)  # raises where an explicit one cannot run
+    return problem, tensors
+
+
+def _attend(
+    members: Group, sharding: str, total: int, plan: DocumentPlan | None, tables_are_local: bool, problem: Problem,
+    tensors: Tensors, chosen: CpPlan,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(o, lse) of a described call, once all ranks have agreed on it."""
+    number = 0 if plan is None else plan.number
+    if not torch.compiler.is_compiling():
+        how = (members.name, sharding, chosen.method, total, number, tables_are_local)
+        agree(members, {**ops.signature(how, problem), "whether gradients are wanted": ops.needs_gradient(tensors)})
+    return ops.attention(members, sharding, chosen.method, total, number, tables_are_local, problem, tensors)

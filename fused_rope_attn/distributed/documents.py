@@ -1,0 +1,157 @@
+"""Packed documents over several ranks: the plan that every layer of a batch shares."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fused_rope_attn.distributed.groups import Group, group_of
+from fused_rope_attn.distributed.layout import (
+    SHARDINGS,
+    Range,
+    Share,
+    chunk_count,
+    chunks_of,
+    share_of_ranges,
+)
+from fused_rope_attn.runtime.checks import kind_of, named, refuse_choice, shown
+
+_numbers = itertools.count(1)
+# By their numbers, which pass through the operators; backward may come when nobody else holds the plan.
+_plans: OrderedDict[int, DocumentPlan] = OrderedDict()
+_MAX_PLANS = 1024
+
+
+class DocumentPlan:
+    """Where the documents of one packed batch lie, for ``rope_attention_varlen_cp``; made by ``plan_varlen_cp``.
+
+    cu_seqlens: (documents + 1,) int32 of the whole stream, on the device. total: tokens of the whole stream.
+    max_seqlen: length of the longest document.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, limits: list[int], total: int, group: Group, sharding: str):
+        self.cu_seqlens, self.limits, self.total = cu_seqlens, limits, total
+        self.group, self.sharding = group, sharding
+        self.max_seqlen = max((b - a for a, b in zip(limits, limits[1:])), default=0)
+        self.number = next(_numbers)
+        self._shares: dict[tuple, tuple[Share, ...]] = {}
+        self._on_device: dict[tuple, tuple] = {}
+        _plans[self.number] = self
+        while len(_plans) > _MAX_PLANS:
+            _plans.popitem(last=False)
+
+    @property
+    def local(self) -> int:
+        """Tokens of one rank."""
+        return self.total // self.group.size
+
+    def shares(self, causal: bool, window: tuple[int, int] | None) -> tuple[Share, ...]:
+        """The ``Share`` of every rank under these masks."""
+        right = None if causal or window is None or window[1] < 0 else window[1]
+        key = causal, right
+        if key not in self._shares:
+            self._shares[key] = tuple(self._share(rank, causal, right) for rank in range(self.group.size))
+        return self._shares[key]
+
+    def cu_seqlens_of(self, share: Share, causal: bool, window: tuple[int, int] | None) -> tuple:
+        """(cu_seqlens_q, cu_seqlens_k, the longest) of each piece of this rank's ``share``, on the device."""
+        key = causal, None if window is None else window[1]
+        if key not in self._on_device:
+            # One copy to the device for all of them.
+            lists = [x for piece in share.pieces for x in (piece.cu_seqlens_q, piece.cu_seqlens_k)]
+            flat = torch.tensor([n for x in lists for n in x], dtype=torch.int32)
+            parts = flat.to(self.cu_seqlens.device).split([len(x) for x in lists])
+            found = []
+            for i, piece in enumerate(share.pieces):
+                cu_k = piece.cu_seqlens_k
+                longest = max(b - a for a, b in zip(cu_k, cu_k[1:]))
+                found.append((parts[2 * i].clone(), parts[2 * i + 1].clone(), longest))
+            self._on_device[key] = tuple(found)
+        return self._on_device[key]
+
+    def _share(self, rank: int, causal: bool, right: int | None) -> Share:
+        owned = chunks_of(rank, self.group.size, self.sharding)
+        chunk = self.total // chunk_count(self.group.size, self.sharding)
+        end_of_all = self.limits[-1]
+        ranges = []
+        for i, c in enumerate(owned):
+            begin, end = c * chunk, min((c + 1) * chunk, end_of_all)
+            if end <= begin:
+                continue
+            # The documents that begin before the chunk ends and end behind its beginning.
+            first = bisect.bisect_right(self.limits, begin) - 1
+            last = bisect.bisect_left(self.limits, end)
+            limits = [x for x, y in zip(self.limits[first:last], self.limits[first + 1 : last + 1]) if y > x]
+            ghosts = 0
+            if not causal:
+                ghosts = self.limits[last] - end
+                ghosts = ghosts if right is None else min(right, ghosts)
+            stop = end + ghosts
+            # A document that began before the chunk has all of its keys from there on, so that positions stay.
+            cu_q = tuple(max(x, begin) - begin for x in limits) + (stop - begin,)
+            cu_k = tuple(x - limits[0] for x in limits) + (stop - limits[0],)
+            rows = i * chunk, i * chunk + end - begin
+            ranges.append(Range(rows, ghosts, limits[0], stop, cu_q, cu_k))
+        return share_of_ranges(ranges, chunk, end_of_all)
+
+
+def plan_of(number: int) -> DocumentPlan:
+    """The plan of this number."""
+    if number not in _plans:
+        raise RuntimeError(f"plan must be one of the last {_MAX_PLANS} that plan_varlen_cp made in this process")
+    return _plans[number]
+
+
+def plan_varlen_cp(
+    cu_seqlens: torch.Tensor | Sequence[int],
+    *,
+    group: Any,
+    sharding: str = "zigzag",
+    total_tokens: int | None = None,
+    device: torch.device | str | None = None,
+) -> DocumentPlan:
+    """What ``rope_attention_varlen_cp`` needs to know of a packed batch: once a batch, for all layers and both passes.
+
+    The stream is cut as ``sharding`` says, whatever the documents: a document may lie on several ranks.
+
+    Args:
+        cu_seqlens: ``(documents + 1,)`` int32 or int64, or a list: document ``i`` is tokens ``[cu[i], cu[i + 1])`` of
+            the whole stream, the same on every rank. A tensor of a GPU is read, which waits for the GPU.
+        group: a ProcessGroup or a DeviceMesh of one dimension, of P ranks.
+        sharding: ``"zigzag"`` or ``"contiguous"``, as ``cp_shard`` cuts.
+        total_tokens: T, tokens of the stream, a multiple of 2P (``"contiguous"``: of P). Tokens behind the last
+            document belong to none and give 0. Default: where the last document ends, which then is such a multiple.
+        device: where the attention runs. Default: cu_seqlens' device.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    members = group_of(group)
+    if sharding not in SHARDINGS:
+        refuse_choice("sharding", sharding, SHARDINGS)
+    if not isinstance(cu_seqlens, torch.Tensor):
+        cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int32)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, but is {named(cu_seqlens.dtype)}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape (documents + 1,), but has {shown(cu_seqlens.shape)}")
+    limits = cu_seqlens.tolist()
+    if limits[0] != 0 or any(b < a for a, b in zip(limits, limits[1:])):
+        raise ValueError("cu_seqlens must begin with 0 and never fall")
+    total = limits[-1] if total_tokens is None else total_tokens
+    if not isinstance(total, int) or isinstance(total, bool):
+        raise TypeError(f"total_tokens must be an int or None, but is {kind_of(total)}")
+    count = chunk_count(members.size, sharding)
+    if total % count or total < limits[-1]:
+        raise ValueError(
+            f"total_tokens must be a multiple of {count} for {members.size} ranks and sharding={sharding!r}, and at "
+            f"least the {limits[-1]} tokens of cu_seqlens, but is {total}: pad the stream, and leave the padding out "
+            "of cu_seqlens"
+        )
+    where = cu_seqlens.device if device is None else torch.device(device)
+    return DocumentPlan(cu_seqlens.to(where, torch.int32).contiguous(), limits, total, members, sharding)

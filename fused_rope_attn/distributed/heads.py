@@ -1,0 +1,119 @@
+"""The method ``"all_to_all"``: sequence shards of all heads become whole sequences of a part of the heads, and back.
+
+Each rank then makes one ordinary call of attention, whose dk and dv are exact: nothing is summed over ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.distributed import local
+from fused_rope_attn.distributed.gather import Call
+from fused_rope_attn.distributed.groups import Exchange, Group, join_rows
+from fused_rope_attn.distributed.layout import chunks_of, owner_of
+from fused_rope_attn.runtime.layouts import like_input
+
+
+def forward(call: Call, problem: Problem, tensors: Tensors, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of the local rows; arguments as in ``gather.forward``, and the rows of the sequence that exist."""
+    one, given, _ = _whole(call, problem, tensors, total)
+    o, lse = local.forward(one._replace(backend=local.backends_of(one, given.v).forward), given)
+    length = problem.len_q * call.group.size
+    if total < length:
+        o = torch.nn.functional.pad(o, (0, 0, 0, length - total))
+        lse = torch.nn.functional.pad(lse, (0, length - total), value=float("-inf"))
+    o, lse = to_rows(call.group, call.sharding, [o, lse])
+    return like_input(tensors.q).copy_(o), lse
+
+
+def backward(
+    call: Call, problem: Problem, tensors: Tensors, total: int, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+) -> Gradients:
+    """As ``gather.backward``."""
+    one, given, (do, o, lse) = _whole(call, problem, tensors, total, do, o, lse)
+    one = one._replace(backend=local.backends_of(one, given.v).backward)
+    found = local.backward(one, given, do, o, lse, sums=False)
+    length = problem.len_q * call.group.size
+    whole = [found.dq, found.dk, found.dv]
+    if total < length:
+        whole = [torch.nn.functional.pad(x, (0, 0, 0, length - total)) for x in whole]
+    gradients = to_rows(call.group, call.sharding, whole)
+    dq, dk, dv = (like_input(x).copy_(dx) for x, dx in zip(tensors[:3], gradients))
+    dsinks = None
+    if tensors.sinks is not None:
+        dsinks = torch.zeros_like(tensors.sinks)
+        dsinks[_own_heads(call.group, problem.heads_q)] = found.dsinks
+    return Gradients(dq, dk, dv, dsinks, found.dq_norm, found.dk_norm)
+
+
+def _own_heads(group: Group, heads: int) -> slice:
+    return slice(heads // group.size * group.rank, heads // group.size * (group.rank + 1))
+
+
+def _whole(
+    call: Call, problem: Problem, tensors: Tensors, total: int, *others: torch.Tensor
+) -> tuple[Problem, Tensors, list[torch.Tensor]]:
+    """This rank's heads of the whole sequence as one call, and of ``others``, which have a row for each query."""
+    group = call.group
+    whole = to_heads(group, call.sharding, [*tensors[:3], *others])
+    q, k, v, *others_whole = (x[:, :, :total] for x in whole)
+    cos, sin = tensors.cos, tensors.sin
+    if call.tables_are_local:
+        cos, sin = (join_rows(group, call.sharding, x, x.ndim - 2) for x in (cos, sin))
+    sinks = None if tensors.sinks is None else tensors.sinks[_own_heads(group, problem.heads_q)]
+    problem = problem._replace(heads_q=q.shape[1], heads_kv=k.shape[1], len_q=total, len_k=total)
+    others_whole = [x if x.ndim == 4 else x.contiguous() for x in others_whole]
+    return problem, tensors._replace(q=q, k=k, v=v, cos=cos, sin=sin, sinks=sinks), others_whole
+
+
+def to_heads(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of tensors (B, H, N / P, ...), this rank's H / P heads of the whole sequence: (B, H / P, N, ...), contiguous."""
+    parts = len(chunks_of(0, group.size, sharding))
+    flat = []
+    for x in tensors:
+        batch, heads, rows = x.shape[:3]
+        shape = (batch, group.size, heads // group.size, parts, rows // parts, *x.shape[3:])
+        # (P, parts, B, H / P, C, ...)
+        flat.append(x.reshape(shape).movedim((1, 3), (0, 1)).contiguous())
+    received = _exchange(group, flat)
+    results = []
+    for x in received:
+        order = [owner_of(chunk, group.size) for chunk in range(parts * group.size)]
+        whole = torch.cat([x[rank, place] for rank, place in order], dim=2)
+        results.append(whole)
+    return results
+
+
+def to_rows(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Inverse of ``to_heads``: (B, H / P, N, ...) become (B, H, N / P, ...), contiguous."""
+    size = group.size
+    parts = len(chunks_of(0, size, sharding))
+    flat = []
+    for x in tensors:
+        batch, heads, rows = x.shape[:3]
+        chunk = rows // (parts * size)
+        sent = x.new_empty(size, parts, batch, heads, chunk, *x.shape[3:])
+        for rank in range(size):
+            for place, c in enumerate(chunks_of(rank, size, sharding)):
+                sent[rank, place].copy_(x[:, :, c * chunk : (c + 1) * chunk])
+        flat.append(sent)
+    received = _exchange(group, flat)
+    # (P, parts, B, H / P, C, ...) to (B, P, H / P, parts, C, ...)
+    return [x.movedim((0, 1), (1, 3)).flatten(3, 4).flatten(1, 2) for x in received]
+
+
+def _exchange(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of tensors (P, ...), part r goes to rank r; what comes has the same shapes."""
+    received = [torch.empty_like(x) for x in tensors]
+    running = []
+    for x, y in zip(tensors, received):
+        rank = group.rank
+        y[rank].copy_(x[rank])
+        none = x[0, :0] if x.ndim > 1 else x[:0]
+        inputs = [none if other == rank else x[other] for other in range(group.size)]
+        outputs = [none if other == rank else y[other] for other in range(group.size)]
+        running.append(Exchange(group, outputs, inputs))
+    for exchange in running:
+        exchange.wait()
+    return received

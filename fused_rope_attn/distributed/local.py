@@ -1,0 +1,100 @@
+"""One piece's attention on this rank alone, forward and backward, by kernels or by the reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fused_rope_attn.attention import configs, planning, reference
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.runtime.device import has_triton
+
+if has_triton():  # elsewhere planning sends every call to the reference
+    from fused_rope_attn.attention import ops
+
+
+class Backends(NamedTuple):
+    """Whose kernels run the two passes: "reference", "triton" or "hopper"."""
+
+    forward: str
+    backward: str
+
+
+def backends_of(problem: Problem, v: torch.Tensor) -> Backends:
+    """The backends that one GPU's call of the whole sequence would take, so that its bits are those of that call.
+
+    problem: of the whole sequence; v: any that lies in memory as the pieces' will.
+    """
+    chosen, _ = planning.choose_backend(problem)
+    if chosen == "reference":
+        return Backends("reference", "reference")
+    plan = planning.plan_for(problem._replace(backend=chosen), v)
+    return Backends(plan.backend, "hopper" if isinstance(plan.backward, configs.HopperBackwardConfig) else "triton")
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one piece, whose ``problem`` names the backend."""
+    if problem.backend != "reference":
+        outputs = ops.forward_alone(problem, tensors)
+        return outputs.o, outputs.lse
+    return _reference(problem, tensors)
+
+
+def backward(
+    problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *, sums: bool = True
+) -> Gradients:
+    """Gradients of one piece in q's dtype, but with ``sums`` dk and dv in float32 (float64 for float64)."""
+    if problem.backend != "reference":
+        return ops.backward_alone(problem._replace(sums_keys=sums), tensors, do, o, lse)
+    with _Recording():
+        wide = torch.promote_types(problem.dtype, torch.float32)
+        q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
+        weights = {
+            name: getattr(tensors, name).detach().requires_grad_()
+            for name in ("sinks", "q_norm", "k_norm")
+            if getattr(tensors, name) is not None
+        }
+        again, _ = _reference(problem, tensors._replace(q=q, k=k, v=v, **weights))
+        dq, dk, dv, *others = torch.autograd.grad(again, [q, k, v, *weights.values()], do.to(wide))
+    if not sums:
+        dk, dv = dk.to(problem.dtype), dv.to(problem.dtype)
+    return Gradients(dq.to(problem.dtype), dk, dv, **{f"d{name}": x for name, x in zip(weights, others)})
+
+
+class _Recording:
+    """Autograd records inside, also in an operator's implementation, which the dispatcher calls below autograd."""
+
+    def __enter__(self) -> None:
+        included = torch._C._dispatch_tls_local_include_set()
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+            excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+        self.keys = torch._C._ForceDispatchKeyGuard(included, excluded)
+        self.grad = torch.enable_grad()
+        self.keys.__enter__()
+        self.grad.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.grad.__exit__(*error)
+        self.keys.__exit__(*error)
+
+
+def _reference(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, cos, sin = tensors[:5]
+    options: dict[str, Any] = {
+        "softmax_scale": problem.softmax_scale,
+        "rotary_dim": problem.rotary_dim,
+        "interleaved": problem.interleaved,
+        "window": problem.window,
+        "softcap": problem.softcap,
+        "sinks": tensors.sinks,
+        "q_norm": tensors.q_norm,
+        "k_norm": tensors.k_norm,
+        "norm_eps": problem.norm_eps,
+        "norm_offset": problem.norm_offset,
+    }
+    if problem.sequences is None:
+        return reference.attention(q, k, v, cos, sin, problem.causal, **options)
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    return reference.packed_attention(q, k, v, cos, sin, cu_q, cu_k, problem.causal, **options)

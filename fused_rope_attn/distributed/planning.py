@@ -1,0 +1,100 @@
+"""Which method a call takes, by bytes and floating-point operations, with the reason. Communicates nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.distributed.groups import Group
+from fused_rope_attn.distributed.layout import Share, chunks_of
+
+METHODS = ("auto", "all_gather", "all_to_all")
+# Of one H200 among several of its host: both only weigh the methods against one another.
+FLOPS, LINK = 600e12, 300e9
+# The part of the all-gather that nothing runs beside.
+EXPOSED = 0.25
+
+
+@dataclass(frozen=True)
+class CpPlan:
+    """What a call of ``rope_attention_cp`` would do.
+
+    method: "all_gather" or "all_to_all". reason: why. received_bytes: what the rank that receives most gets in forward.
+    flops: of the rank that computes most, forward. gathered_bytes: K and V of other ranks that a rank holds at a time,
+    at most; backward holds their gradients' parts beside them, in float32.
+    """
+
+    method: str
+    reason: str
+    received_bytes: int
+    flops: float
+    gathered_bytes: int
+
+
+def choose(
+    problem: Problem, method: str, group: Group, sharding: str, shares: tuple[Share, ...]
+) -> CpPlan:  # fmt: skip
+    """The plan of a call whose ranks have these shares. problem: with the local lengths.
+
+    Raises ValueError where ``method="all_to_all"`` is asked for and the key heads cannot be divided.
+    """
+    size = group.size
+    chunk = problem.len_q // len(chunks_of(0, size, sharding))
+    row_bytes = problem.batch * problem.head_dim * problem.dtype.itemsize
+    gathered = []
+    for rank, share in enumerate(shares):
+        own = chunks_of(rank, size, sharding)
+        gathered.append(2 * problem.heads_kv * row_bytes * chunk * sum(c not in own for c in share.chunks))
+    work = [
+        4.0 * problem.batch * problem.heads_q * problem.head_dim * sum(_pairs(problem, p) for p in share.pieces)
+        for share in shares
+    ]
+    heads = 2 * problem.heads_q + 2 * problem.heads_kv
+    exchanged = heads * row_bytes * problem.len_q * (size - 1) // size
+    by_gather = CpPlan("all_gather", "", max(gathered, default=0), max(work, default=0.0), max(gathered, default=0))
+    by_heads = CpPlan("all_to_all", "", exchanged, sum(work) / max(1, size), exchanged)
+    divides = problem.heads_kv % size == 0
+    if method == "all_to_all":
+        if not divides:
+            raise ValueError(
+                f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, "
+                f"but is 'all_to_all', and k has {problem.heads_kv} heads"
+            )
+        return _because(by_heads, "asked for")
+    if method == "all_gather":
+        return _because(by_gather, "asked for")
+    if size == 1:
+        return _because(by_gather, "one rank exchanges nothing")
+    if not divides:
+        return _because(by_gather, f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
+    compute, link = by_gather.flops / FLOPS, by_gather.received_bytes / LINK
+    hidden = min((1 - EXPOSED) * link, (1 - EXPOSED) * compute)
+    gather_time = compute + link - hidden
+    heads_time = by_heads.flops / FLOPS + by_heads.received_bytes / LINK
+    figures = (
+        f"{by_gather.received_bytes / 2**20:.3g} MiB beside {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
+        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and behind {by_heads.flops / 1e12:.3g}"
+    )
+    if gather_time <= heads_time:
+        return _because(by_gather, f"a rank receives {figures}")
+    return _because(by_heads, f"a rank would receive {figures}")
+
+
+def _because(plan: CpPlan, reason: str) -> CpPlan:
+    return CpPlan(plan.method, reason, plan.received_bytes, plan.flops, plan.gathered_bytes)
+
+
+def _pairs(problem: Problem, piece) -> float:
+    """About how many pairs of a query and a key see each other in one head of a piece."""
+    limits_q = piece.cu_seqlens_q or (0, piece.queries)
+    limits_k = piece.cu_seqlens_k or (0, piece.num_keys)
+    total = 0.0
+    window = problem.window
+    widest = float("inf")
+    if window is not None and window[0] >= 0 and (problem.causal or window[1] >= 0):
+        widest = window[0] + 1 + (0 if problem.causal else window[1])
+    for i in range(len(limits_q) - 1):
+        queries, keys = limits_q[i + 1] - limits_q[i], limits_k[i + 1] - limits_k[i]
+        seen = keys - queries / 2 if problem.causal else keys
+        total += queries * min(seen, widest)
+    return total

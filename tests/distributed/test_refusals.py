@@ -1,0 +1,43 @@
+"""A wrong call raises on every rank and names the argument, also where only one rank is wrong."""
+
+import pytest
+
+from tests.support.context_parallel import refused
+
+# (what rank 1 of three passes otherwise, or all with "all", the error, what every rank's message says)
+ROWS = [
+    ({"length": 8}, ValueError, "the local length of q must be the same on all ranks"),
+    ({"heads_kv": 4}, ValueError, "the heads of k must be the same"),
+    ({"causal": False}, ValueError, "causal must be the same"),
+    ({"window": (3, 0)}, ValueError, "window must be the same"),
+    ({"total_len": 5}, ValueError, "total_len must be the same"),
+    ({"grad": False}, ValueError, "whether gradients are wanted must be the same"),
+    ({"rows": 13}, ValueError, "cos must have a row for each of k's 36 positions, but has 13"),
+    ({"rows": 12}, ValueError, "whether the tables are of the local rows must be the same"),
+    ({"softcap": -1.0}, ValueError, "softcap must be finite and positive"),
+    ({"softcap": "1"}, TypeError, "softcap must be a float"),
+    ({"all": True, "method": "all_to_all"}, ValueError, "k has 2 heads"),
+    ({"all": True, "length": 7}, ValueError, "q must have an even number of rows"),
+    ({"all": True, "heads_kv": 3}, ValueError, "k has 3 heads, but q's 4 heads"),
+    ({"all": True, "length_k": 6}, ValueError, "k must have q's 12 rows"),
+    ({"all": True, "sharding": "striped"}, ValueError, "sharding must be"),
+    ({"all": True, "method": "ring"}, ValueError, "method must be"),
+    ({"all": True, "total_len": 37}, ValueError, "total_len must be from 0 to the 36 rows"),
+    ({"all": True, "total_len": 3.0}, TypeError, "total_len must be an int"),
+    ({"all": True, "dropout_p": 0.1}, TypeError, "there is no dropout here"),
+    ({"all": True, "backend": "hopper"}, NotImplementedError, "q must be float16 or bfloat16 for backend='hopper'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), ROWS, ids=[message for _, _, message in ROWS])
+def test_all_ranks_raise(ranks, wrong, kind, message):
+    for name, text in ranks.results(refused, (0, 1, 2), wrong, ranks=(0, 1, 2)):
+        assert name == kind.__name__, text
+        assert message in text
+
+
+def test_groups(ranks):
+    from fused_rope_attn.distributed import cp_positions
+
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh"):
+        cp_positions(8, group="cp")
