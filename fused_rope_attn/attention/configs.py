@@ -314,7 +314,9 @@ _WIDEST = 32 << 20
 _BEYOND_TINY = ("short", "medium", "long")
 _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/experiments)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
-_SLOWER = f"{_TIMED}: up to 2048 tokens the portable kernels are 3 to 9 % faster"
+_BOTH = "H200, triton 3.6.0 and 3.9.0, 2026-11-22 (docs/experiments)"
+_SLOWER = f"{_BOTH}: up to 1024 tokens the portable kernels are faster"
+_THREE = f"{_BOTH}: three warpgroups hide each other's exponentials; with 3.9 they spill, and lose up to 4096 tokens"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
 _TINY_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 9 and 15 % faster with 64 and 128 heads of 512"
 _WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 64 keys beside 256 columns of O; not with few tiles"
@@ -324,7 +326,10 @@ _MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): many short
 # fmt: off
 HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperForwardConfig(128, section_bytes=_WIDEST), (), _PADDED),
-    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), ("long",), _SLOWER, causal=True),
+    HopperRow(64, HopperForwardConfig(128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
+              section_bytes=_WIDEST, rotate_heads=4), ("long",), _THREE, buckets=("long",), packed=False),
+    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), ("long",), _TIMED, causal=True, buckets=("long",)),
+    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _MEDIUM, _SLOWER, causal=True, much_work=True),
     HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TIMED, causal=False),
     HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _TIMED, buckets=("long",)),
     HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), _MEDIUM, _TILES, buckets=_MEDIUM,
@@ -349,10 +354,10 @@ HOPPER_BACKWARD: tuple[HopperRow, ...] = (
 )
 # fmt: on
 
-# Up to this many multiply-adds of Q K^T (B * HQ * NQ * NK * D) a forward call is over before the host could launch a
-# second kernel. H200, 2026-11-21: at (1, 4/4, 128, 64), 2**22, a call takes 37 us of host time inline and 48 with the
-# pre-pass; at Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph
-# capture: what a warm-up outside has not compiled would be compiled inside.
+# Up to this many multiply-adds of Q K^T (B * HQ * NQ * NK * D, with D padded as tiles are) a forward call is over
+# before the host could launch a second kernel. H200, 2026-11-21: at (1, 4/4, 128, 64), 2**22, a call takes 37 us of
+# host time inline and 48 with the pre-pass; at Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A
+# plan must not depend on graph capture: what a warm-up outside has not compiled would be compiled inside.
 LAUNCH_BOUND_WORK = 2**26
 
 # From this many on the persistent forward of sm_90 has several tiles for every multiprocessor, which hide each other's

@@ -11,7 +11,7 @@ import torch
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.layouts import has_descriptor
+from fused_rope_attn.runtime.layouts import block_d, has_descriptor
 
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
@@ -178,7 +178,8 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
     if problem.sequences is not None:
         longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
     visited = visited_keys(visited, problem.causal, problem.window)
-    queries = problem.batch * problem.heads_q * problem.len_q * problem.head_dim
+    # Kernels multiply padded columns like any others.
+    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
     needs = Needs(
         device.arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, problem.sequences is not None,
         False, length == 0,
