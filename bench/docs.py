@@ -20,8 +20,10 @@ from bench.report import Row, read_runs
 
 # The rows that the documents show, by suite. Older files of rows stay for the experiments that name them.
 CURRENT: dict[str, Path] = {
-    "attention": RESULTS / "h200-2026-11-22-all.jsonl",
-    "host": RESULTS / "host-h200-2026-11-22-triton-3.6.0.jsonl",
+    "attention": RESULTS / "h200-2026-11-22-triton-3.9.0.jsonl",
+    "attention on the oldest Triton": RESULTS / "h200-2026-11-22-triton-3.6.0.jsonl",
+    "host": RESULTS / "host-h200-2026-11-22-triton-3.9.0.jsonl",
+    "energy": RESULTS / "energy-h200-2026-11-22-triton-3.6.0.jsonl",
     "masks": RESULTS / "masks-h200-2026-11-21.jsonl",
     "rotation": RESULTS / "rope-h200-2026-11-21.jsonl",
     "generation": RESULTS / "decode-h200-2026-11-21.jsonl",
@@ -53,8 +55,9 @@ BLOCKS: tuple[Block, ...] = (
     Block("bench:headline", README, "attention", "attention.tables", "headline"),
     Block("bench:results", BENCHMARKS, "attention", "attention.tables", "results"),
     Block("bench:standing", BENCHMARKS, "attention", "attention.tables", "standing"),
-    Block("bench:host", BENCHMARKS, "attention", "attention.tables", "host"),
+    Block("oldest:standing", BENCHMARKS, "attention on the oldest Triton", "attention.tables", "standing"),
     Block("host:results", BENCHMARKS, "host", "host", "results"),
+    Block("energy:results", BENCHMARKS, "energy", "energy.report", "results"),
     Block("bench:plan", BENCHMARKS, "attention", "attention.tables", "plan"),
     Block("masks:results", BENCHMARKS, "masks", "masks.report", "results"),
     Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),

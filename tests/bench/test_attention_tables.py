@@ -94,11 +94,20 @@ def test_standing_counts_every_shape():
     assert "at 0 of 8 shapes" in _line(short, "Liger's rotation + FlashAttention-4")
 
 
-def test_host_times_and_plan():
-    text = tables.host(_measured())
-    assert "| 80 | 80 |" in _line(text, "`rope_attention`") and "| 160 | 160 |" in _line(text, "HF rope + SDPA")
+def test_without_a_common_rival():
+    """Where neither FlashAttention-2 nor Hugging Face's attention was timed, their column and sentence are left out."""
+    rows = [row for row in _measured() if row["provider"] not in ("hf_sdpa", "liger_flash")]
+    forward_only = [row for row in rows if row["pass"] == "fwd" or row["provider"] != "liger_fa4"]
+    assert "| no such pass |" in _line(tables.headline(forward_only), "Liger's rotation + FlashAttention-4")
+    assert "FlashAttention-2" in tables.results(_measured()) and "FlashAttention-2" not in tables.results(rows)
+    line, without = (_line(tables.results(some), "Llama7B-4K") for some in (_measured(), rows))
+    assert without.count("|") == line.count("|") - 1
+    assert "Slower than" in tables.standing(_measured()) and "Slower than" not in tables.standing(rows)
+
+
+def test_the_plan():
     assert "reason='x',\n     forward=F(),\n     backward=B(dkdv=1,\n         dq=2))" in tables.plan(_measured())
-    for block in (tables.host, tables.plan, tables.headline):
+    for block in (tables.plan, tables.headline):
         with pytest.raises(ValueError, match="no "):
             block([row for row in _measured() if row["provider"] != "fused"])
 

@@ -1,4 +1,4 @@
-"""The generated blocks of the documents about attention: headline, results, standing, host times, a plan.
+"""The generated blocks of the documents about attention: headline, results, standing, a plan.
 
 Ratios are their time over ours, medians over rounds of one process; below 1 ours is slower, and that is printed the
 same way.
@@ -22,9 +22,9 @@ _NAMES = {
     "hf_sdpa": "Hugging Face's rotation + SDPA",
     "liger_flash": "Liger's rotation + FlashAttention-2 (in PyTorch's SDPA)",
     "liger_cudnn": "Liger's rotation + cuDNN",
+    "liger_fa3": "Liger's rotation + FlashAttention-3",
     "liger_fa4": "Liger's rotation + FlashAttention-4",
 }
-_HOST = ("hf_sdpa", "liger_flash", "liger_cudnn", "liger_fa4", "bare_flash", "bare_cudnn")
 _PLAN_CASE = "Llama7B-4K"
 
 
@@ -32,25 +32,27 @@ def headline(rows: list[Row]) -> str:
     """At how many shapes ours is not slower than what people would otherwise install."""
     standing = _standing(timed(rows, mode="graph"))
     lines = [
-        [words, *(f"at {_count(standing[name], part)} shapes" for part in PASSES)]
+        [words, *(_at_shapes(standing[name], part) for part in PASSES)]
         for name, words in _NAMES.items()
         if name in standing
     ]
     if not lines:
         raise ValueError(f"no time of {_MINE} beside a rival that rotates")
-    where = f"{rows[0]['gpu']}, {rows[0]['dtype']}, CUDA graphs"
+    where = f"{rows[0]['gpu']}, {rows[0]['dtype']}, triton {rows[0]['triton']}, CUDA graphs"
     return markdown([f"`rope_attention` is not slower than ... ({where})", *PASSES.values()], lines)
 
 
 def results(rows: list[Row]) -> str:
-    """Forward and backward at the shapes of the target: a common rival, the strongest one, the fastest bare one."""
+    """Forward and backward at the shapes of the target: a common rival where one was timed, the strongest one, the
+    fastest bare one."""
     blocks = []
-    common, label = _common(rows)
+    common = _common(rows)
+    label = next((row["label"] for row in rows if row["provider"] == common), "")
     for part, words in PASSES.items():
         header = [
             f"**{words}**, ms",
             "`rope_attention`",
-            label,
+            *([] if common is None else [f"{label} (FlashAttention-2)" if common == _FLASH else label]),
             "strongest with rotation",
             "fastest *without* rotation",
         ]
@@ -70,7 +72,7 @@ def results(rows: list[Row]) -> str:
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
         f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
         *(["~: outside the tolerance that ours is held to."] if loose else []),
-        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, D).",
+        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'fa3-fwd', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, D).",
     ]
     return "\n\n".join([*blocks, "\n".join(notes)])
 
@@ -90,22 +92,11 @@ def standing(rows: list[Row]) -> str:
     header = ["against", "forward: not slower at", "their time / ours", "backward: not slower at", "their time / ours"]
     slower = [f"{case} {PASSES[part]} ({value:.2f}×)" for case, part, value in found.get(_FLASH, ()) if value < EVEN]
     label = labels.get(_FLASH, _FLASH)
-    return f"{markdown(header, lines)}\n\nSlower than {label} (FlashAttention-2) at: {', '.join(slower) or 'no shape'}."
-
-
-def host(rows: list[Row]) -> str:
-    """Host time of an eager call on tensors so small that the GPU waits: what short sequences cost."""
-    group = timed(rows, mode="host")
-    mine = {part: _one(timed(group, part), _MINE) for part in ("fwd", "both")}
-    if None in mine.values():
-        raise ValueError(f"no host time of {_MINE}")
-    lines = []
-    for name in (_MINE, *_HOST):
-        found = [_one(timed(group, part), name) for part in mine]
-        if all(found):
-            label = "`rope_attention`" if name == _MINE else found[0]["label"]
-            lines.append([label, *(f"{1e3 * row['ms']:.0f}" for row in found)])
-    return markdown(["host time of an eager call, µs", "forward, no gradient", "forward + backward"], lines)
+    table = markdown(header, lines)
+    if _FLASH not in found:
+        return f"{table}\n\n{provenance(rows)}"
+    at = ", ".join(slower) or "no shape"
+    return f"{table}\n\nSlower than {label} (FlashAttention-2) at: {at}.\n\n{provenance(rows)}"
 
 
 def plan(rows: list[Row]) -> str:
@@ -122,21 +113,21 @@ def _one(rows: list[Row], provider: str) -> Row | None:
     return next((row for row in rows if row["provider"] == provider), None)
 
 
-def _common(rows: list[Row]) -> tuple[str, str]:
-    """(name, label) of what people commonly have: FlashAttention-2 behind a fast rotation, where at least half of the
-    shapes have a time of it, or Hugging Face's own."""
+def _common(rows: list[Row]) -> str | None:
+    """What people commonly have: FlashAttention-2 behind a fast rotation, where at least half of the shapes have a time
+    of it, or Hugging Face's own; None where neither was timed."""
     measured = [row for row in timed(rows, mode="graph") if row["case"] in cases.TABLE]
-    at = {name: {row["case"] for row in measured if row["provider"] == name} for name in (_MINE, _FLASH)}
-    name = _FLASH if 2 * len(at[_FLASH]) >= len(at[_MINE]) else "hf_sdpa"
-    label = next((row["label"] for row in rows if row["provider"] == name), name)
-    return name, f"{label} (FlashAttention-2)" if name == _FLASH else label
+    at = {name: {row["case"] for row in measured if row["provider"] == name} for name in (_MINE, _FLASH, "hf_sdpa")}
+    if 2 * len(at[_FLASH]) >= len(at[_MINE]):
+        return _FLASH
+    return "hf_sdpa" if at["hf_sdpa"] else None
 
 
-def _cells(group: list[Row], common: str) -> list[str]:
-    """Ours and the three comparisons of one case, pass and mode."""
+def _cells(group: list[Row], common: str | None) -> list[str]:
+    """Ours and the comparisons of one case, pass and mode."""
     mine = _one(group, _MINE)
     rivals = [
-        (_one(group, common), False),
+        *([] if common is None else [(_one(group, common), False)]),
         (strongest(group, rotates=True), True),
         (strongest(group, rotates=False), True),
     ]
@@ -164,6 +155,10 @@ def _standing(rows: list[Row]) -> dict[str, list[tuple[str, str, float]]]:
             if not row["ours"]:
                 found.setdefault(row["provider"], []).append((case, part, ratio(row["rounds"], mine["rounds"])))
     return found
+
+
+def _at_shapes(found: list[tuple[str, str, float]], part: str) -> str:
+    return f"at {_count(found, part)} shapes" if any(at == part for _, at, _ in found) else "no such pass"
 
 
 def _count(found: list[tuple[str, str, float]], part: str) -> str:
