@@ -5,6 +5,7 @@ import ctypes
 import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,9 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "barrier", "encode_tensor_map",
-    "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store",
-    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "async_copy", "barrier",
+    "encode_tensor_map", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add",
+    "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # A class whose fields travel through device code together; private before triton 3.9.

@@ -3,7 +3,7 @@
 from fused_rope_attn.attention.hopper.barriers import Ring, allocate_barriers
 from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, WARPGROUP_THREADS
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -123,7 +123,7 @@ def allocate_query_ring(desc, stats_desc, STAGES: gl.constexpr):
 def init_query_ring(ring):
     """Initialise the barriers of a ``QueryRing``: the loading warp fills a slot, and both warpgroups release it."""
     for slot in gl.static_range(ring.blocks.STAGES):
-        ring.blocks.init_slot(slot, FILLS=1, RELEASES=CONSUMERS)
+        ring.blocks.init_slot(slot, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
 
 @jit

@@ -184,7 +184,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
         dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         if WARPGROUP == 1:
             mbarrier.arrive(weights.empty)
-        do_ring.release(step)
+        do_ring.release_operands(step)
         add_half(dq_ptr, dq)
         # Behind it the other half can take the same registers. Triton 3.8 and 3.9 put none there themselves, and then
         # they do not suffice (C7512).
@@ -192,7 +192,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
         k_columns = whole_tile(k_smem).slice(WARPGROUP * OWN + HALF, HALF, dim=1)
         dq_token = warpgroup_mma(ds_t, k_columns, no_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_token])
-        q_ring.release(step)
+        q_ring.release_operands(step)
         if WARPGROUP == 0:
             dq = warpgroup_mma_wait(0, deps=[dq_token])
         else:

@@ -16,7 +16,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
-from fused_rope_attn.attention.hopper.barriers import allocate_barriers
+from fused_rope_attn.attention.hopper.barriers import allocate_barriers, arrive_by_threads
 from fused_rope_attn.attention.hopper.dq import stage_rows
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
@@ -157,7 +157,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
             dq, s = warpgroup_mma_wait(1, deps=[dq_token, s_token])
         else:
             dq = warpgroup_mma_wait(1, deps=[dq_token])
-        do_ring.release(step)
+        do_ring.release_operands(step)
         mbarrier.wait(dq_buffer.empty.index(WARPGROUP), (step & 1) ^ 1)
         dq_buffer.smem.index(WARPGROUP).reshape((BLOCK_M, HALF)).store(stage_rows(dq))
         fence_async_shared()
@@ -177,7 +177,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
             dk = warpgroup_mma_wait(1, deps=[dk_token])
         else:
             dk, s = warpgroup_mma_wait(1, deps=[dk_token, s_token])
-        mbarrier.arrive(q_ring.empty.index(q_slot))
+        arrive_by_threads(q_ring.empty.index(q_slot))
         q_slot = next_slot
         q_phase = next_phase
         block += 1

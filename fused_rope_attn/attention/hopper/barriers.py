@@ -6,13 +6,23 @@ barriers are the hardware's sixteen ``bar`` counters, which need no memory.
 """
 
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import async_copy, gl, jit, mbarrier
 
 
 @jit
 def allocate_barriers(COUNT: gl.constexpr):
     """Room for COUNT mbarriers, (COUNT, 1), not yet initialised."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@jit
+def arrive_by_threads(barrier):
+    """Every thread arrives at an mbarrier for itself, as soon as its asynchronous copies are complete: it has none.
+
+    Triton makes the warps of a partition wait for one another before a single arrival for all of them. They need not,
+    where what they have done was to wait for products of tensor cores. It orders no stores of the threads themselves.
+    """
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @record
@@ -32,7 +42,8 @@ class Ring:
 
     @jit
     def init_slot(self, slot, FILLS: gl.constexpr, RELEASES: gl.constexpr):
-        """Initialise the barriers of one slot: how many arrivals fill it, and how many release it."""
+        """Initialise the barriers of one slot: how many arrivals fill it, and how many release it: one of each
+        warpgroup by ``release``, of each thread by ``release_operands``."""
         mbarrier.init(self.full.index(slot), count=FILLS)
         mbarrier.init(self.empty.index(slot), count=RELEASES)
 
@@ -50,6 +61,13 @@ class Ring:
     def release(self, step, pred=True):
         """Consumers: give the slot back once nothing reads it any more."""
         mbarrier.arrive(self.empty.index(self.slot(step)), pred=pred)
+
+    @jit
+    def release_operands(self, step, pred=True):
+        """As ``release``, by every thread for itself, of a slot whose readers were tensor cores, or loads whose values
+        have been used: RELEASES counts threads."""
+        if pred:
+            arrive_by_threads(self.empty.index(self.slot(step)))
 
     @jit
     def wait_empty(self, step):

@@ -72,7 +72,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
     acc = warpgroup_mma(weights, v, acc, is_async=True)
     hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    keys.release(key_step, exists)
+    keys.release_operands(key_step, exists)
     return cap_scores(scores, cap_scale, q.dtype), acc
 
 
@@ -129,7 +129,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    keys.release(key_step, exists)
+    keys.release_operands(key_step, exists)
     scores = cap_scores(scores, softmax.cap_scale, DTYPE)
     scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
     p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
@@ -154,7 +154,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             if softmax.PIN_SUMS:
                 pin(row_sum)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            values.release(key_step - 1)
+            values.release_operands(key_step - 1)
             p = pack_weights(p, DTYPE)
         if queries.IS_SINGLE:
             queries.release(tile_step, WARPGROUP, tile.num_blocks == 1)
@@ -185,7 +185,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         if softmax.PIN_SUMS:
             pin(new_sum)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        values.release(key_step - 1)
+        values.release_operands(key_step - 1)
         o = gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
         write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
         p = pack_weights(p, DTYPE)

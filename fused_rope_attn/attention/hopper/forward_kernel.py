@@ -21,7 +21,7 @@ from fused_rope_attn.attention.hopper.forward_masks import MaskOptions
 from fused_rope_attn.attention.hopper.forward_output import Output
 from fused_rope_attn.attention.hopper.forward_queries import QueryBuffers, QuerySource, rotate_queries
 from fused_rope_attn.attention.hopper.forward_schedule import Schedule
-from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, TileRing, announced_words
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
@@ -94,8 +94,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         tile_ring.init_slot(i, FILLS=1, RELEASES=CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS)
     queries.init()
     for i in gl.static_range(STAGES):
-        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS)
-        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS)
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
     # What each tile's announcement says is None here: Triton 3.6 fails on what warps are given and do not use.
     masks = MaskOptions(

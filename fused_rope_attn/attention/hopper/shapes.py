@@ -9,6 +9,7 @@ from fused_rope_attn.runtime.triton_compat import gl
 
 # Warps of a warpgroup: all warps but the loading one come in fours.
 WARPGROUP_WARPS = gl.constexpr(4)
+WARPGROUP_THREADS = gl.constexpr(128)
 # Warpgroups of a block of the backward that multiply, and so consume what the loading warp brings.
 CONSUMERS = gl.constexpr(2)
 # Rows of one wgmma: the query rows of a warpgroup in the forward, its key rows in the backward.
