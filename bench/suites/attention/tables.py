@@ -72,7 +72,8 @@ def results(rows: list[Row]) -> str:
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
         f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
         *(["~: outside the tolerance that ours is held to."] if loose else []),
-        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'fa3-fwd', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, D).",
+        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'fa3-fwd', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, "
+        "D).",
     ]
     return "\n\n".join([*blocks, "\n".join(notes)])
 
