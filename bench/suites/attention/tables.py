@@ -26,6 +26,7 @@ _NAMES = {
     "liger_fa4": "Liger's rotation + FlashAttention-4",
 }
 _PLAN_CASE = "Llama7B-4K"
+_PACKAGES = ("cuDNN", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4")
 
 
 def headline(rows: list[Row]) -> str:
@@ -72,8 +73,7 @@ def results(rows: list[Row]) -> str:
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
         f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
         *(["~: outside the tolerance that ours is held to."] if loose else []),
-        f"{provenance(rows, 'cuDNN', 'liger-kernel', 'flash-attn', 'fa3-fwd', 'flash-attn-4')} Shapes are (B, HQ/HKV, N, "
-        "D).",
+        f"{provenance(rows, *_PACKAGES)} Shapes are (B, HQ/HKV, N, D).",
     ]
     return "\n\n".join([*blocks, "\n".join(notes)])
 
