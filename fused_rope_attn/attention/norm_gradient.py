@@ -28,8 +28,7 @@ class WeightGradients:
     """Gradients of both norms' weights from sums of ``q_blocks`` and ``k_blocks`` blocks of rows, (blocks, D) each."""
 
     def __init__(self, problem: Problem, q_blocks: int, k_blocks: int, pdl: bool):
-        self.blocks = q_blocks, k_blocks
-        self.shape = (q_blocks + k_blocks, problem.head_dim)
+        self.shapes = (q_blocks, problem.head_dim), (k_blocks, problem.head_dim)
         block = 16 if is_interpreted() else _SUMS
         self.launch = Launch(
             weight_gradient_kernel,
@@ -43,14 +42,15 @@ class WeightGradients:
             PDL=pdl,
         )
 
-    def room(self, where: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Uninitialised memory for all sums, and the views of q's and of k's."""
-        sums = torch.empty(self.shape, dtype=torch.float32, device=where)
-        return sums, sums[: self.blocks[0]], sums[self.blocks[0] :]
+    def room(self, where: torch.device) -> list[torch.Tensor]:
+        """Uninitialised memory for the sums of q's rows and of k's."""
+        return [torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes]
 
-    def __call__(self, stream: int, tensors: Tensors, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, stream: int, tensors: Tensors, q_sums: torch.Tensor, k_sums: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
-        self.launch(stream, sums_ptr=sums, dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm)
+        self.launch(stream, q_sums_ptr=q_sums, k_sums_ptr=k_sums, dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm)
         return dq_norm, dk_norm
 
 
@@ -97,9 +97,9 @@ class NormGradients:
         if self.launch is None:
             return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
         q, k = raw(tensors, self.is_rotated)
-        sums, q_sums, k_sums = self.weights.room(dq.device)
+        q_sums, k_sums = self.weights.room(dq.device)
         self.launch(
             stream, q_ptr=q, dq_ptr=dq, k_ptr=k, dk_ptr=dk, q_norm_ptr=tensors.q_norm, k_norm_ptr=tensors.k_norm,
             q_sums_ptr=q_sums, k_sums_ptr=k_sums,
         )  # fmt: skip
-        return self.weights(stream, tensors, sums)
+        return self.weights(stream, tensors, q_sums, k_sums)

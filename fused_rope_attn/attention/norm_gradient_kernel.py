@@ -101,10 +101,22 @@ def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q
         )  # fmt: skip
 
 
+@triton.jit
+def add_sums(sums_ptr, gradient_ptr, blocks, columns, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Write ``columns`` (C,) of a weight's gradient (D,): the sum of ``sums`` (blocks, D), added in a fixed order."""
+    rows = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, columns.shape[0]), tl.float32)
+    for start in range(0, blocks, BLOCK):
+        offsets = (start + rows).to(tl.int64)[:, None] * D + columns[None, :]
+        exists = (start + rows < blocks)[:, None] & (columns < D)[None, :]
+        total += tl.load(sums_ptr + offsets, mask=exists, other=0.0)
+    tl.store(gradient_ptr + columns, tl.sum(total, 0).to(gradient_ptr.dtype.element_ty), mask=columns < D)
+
+
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks"])
-def weight_gradient_kernel(sums_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks, k_blocks, D: tl.constexpr,
+def weight_gradient_kernel(q_sums_ptr, k_sums_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks, k_blocks, D: tl.constexpr,
                            BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """dq_norm and dk_norm (D,) from sums (q_blocks + k_blocks, D) float32, added in a fixed order.
+    """dq_norm and dk_norm (D,) from q_sums (q_blocks, D) and k_sums (k_blocks, D), float32.
 
     Grid: COLUMNS columns of dq_norm each, then of dk_norm.
     """
@@ -112,17 +124,7 @@ def weight_gradient_kernel(sums_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks, k_block
     num_parts: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     columns = (pid % num_parts) * COLUMNS + tl.arange(0, COLUMNS)
-    is_k = pid >= num_parts
-    count = tl.where(is_k, k_blocks, q_blocks)
-    sums_ptr += tl.where(is_k, q_blocks, 0).to(tl.int64) * D
-    total = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    rows = tl.arange(0, BLOCK)
-    for start in range(0, count, BLOCK):
-        offsets = (start + rows).to(tl.int64)[:, None] * D + columns[None, :]
-        exists = (start + rows < count)[:, None] & (columns < D)[None, :]
-        total += tl.load(sums_ptr + offsets, mask=exists, other=0.0)
-    gradient = tl.sum(total, 0)
-    if is_k:
-        tl.store(dk_norm_ptr + columns, gradient.to(dk_norm_ptr.dtype.element_ty), mask=columns < D)
+    if pid < num_parts:
+        add_sums(q_sums_ptr, dq_norm_ptr, q_blocks, columns, D, BLOCK)
     else:
-        tl.store(dq_norm_ptr + columns, gradient.to(dq_norm_ptr.dtype.element_ty), mask=columns < D)
+        add_sums(k_sums_ptr, dk_norm_ptr, k_blocks, columns, D, BLOCK)

@@ -206,18 +206,19 @@ class BackwardCall:
         parts = None
         if sinks is not None:
             parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
-        raw_q = raw_k = q_sums = k_sums = dq_norm = dk_norm = None
+        raw_q = raw_k = dq_norm = dk_norm = None
+        sums: list = [None, None]
         if self.weights is not None:
             raw_q, raw_k = raw(tensors, self.is_rotated)
-            sums, q_sums, k_sums = self.weights.room(where)
+            sums = self.weights.room(where)
         self.postprocess(
             stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k, q_norm_ptr=q_norm, k_norm_ptr=k_norm, raw_q_ptr=raw_q, raw_k_ptr=raw_k,
-            dk_ptr=None if raw_k is None else dk, q_sums_ptr=q_sums, k_sums_ptr=k_sums,
+            dk_ptr=None if raw_k is None else dk, q_sums_ptr=sums[0], k_sums_ptr=sums[1],
         )  # fmt: skip
         if self.weights is not None:
-            dq_norm, dk_norm = self.weights(stream, tensors, sums)
+            dq_norm, dk_norm = self.weights(stream, tensors, *sums)
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 
