@@ -29,6 +29,7 @@ from fused_rope_attn.generation.shares import (
     Parts,
     cached_keys,
     count_key_tiles,
+    in_elements,
     part_pointers,
     sequence_of,
     share_of,
@@ -64,17 +65,6 @@ class Outputs:
     HQ: tl.tensor
     NQ: tl.tensor
     format: RowFormat
-
-
-@triton.jit
-def in_elements(strides, UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):
-    """Strides (batch, head, row, column) whose first three come in units of UNIT elements, so that the compiler knows
-    what divides them: by itself it looks for multiples of 16 elements only, and rows of 72 or 120 would be loaded
-    element by element."""
-    row = strides[2]
-    if USE_INT64_OFFSETS:
-        row = tl.cast(row, tl.int64)
-    return tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT, row * UNIT, strides[3]
 
 
 @triton.jit

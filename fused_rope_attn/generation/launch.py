@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
@@ -44,6 +46,22 @@ def product_dtype(problem: Problem) -> tl.dtype | None:
     return tl.float32 if problem.dtype is torch.float32 else tl.float16
 
 
+def cache_arguments(given: Any) -> dict[str, Any]:
+    """What kernels take of the caches, their block table and their scales, for ``Launch``'s ``shared``."""
+    k_cache, v_cache, table = given.k_cache, given.v_cache, given.block_table
+    unit = min(common_unit(k_cache), common_unit(v_cache))
+    return {
+        "k_cache_strides": in_units(k_cache, unit),
+        "v_cache_strides": in_units(v_cache, unit),
+        "table_strides": None if table is None else table.stride(),
+        "k_scale_stride": scale_stride(given.k_scale),
+        "v_scale_stride": scale_stride(given.v_scale),
+        "num_pages": None if table is None else k_cache.shape[0],
+        "PAGE_SIZE": None if table is None else k_cache.shape[2],
+        "STRIDE_UNIT": unit,
+    }
+
+
 class StepCall:
     """The launches of one signature: every program's share of all key tiles, then the sums of what was shared."""
 
@@ -62,7 +80,7 @@ class StepCall:
         programs = min(config.programs_per_sm * device.num_sms(q.device), -(-most // config.least_tiles))
         self.o_strides = output_strides(q)
         self.workspace = programs * 2 * block_m * (problem.head_dim + 2)
-        unit = min(common_unit(k_cache), common_unit(v_cache))
+        of_cache = cache_arguments(given)
         page_size = cache_of(problem).page_size
         options = {**config.launch_options}
         if many_rows:  # so many rows of sums take the registers of twice as many threads
@@ -87,22 +105,14 @@ class StepCall:
             decode_kernel,
             programs,
             options,
-            shared,
+            shared | of_cache,
             q_strides=q.stride(),
-            k_cache_strides=in_units(k_cache, unit),
-            v_cache_strides=in_units(v_cache, unit),
             k_strides=new_strides[0] if appends else None,
             v_strides=new_strides[1] if appends else None,
-            table_strides=None if page_size is None else given.block_table.stride(),
-            k_scale_stride=scale_stride(given.k_scale),
-            v_scale_stride=scale_stride(given.v_scale),
-            num_pages=None if page_size is None else k_cache.shape[0],
-            PAGE_SIZE=page_size,
             FLOAT8_DTYPE=product_dtype(problem),
-            IS_ALIGNED=unit > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
+            IS_ALIGNED=of_cache["STRIDE_UNIT"] > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
             BLOCK_NEW=16,
             CACHE_IS_ROTATED=cache_of(problem).is_rotated,
-            STRIDE_UNIT=unit,
             USE_INT64_OFFSETS=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         )
         self.combine = Launch(
