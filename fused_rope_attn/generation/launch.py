@@ -17,9 +17,9 @@ from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
-def row_block(rows: int) -> int:
+def row_block(rows: int, most: int = DECODE_ROWS) -> int:
     """BLOCK_M for a head's query rows: what the tensor cores need at least, and what the registers hold at most."""
-    return min(DECODE_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 def common_unit(x: torch.Tensor) -> int:
@@ -70,8 +70,11 @@ class StepCall:
         q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
         appends = cache_of(problem).appends
         group_rows = problem.len_q * problem.group_size
-        block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(problem.head_dim)
-        many_rows = block_m == DECODE_ROWS  # their sums leave fewer registers for scores
+        block_m, block_n = row_block(group_rows, config.block_m or DECODE_ROWS), config.block_n
+        # Products take half the columns of float8 caches at a time, and 16 at least.
+        pad_d = max(32 if cache_of(problem).is_float8 else 16, block_d(problem.head_dim))
+        is_chunk = config.block_m is not None
+        many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
         if many_rows:
             block_n = min(block_n, 64)
         heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
@@ -111,7 +114,8 @@ class StepCall:
             v_strides=new_strides[1] if appends else None,
             FLOAT8_DTYPE=product_dtype(problem),
             IS_ALIGNED=of_cache["STRIDE_UNIT"] > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
-            BLOCK_NEW=16,
+            IS_CHUNK=is_chunk,
+            BLOCK_NEW=min(64, block_n) if is_chunk else 16,
             CACHE_IS_ROTATED=cache_of(problem).is_rotated,
             USE_INT64_OFFSETS=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         )
