@@ -126,9 +126,10 @@ _CHUNK = "the forward kernel's tile for as many queries; untimed"
 # Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
 # fmt: off
 CHUNKS: tuple[DecodeRow, ...] = (
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(64, 4, 3, programs_per_sm=2, block_m=64), _CHUNK, True),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(64, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
     DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3, programs_per_sm=2, block_m=64), _CHUNK, False),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 4, 3, programs_per_sm=2, block_m=64), _CHUNK),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 8, 3, programs_per_sm=1, block_m=64), _CHUNK, False),
     DecodeRow(INTERPRETER, 4, 256, DecodeConfig(32, 1, 1, programs_per_sm=5, combine_parts=2, block_m=128), CPU),
 )
 # fmt: on
