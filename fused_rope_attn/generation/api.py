@@ -66,20 +66,33 @@ def rope_attention_with_kvcache(
     - ``cache_is_rotated=False``: the cache holds keys as they were given, which are rotated each time they are read, by
       the row that they lie in: a cache whose rows are moved is at other positions without further work
       (examples/context_shift.py). Costs the tables' traffic on top of the cache's.
+    - With ``block_table`` the caches are pools of pages, and row ``j`` of sequence ``b`` lies in page
+      ``block_table[b, j // page_size]``. Two sequences may share pages that neither writes. Entries of pages in which
+      no row is read or written are never looked at. One that is needed and lies outside the pool trips a device-side
+      assertion (the reference raises IndexError); nothing outside the pool is read or written.
+    - Caches in float8_e4m3fn hold numbers that are keys and values when they are multiplied by ``k_scale`` and
+      ``v_scale``. New tokens are divided by the scale when they are written, and rounded once; what is too large
+      becomes the largest number. Queries see them as they are written. Products are of float16 where q has two bytes.
     - No gradient: with gradients enabled, tensors that require one are refused.
 
     Args:
-        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides; NQ from 1 to a few dozen is what this is for.
-        k_cache, v_cache: ``(B, HKV, S_max, D)``, q's dtype and device, any strides: ``(B, S_max, HKV, D)`` caches come
-            as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place where k and v are given.
+        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides; NQ from 1 to a few dozen, or the hundreds of a
+            chunk of a prompt.
+        k_cache, v_cache: ``(B, HKV, S_max, D)``, or with a block_table ``(num_pages, HKV, page_size, D)``, page_size
+            from 16 on, where S_max is ``pages * page_size``. q's dtype, or both float8_e4m3fn; q's device, any strides:
+            ``(B, S_max, HKV, D)`` caches come as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place
+            where k and v are given.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
             ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
         k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
         cache_seqlens: ``(B,)`` int32 on q's device: keys in the caches before this call.
         cache_is_rotated: whether the keys in the cache are, and hence whether k is rotated before it is written.
         kv_starts: ``(B,)`` int32: keys before it do not exist (left-padded prompts).
-        layout: ``"bhsd"``, or ``"bshd"``: q and o are ``(B, NQ, HQ, D)``, the caches ``(B, S_max, HKV, D)``, the new k
-            and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors are viewed, not copied; lse keeps its shape.
+        block_table: ``(B, pages)`` int32: the pages of each sequence.
+        k_scale, v_scale: float32, of one element or ``(HKV,)``, positive, for float8_e4m3fn caches. Default: 1.
+        layout: ``"bhsd"``, or ``"bshd"``: q and o are ``(B, NQ, HQ, D)``, the caches ``(B, S_max, HKV, D)`` or
+            ``(num_pages, page_size, HKV, D)``, the new k and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors
+            are viewed, not copied; lse keeps its shape.
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
         softmax_scale, rotary_dim, interleaved, window, softcap, sinks, return_lse: as in ``rope_attention``.
 
