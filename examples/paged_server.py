@@ -237,7 +237,7 @@ def serve(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=24, help="how many come at once")
     parser.add_argument("--check", action="store_true", help="compare with each request alone")
     given = parser.parse_args()
     setting = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

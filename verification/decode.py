@@ -266,7 +266,7 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "c
     ]
     index = torch.arange(check.capacity, device=device)
     cached = inputs.cache_seqlens.long().clamp(0, check.capacity)[:, None]
-    written = (index >= cached) & (index < cached + check.len_q) if check.append else torch.zeroslike(index + cached)
+    written = (index >= cached) & (index < cached + check.len_q) if check.append else torch.zeros_like(index + cached)
     written = written.bool()
     if inputs.block_table is not None:
         written = rows_in_pool(written, inputs.block_table, inputs.k_cache)
