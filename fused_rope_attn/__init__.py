@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         rope_attention_varlen,
     )
     from fused_rope_attn.attention.planning import Plan
-    from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache
+    from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
     from fused_rope_attn.rotation.embedding import RotaryEmbedding
     from fused_rope_attn.rotation.layouts import permute_rope_layout
@@ -40,6 +40,7 @@ __all__ = [
     "rope_attention_with_kvcache",
     "rope_tables",
     "rope_tables_2d",
+    "write_kvcache",
 ]
 
 _MODULES = {
@@ -57,6 +58,7 @@ _MODULES = {
     "rope_attention_with_kvcache": "generation.api",
     "rope_tables": "rotation.tables",
     "rope_tables_2d": "rotation.tables",
+    "write_kvcache": "generation.api",
 }
 
 

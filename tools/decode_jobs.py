@@ -98,6 +98,8 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             # Pages and float8 caches together where they are timed, and each for itself.
             if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128:
                 jobs.append(replace(job, page_size=16))
+                chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
+                jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
             if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from fused_rope_attn import rope_tables, testing
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.api import run_step
-from fused_rope_attn.generation.cache_reference import quantise, stored
+from fused_rope_attn.generation.cache_reference import quantise
+from verification.pages import in_pages, like, rows_in_pool, same_float8
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ CHECKS = (
     DecodeCheck("decode, pages of 32, nothing new, softcap", (2, 1), 2, 96, 16, (50, 1, 0), page_size=32, append=False,
                 softcap=2.0),
     DecodeCheck("decode, pages of 16, the table is full", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
+    DecodeCheck("decode, a chunk of 33 tokens in pages of 16, window", (8, 1), 33, 96, 16, (50,), page_size=16,
+                window=(60, 0)),
+    DecodeCheck("decode, a chunk of 33 tokens, read only", (8, 1), 33, 64, 16, (64,), append=False),
     DecodeCheck("decode, float8", (4, 2), 2, 70, 32, (37, 0), float8="head"),
     DecodeCheck("decode, float8, keys rotated in the loop", (4, 2), 2, 70, 16, (37, 64), rotated=False,
                 float8="tensor"),
@@ -195,47 +199,32 @@ def make_inputs(check: DecodeCheck, dtype: torch.dtype, device: torch.device | s
     if c.float8 is not None:
         shape = (c.heads[1],) if c.float8 == "head" else ()
         scales = [0.002 + 0.01 * torch.rand(shape, generator=generator, device=device) for _ in caches]
-        caches = [_like(quantise(x, scale), x) for x, scale in zip(caches, scales)]
+        caches = [like(quantise(x, scale), x) for x, scale in zip(caches, scales)]
     table = None
     if c.page_size is not None:
-        caches, table = _in_pages(c, caches, generator)
+        caches, table = _pages(c, caches, generator)
     seqlens = torch.tensor(c.lengths, dtype=torch.int32, device=device)
     sinks = normal(c.heads[0], dtype=torch.float32) if c.sinks else None
     return Inputs(q, *caches, cos, sin, *new, seqlens, sinks, table, *scales)
 
 
-def _like(x: Tensor, other: Tensor) -> Tensor:
-    """x with the strides of ``other``, which may leave gaps."""
-    out = torch.empty_strided(other.shape, other.stride(), dtype=x.dtype, device=x.device)
-    return stored(out).copy_(stored(x)).view(x.dtype)
-
-
-def _in_pages(check: DecodeCheck, caches: list[Tensor], generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
-    """(pools, block_table) of contiguous caches; three pages belong to nobody."""
-    batch, size, device = len(check.lengths), check.page_size, caches[0].device
-    pages = check.capacity // size
-    order = torch.randperm(batch * pages + 3, generator=generator, device=device)
-    table = order[: batch * pages].view(batch, pages).int()
-    pools = []
-    for cache in caches:
-        contiguous = stored(cache).unflatten(2, (pages, size)).transpose(1, 2).flatten(0, 1)
-        shape = (order.numel(), *contiguous.shape[1:])
-        if check.layout == "bnhd":
-            pool = torch.full((shape[0], size, shape[1], shape[3]), math.nan, device=device).transpose(1, 2)
-        elif check.layout == "odd":
-            pool = torch.full((*shape[:3], shape[3] + 3), math.nan, device=device)[..., 1:-2]
-        else:
-            pool = torch.full(shape, math.nan, device=device)
-        pool = _like(pool.to(cache.dtype), pool)
-        stored(pool)[table.flatten().long()] = contiguous
-        pools.append(pool)
-    first = torch.arange(pages, device=device) * size
+def _pages(check: DecodeCheck, caches: list[Tensor], generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
+    """(pools, block_table) of a check's caches, in its layout."""
+    size, device = cast(int, check.page_size), caches[0].device
+    first = torch.arange(check.capacity // size, device=device) * size
     lengths = torch.tensor(check.lengths, device=device)[:, None].clamp(max=check.capacity)
-    new = check.len_q if check.append else 0
-    needed = first < lengths + new
+    needed = first < lengths + (check.len_q if check.append else 0)
     if check.window is not None and check.window[0] >= 0:
         needed &= first + size > lengths - (0 if check.append else check.len_q) - check.window[0]
-    return pools, torch.where(needed, table, 10**9 + 7).int()
+
+    def lay(pool: Tensor) -> Tensor:
+        if check.layout == "bnhd":
+            return like(pool, torch.empty(pool.transpose(1, 2).shape, device=device).transpose(1, 2))
+        if check.layout == "odd":
+            return like(pool, torch.empty(*pool.shape[:3], pool.shape[3] + 3, device=device)[..., 1:-2])
+        return pool
+
+    return in_pages(caches, size, needed, generator, lay)
 
 
 def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -280,12 +269,12 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "c
     written = (index >= cached) & (index < cached + check.len_q) if check.append else torch.zeros_like(index + cached)
     written = written.bool()
     if inputs.block_table is not None:
-        written = _in_pool(written, inputs.block_table, inputs.k_cache)
+        written = rows_in_pool(written, inputs.block_table, inputs.k_cache)
     keys, exact, near = (
         x.transpose(1, 2)[written].transpose(0, 1) for x in (inputs.k_cache, ref64[2], eager[2])
     )  # (HKV, written rows, D)
     if check.float8:
-        found.append(_same_float8("k_cache", keys, near))
+        found.append(same_float8("k_cache", keys, near))
     else:
         found.append(testing.compare("k_cache", keys, exact, near, grad=False, dtype=dtype))
     left_alone = all(
@@ -304,23 +293,3 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     """Equal to the bit, NaN included."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
-
-
-def _in_pool(rows: Tensor, block_table: Tensor, pool: Tensor) -> Tensor:
-    """Which rows (num_pages, page_size) of a pool are ``rows`` (B, S_max) of its sequences."""
-    found = torch.zeros(pool.shape[0], pool.shape[2], dtype=torch.bool, device=pool.device)
-    of_pages = rows.unflatten(1, (block_table.shape[1], -1))
-    for entries, page_rows in zip(block_table.long(), of_pages):
-        there = entries < pool.shape[0]
-        found[entries[there]] |= page_rows[there]
-    return found
-
-
-def _same_float8(name: str, x: Tensor, y: Tensor) -> testing.Comparison:
-    """Equal but for one number in a thousand, which another float32 rounding moves to its neighbour."""
-    wide, other = x.float(), y.float()
-    off = (wide - other).abs()
-    near = bool((off <= 0.13 * other.abs() + 2e-3).all())
-    share = float((off > 0).float().mean()) if off.numel() else 0.0
-    ok = near and share <= 1e-3
-    return testing.Comparison(name, 0.0, share, 0.0, 0.0, ok, "" if ok else f"{share:.1e} of the numbers differ")

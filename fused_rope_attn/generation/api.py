@@ -7,8 +7,9 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning, reference
+from fused_rope_attn.generation.cache_validation import check_write
 from fused_rope_attn.generation.keywords import KVCACHE
-from fused_rope_attn.generation.problem import Tensors, cache_of, describe_step
+from fused_rope_attn.generation.problem import Tensors, Written, cache_of, describe_step, describe_write
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
@@ -65,20 +66,33 @@ def rope_attention_with_kvcache(
     - ``cache_is_rotated=False``: the cache holds keys as they were given, which are rotated each time they are read, by
       the row that they lie in: a cache whose rows are moved is at other positions without further work
       (examples/context_shift.py). Costs the tables' traffic on top of the cache's.
+    - With ``block_table`` the caches are pools of pages, and row ``j`` of sequence ``b`` lies in page
+      ``block_table[b, j // page_size]``. Two sequences may share pages that neither writes. Entries of pages in which
+      no row is read or written are never looked at. One that is needed and lies outside the pool trips a device-side
+      assertion (the reference raises IndexError); nothing outside the pool is read or written.
+    - Caches in float8_e4m3fn hold numbers that are keys and values when they are multiplied by ``k_scale`` and
+      ``v_scale``. New tokens are divided by the scale when they are written, and rounded once; what is too large
+      becomes the largest number. Queries see them as they are written. Products are of float16 where q has two bytes.
     - No gradient: with gradients enabled, tensors that require one are refused.
 
     Args:
-        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides; NQ from 1 to a few dozen is what this is for.
-        k_cache, v_cache: ``(B, HKV, S_max, D)``, q's dtype and device, any strides: ``(B, S_max, HKV, D)`` caches come
-            as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place where k and v are given.
+        q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides; NQ from 1 to a few dozen, or the hundreds of a
+            chunk of a prompt.
+        k_cache, v_cache: ``(B, HKV, S_max, D)``, or with a block_table ``(num_pages, HKV, page_size, D)``, page_size
+            from 16 on, where S_max is ``pages * page_size``. q's dtype, or both float8_e4m3fn; q's device, any strides:
+            ``(B, S_max, HKV, D)`` caches come as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place
+            where k and v are given.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
             ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
         k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
         cache_seqlens: ``(B,)`` int32 on q's device: keys in the caches before this call.
         cache_is_rotated: whether the keys in the cache are, and hence whether k is rotated before it is written.
         kv_starts: ``(B,)`` int32: keys before it do not exist (left-padded prompts).
-        layout: ``"bhsd"``, or ``"bshd"``: q and o are ``(B, NQ, HQ, D)``, the caches ``(B, S_max, HKV, D)``, the new k
-            and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors are viewed, not copied; lse keeps its shape.
+        block_table: ``(B, pages)`` int32: the pages of each sequence.
+        k_scale, v_scale: float32, of one element or ``(HKV,)``, positive, for float8_e4m3fn caches. Default: 1.
+        layout: ``"bhsd"``, or ``"bshd"``: q and o are ``(B, NQ, HQ, D)``, the caches ``(B, S_max, HKV, D)`` or
+            ``(num_pages, page_size, HKV, D)``, the new k and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors
+            are viewed, not copied; lse keeps its shape.
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
         softmax_scale, rotary_dim, interleaved, window, softcap, sinks, return_lse: as in ``rope_attention``.
 
@@ -108,6 +122,93 @@ def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
     problem, _ = _describe(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
     chosen, reason = planning.choose_step_backend(problem)
     return Plan("reference", None, reason) if chosen == "reference" else planning.plan_for(problem, reason)
+
+
+@explain_keywords(KVCACHE)
+def write_kvcache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor | None = None,
+    new_lens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cache_is_rotated: bool = True,
+    block_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: str = "bhsd",
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> None:
+    """Put a prompt, or a part of one, into a cache: rotate the keys, quantise, and scatter them, in one launch.
+
+    Token ``i`` of sequence ``b`` goes to row ``cache_seqlens[b] + i`` of its sequence, and its key is rotated by that
+    row of the tables. One beyond the end of the cache is not written, and neither is one that does not exist. Lengths
+    and tables stay on the device, nothing synchronises, and the call can be captured in a CUDA graph. No gradient.
+
+    ``rope_attention`` or ``rope_attention_varlen`` attend to a whole prompt; a chunk of one attends to what is in the
+    cache by ``rope_attention_with_kvcache``, which writes it too, or without k and v after this call.
+
+    Args:
+        k, v: ``(B, HKV, N, D)``, float16, bfloat16 or float32, any strides, k not rotated; or with ``cu_seqlens``
+            packed sequences ``(T, HKV, D)``.
+        k_cache, v_cache: ``(B, HKV, S_max, D)``, or pools of pages with a ``block_table``; k's dtype or float8_e4m3fn.
+        cos, sin: as in ``rope_attention_with_kvcache``.
+        cache_seqlens: ``(B,)`` int32: keys in the cache before this call. Default: none.
+        new_lens: ``(B,)`` int32: tokens from this one on do not exist (right-padded prompts). Default: all N do.
+        cu_seqlens: ``(B + 1,)`` int32: where packed sequences begin, and the last one ends. Tokens behind that belong
+            to none.
+        cache_is_rotated: whether the cache holds rotated keys, or keys as they come.
+        block_table, k_scale, v_scale, rotary_dim, interleaved: as in ``rope_attention_with_kvcache``.
+        layout: ``"bhsd"``, or ``"bshd"``: k and v are ``(B, N, HKV, D)``, unless they are packed, and the caches
+            ``(B, S_max, HKV, D)`` or ``(num_pages, page_size, HKV, D)``.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
+    """
+    run_write(
+        k, v, k_cache, v_cache, cos, sin, cache_seqlens=cache_seqlens, new_lens=new_lens, cu_seqlens=cu_seqlens,
+        cache_is_rotated=cache_is_rotated, block_table=block_table, k_scale=k_scale, v_scale=v_scale, layout=layout,
+        rotary_dim=rotary_dim, interleaved=interleaved,
+    )  # fmt: skip
+
+
+def run_write(
+    k, v, k_cache, v_cache, cos, sin, *, cache_seqlens=None, new_lens=None, cu_seqlens=None, cache_is_rotated=True,
+    block_table=None, k_scale=None, v_scale=None, layout="bhsd", rotary_dim=None, interleaved=False, backend="auto",
+) -> None:  # fmt: skip
+    """``write_kvcache`` by a backend of choice, for verification and tests."""
+    if in_context_parallel():
+        refuse_context_parallel("write_kvcache")
+    if layout != "bhsd":
+        given = {"k_cache": k_cache, "v_cache": v_cache} | ({} if cu_seqlens is not None else {"k": k, "v": v})
+        k_cache, v_cache, *new = heads_first(layout, "_cache", "S_max", **given)
+        k, v = new or (k, v)
+    rotary_dim = check_write(
+        k, v, k_cache, v_cache, cos, sin, block_table=block_table, cache_seqlens=cache_seqlens, new_lens=new_lens,
+        cu_seqlens=cu_seqlens, k_scale=k_scale, v_scale=v_scale, cache_is_rotated=cache_is_rotated,
+        rotary_dim=rotary_dim, interleaved=interleaved, layout=layout,
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
+    tensors = Written(
+        k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale
+    )
+    problem = describe_write(
+        tensors, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved, backend=backend
+    )
+    chosen, _ = planning.choose_step_backend(problem)
+    if chosen != "reference":
+        ops.write_kvcache(problem, tensors)
+    else:
+        reference.write_kvcache(
+            **tensors._asdict(), cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved
+        )
 
 
 def run_step(

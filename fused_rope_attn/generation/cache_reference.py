@@ -46,21 +46,17 @@ def gather_pages(pool: Tensor, entries: Tensor) -> Tensor:
 
 def write_rows(cache: Tensor, x: Tensor, position: Tensor) -> None:
     """Write x (B, HKV, N, D) into rows ``position`` (B, N) of the cache (B, HKV, S, D); none where that is negative."""
-    cache, x = stored(cache), stored(x)
-    batch, last = torch.arange(cache.shape[0], device=cache.device), cache.shape[2] - 1
-    # One token after the other: what has no row is written as it stands into the last one, which may be another's.
-    for i in range(x.shape[2] if last >= 0 else 0):
-        fits = position[:, i] >= 0
-        row = position[:, i].masked_fill(~fits, last)
-        cache[batch, :, row] = torch.where(fits[:, None, None], x[:, :, i], cache[batch, :, row])
+    write_pages(cache, x, position, torch.arange(cache.shape[0], device=cache.device).unsqueeze(1))
 
 
 def write_pages(pool: Tensor, x: Tensor, position: Tensor, entries: Tensor) -> None:
     """The same in the pages ``entries`` (B, pages) of a pool (num_pages, HKV, page_size, D)."""
     page_size, num_rows = pool.shape[2], pool.shape[0] * pool.shape[2]
+    if num_rows == 0 or entries.shape[1] == 0:
+        return
     fits = position >= 0
     row = position.masked_fill(~fits, 0)
-    slot = entries.gather(1, row // page_size) * page_size + row % page_size if entries.shape[1] else row
+    slot = entries.gather(1, row // page_size) * page_size + row % page_size
     # A row behind the pool takes what is not written.
     slot = slot.masked_fill(~fits, num_rows).flatten()
     rows = stored(pool).transpose(1, 2).flatten(0, 1)

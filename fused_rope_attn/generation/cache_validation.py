@@ -10,11 +10,14 @@ from torch import Tensor
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
     INPUT_DTYPES,
+    check_bounds,
     check_kinds,
+    check_tables,
     named,
     refuse_device,
     refuse_dtype,
     refuse_heads,
+    refuse_non_bool,
     refuse_rank,
     refuse_shapes,
     shown,
@@ -126,4 +129,95 @@ def check_written(k: Tensor, v: Tensor, dtype: torch.dtype, k_cache: Tensor, v_c
             raise ValueError(
                 f"{name} must not be expanded, since it is written: several elements share memory, strides "
                 f"{in_layout(strides, layout)}"
+            )
+
+
+def check_write(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    block_table: Any,
+    cache_seqlens: Any,
+    new_lens: Any,
+    cu_seqlens: Any,
+    k_scale: Any,
+    v_scale: Any,
+    cache_is_rotated: Any,
+    rotary_dim: Any,
+    interleaved: Any,
+    layout: str,
+) -> int:
+    """Check the arguments of `write_kvcache` and return the rotary dim R.
+
+    Packed k and v are (T, HKV, D), all other tensors of tokens (B, H, N, D), whatever `layout` the caller has.
+    """
+    check_kinds(k=k, v=v, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
+    for name, flag in (("cache_is_rotated", cache_is_rotated), ("interleaved", interleaved)):
+        if not isinstance(flag, bool):
+            refuse_non_bool(**{name: flag})
+    dtype, device = k.dtype, k.device
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"k must be float16, bfloat16 or float32, but is {named(dtype)}")
+    if v.dtype != dtype:
+        raise TypeError(f"v must have k's dtype {named(dtype)}, but is {named(v.dtype)}")
+    packed = cu_seqlens is not None
+    if packed and new_lens is not None:
+        raise ValueError("new_lens must be None where cu_seqlens is given, which says how long each sequence is")
+    form = "(T, HKV, D)" if packed else form_of("HKV", "N", layout)
+    if k.ndim != (3 if packed else 4):
+        raise ValueError(f"k must have shape {form}, but has {k.ndim} dimensions: {shown(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {shown(k.shape)}, but has {shown(v.shape)}")
+    if k_cache.dtype not in (dtype, FLOAT8):
+        raise TypeError(f"k_cache must have k's dtype {named(dtype)} or float8_e4m3fn, but is {named(k_cache.dtype)}")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache must have k_cache's dtype {named(k_cache.dtype)}, but is {named(v_cache.dtype)}")
+    for name, x in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("cos", cos), ("sin", sin)):
+        if x.device != device:
+            refuse_device(device, "k", **{name: x})
+    check_pool_shape(k_cache, v_cache, layout, paged=block_table is not None)
+    heads, head_dim = k.shape[1], k.shape[-1]
+    if (k_cache.shape[1], k_cache.shape[3]) != (heads, head_dim):
+        sizes = f"k's {heads} heads of {head_dim} columns"
+        raise ValueError(f"k_cache must have {sizes}, but has {k_cache.shape[1]} of {k_cache.shape[3]}")
+    if heads < 1 or head_dim < 2 or head_dim % 2:
+        raise ValueError(f"k must have at least one head and an even head dim of at least 2, but has {shown(k.shape)}")
+    if packed:
+        check_kinds(cu_seqlens=cu_seqlens)
+        if cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens must be int32, but is {named(cu_seqlens.dtype)}")
+        if cu_seqlens.device != device:
+            refuse_device(device, "k", cu_seqlens=cu_seqlens)
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(f"cu_seqlens must have shape (B + 1,) with B >= 1, but has {shown(cu_seqlens.shape)}")
+    batch = cu_seqlens.shape[0] - 1 if packed else k.shape[0]
+    rows, of_rows = k_cache.shape[2], "k_cache"
+    if block_table is not None:
+        check_block_table(block_table, device, batch)
+        rows, of_rows = rows * block_table.shape[1], "block_table"
+    elif k_cache.shape[0] != batch:
+        raise ValueError(f"k_cache must have one entry for each of {batch} sequences, but has {k_cache.shape[0]}")
+    for name, bounds in (("cache_seqlens", cache_seqlens), ("new_lens", new_lens)):
+        if bounds is not None:
+            check_bounds(name, bounds, device, batch)
+    check_cache_scales(k_cache, k_scale, v_scale)
+    check_written(k, v, dtype, k_cache, v_cache, layout)
+    rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "k", of_rows)
+    refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    return rotary_dim
+
+
+def refuse_gradients(**arguments: Tensor | None) -> None:
+    """Refuse what requires a gradient while gradients are enabled."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in arguments.items():
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
+                f"or pass {name}.detach()"
             )

@@ -24,6 +24,12 @@ from fused_rope_attn.attention.configs import (
     find_row,
 )
 
+# Query rows (new tokens times heads of a group) of one program of the generation step at most: what registers hold
+# beside a pipeline that is as deep as memory wants it.
+DECODE_ROWS = 64
+# From so many query rows of a key head on, a call is a chunk of a prompt: products take its time, not memory.
+CHUNK_ROWS = 256
+
 
 @dataclass(frozen=True)
 class DecodeConfig(TritonOptions):
@@ -31,7 +37,8 @@ class DecodeConfig(TritonOptions):
 
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
     would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
-    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``.
+    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``. block_m: query
+    rows of one program at most in a chunk of a prompt; None: as many as a step has, up to DECODE_ROWS.
     """
 
     block_n: int
@@ -42,6 +49,7 @@ class DecodeConfig(TritonOptions):
     combine_parts: int = 32
     max_registers: int | None = None
     pdl: bool = False
+    block_m: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,6 @@ _FLOAT8 = "two programs with as many bytes in flight each as one of 2-byte eleme
 _ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
 
 
-# Query rows (new tokens times heads of a group) of one program of the generation step at most: what registers hold.
-DECODE_ROWS = 64
 # The cards, and the interpreter, on which the kernels read and write float8_e4m3fn.
 FLOAT8 = ("sm_89", "sm_90", "sm_100", "sm_120", "interpreter")
 
@@ -114,6 +120,26 @@ DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(INTERPRETER, 4, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2), CPU),
 )
 # fmt: on
+
+
+_CHUNK = "the forward kernel's tile for as many queries; untimed"
+# Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
+# fmt: off
+CHUNKS: tuple[DecodeRow, ...] = (
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(64, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3, programs_per_sm=2, block_m=64), _CHUNK, False),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 8, 3, programs_per_sm=1, block_m=64), _CHUNK, False),
+    DecodeRow(INTERPRETER, 4, 256, DecodeConfig(32, 1, 1, programs_per_sm=5, combine_parts=2, block_m=128), CPU),
+)
+# fmt: on
+
+
+@functools.cache
+def chunk(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeConfig | None:
+    """``decode`` of a chunk; None where it is a step like any other."""
+    found = [row for row in CHUNKS if row.matches(arch, element_size, head_dim, rotated)]
+    return replace(found[0].config, pdl=arch in PDL) if found else None
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from fused_rope_attn.generation.shares import (
     Parts,
     cached_keys,
     count_key_tiles,
+    in_elements,
     part_pointers,
     sequence_of,
     share_of,
@@ -67,17 +68,6 @@ class Outputs:
 
 
 @triton.jit
-def in_elements(strides, UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):
-    """Strides (batch, head, row, column) whose first three come in units of UNIT elements, so that the compiler knows
-    what divides them: by itself it looks for multiples of 16 elements only, and rows of 72 or 120 would be loaded
-    element by element."""
-    row = strides[2]
-    if USE_INT64_OFFSETS:
-        row = tl.cast(row, tl.int64)
-    return tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT, row * UNIT, strides[3]
-
-
-@triton.jit
 def rows_of_queries(ptr, strides, rows, format):
     """``Rows`` of a (B, HQ, NQ, D) tensor at ``QueryRows``: they are not evenly spaced, each brings its pointer."""
     pointers = ptr + rows.batch * strides[0] + rows.heads * strides[1] + rows.tokens.to(tl.int64) * strides[2]
@@ -113,8 +103,8 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
                   IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
                   PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                  FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr,
+                  USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One share of all key tiles. Grid: (programs,).
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``in_elements``), new k and v (B, HKV,
@@ -123,6 +113,8 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     PAGE_SIZE, D), and S is as many rows as the table has. FLOAT8_DTYPE: of
     products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element with a stride of 0, or None;
     IS_ALIGNED: as in ``Float8``.
+
+    IS_CHUNK: there are many tokens, of which a block leaves out those behind its last query.
 
     A block is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to token
     ``m // GROUP_SIZE``. What a program computes of a shared block goes to parts (``part_pointers``).
@@ -207,6 +199,9 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             float8=float8,
         )
         end = tl.minimum(keys.num_keys, keys.first_key + last_tile * BLOCK_N)
+        last_token = (start_m + BLOCK_M - 1) // GROUP_SIZE
+        if IS_CHUNK and IS_CAUSAL and not HAS_NEW_KEYS:
+            end = tl.minimum(end, keys.q_offset + last_token + 1)
         sums = attend_cached(sums, queries, cache, keys.first_key + tile * BLOCK_N, end, offs_n)
 
         if HAS_NEW_KEYS:
@@ -222,7 +217,10 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                     v=head_rows(v_ptr, v_strides, origin, num_new, row_format),
                     rotation=rotation,
                 )
-                sums = attend_new(sums, queries, cache, new, first_new, start_m == 0, BLOCK_NEW)
+                num_seen = num_new
+                if IS_CHUNK and IS_CAUSAL:
+                    num_seen = tl.where(start_m == 0, num_new, tl.minimum(num_new, last_token + 1))
+                sums = attend_new(sums, queries, cache, new, num_seen, first_new, start_m == 0, BLOCK_NEW)
         sums = whole_sums(sums, float8)
 
         if (tile == 0) & (last_tile == tiles):

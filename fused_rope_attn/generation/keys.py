@@ -193,11 +193,11 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
 
 
 @triton.jit
-def attend_new(sums, queries, cache, new, first_key, writes_cache, BLOCK_NEW: tl.constexpr):
-    """Fold the new keys into the running sums, and append them to the cache where ``writes_cache``."""
+def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLOCK_NEW: tl.constexpr):
+    """Fold the first ``num_seen`` new keys into the running sums, and append them where ``writes_cache``."""
     num_cached = cache.k.num_rows
     num_new = new.k.num_rows
-    for start_n in tl.range(0, num_new, BLOCK_NEW, num_stages=1):
+    for start_n in tl.range(0, num_seen, BLOCK_NEW, num_stages=1):
         offs_new = tl.arange(0, BLOCK_NEW)
         start64 = tl.cast(start_n, tl.int64)
         position = num_cached + start_n

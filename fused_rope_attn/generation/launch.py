@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
@@ -15,9 +17,9 @@ from fused_rope_attn.runtime.launch import Launch, PreparedCalls
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
-def row_block(rows: int) -> int:
+def row_block(rows: int, most: int = DECODE_ROWS) -> int:
     """BLOCK_M for a head's query rows: what the tensor cores need at least, and what the registers hold at most."""
-    return min(DECODE_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 def common_unit(x: torch.Tensor) -> int:
@@ -44,6 +46,22 @@ def product_dtype(problem: Problem) -> tl.dtype | None:
     return tl.float32 if problem.dtype is torch.float32 else tl.float16
 
 
+def cache_arguments(given: Any) -> dict[str, Any]:
+    """What kernels take of the caches, their block table and their scales, for ``Launch``'s ``shared``."""
+    k_cache, v_cache, table = given.k_cache, given.v_cache, given.block_table
+    unit = min(common_unit(k_cache), common_unit(v_cache))
+    return {
+        "k_cache_strides": in_units(k_cache, unit),
+        "v_cache_strides": in_units(v_cache, unit),
+        "table_strides": None if table is None else table.stride(),
+        "k_scale_stride": scale_stride(given.k_scale),
+        "v_scale_stride": scale_stride(given.v_scale),
+        "num_pages": None if table is None else k_cache.shape[0],
+        "PAGE_SIZE": None if table is None else k_cache.shape[2],
+        "STRIDE_UNIT": unit,
+    }
+
+
 class StepCall:
     """The launches of one signature: every program's share of all key tiles, then the sums of what was shared."""
 
@@ -52,8 +70,11 @@ class StepCall:
         q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
         appends = cache_of(problem).appends
         group_rows = problem.len_q * problem.group_size
-        block_m, block_n, pad_d = row_block(group_rows), config.block_n, block_d(problem.head_dim)
-        many_rows = block_m == DECODE_ROWS  # their sums leave fewer registers for scores
+        block_m, block_n = row_block(group_rows, config.block_m or DECODE_ROWS), config.block_n
+        # Products take half the columns of float8 caches at a time, and 16 at least.
+        pad_d = max(32 if cache_of(problem).is_float8 else 16, block_d(problem.head_dim))
+        is_chunk = config.block_m is not None
+        many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
         if many_rows:
             block_n = min(block_n, 64)
         heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
@@ -62,7 +83,7 @@ class StepCall:
         programs = min(config.programs_per_sm * device.num_sms(q.device), -(-most // config.least_tiles))
         self.o_strides = output_strides(q)
         self.workspace = programs * 2 * block_m * (problem.head_dim + 2)
-        unit = min(common_unit(k_cache), common_unit(v_cache))
+        of_cache = cache_arguments(given)
         page_size = cache_of(problem).page_size
         options = {**config.launch_options}
         if many_rows:  # so many rows of sums take the registers of twice as many threads
@@ -87,22 +108,15 @@ class StepCall:
             decode_kernel,
             programs,
             options,
-            shared,
+            shared | of_cache,
             q_strides=q.stride(),
-            k_cache_strides=in_units(k_cache, unit),
-            v_cache_strides=in_units(v_cache, unit),
             k_strides=new_strides[0] if appends else None,
             v_strides=new_strides[1] if appends else None,
-            table_strides=None if page_size is None else given.block_table.stride(),
-            k_scale_stride=scale_stride(given.k_scale),
-            v_scale_stride=scale_stride(given.v_scale),
-            num_pages=None if page_size is None else k_cache.shape[0],
-            PAGE_SIZE=page_size,
             FLOAT8_DTYPE=product_dtype(problem),
-            IS_ALIGNED=unit > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
-            BLOCK_NEW=16,
+            IS_ALIGNED=of_cache["STRIDE_UNIT"] > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
+            IS_CHUNK=is_chunk,
+            BLOCK_NEW=min(64, block_n) if is_chunk else 16,
             CACHE_IS_ROTATED=cache_of(problem).is_rotated,
-            STRIDE_UNIT=unit,
             USE_INT64_OFFSETS=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         )
         self.combine = Launch(

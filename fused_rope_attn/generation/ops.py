@@ -7,9 +7,18 @@ from collections.abc import Callable
 import torch
 
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation import launch, planning
+from fused_rope_attn.generation import launch, planning, write_launch
 from fused_rope_attn.generation.configs import DecodeConfig
-from fused_rope_attn.generation.problem import SCHEMA, Tensors, flatten, rebuild
+from fused_rope_attn.generation.problem import (
+    SCHEMA,
+    WRITE_SCHEMA,
+    Tensors,
+    Written,
+    cache_of,
+    describe_write,
+    flatten,
+    rebuild,
+)
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import like_input
@@ -55,3 +64,33 @@ def attention_with_kvcache(problem: Problem, tensors: Tensors) -> tuple[torch.Te
     if is_plain(*tensors):
         return _run(problem, tensors)
     return _operator(*flatten(problem, tensors))
+
+
+def _write(problem: Problem, tensors: Written) -> None:
+    if tensors.k.numel() == 0:
+        return
+    for name in ("cache_seqlens", "new_lens", "cu_seqlens"):  # as in ``_run``
+        x = getattr(tensors, name)
+        if x is not None and not x.is_contiguous():
+            tensors = tensors._replace(**{name: x.contiguous()})
+    with device.guard(problem.device):
+        write_launch.prepared(problem, tensors)(tensors)
+    if not tensors.k_cache.is_inference():
+        torch.autograd.graph.increment_version((tensors.k_cache, tensors.v_cache))
+
+
+def _write_flat(*arguments):
+    tensors = Written(*arguments[: len(Written._fields)])
+    rotated, rotary_dim, interleaved = arguments[len(Written._fields) :]
+    _write(describe_write(tensors, cache_is_rotated=rotated, rotary_dim=rotary_dim, interleaved=interleaved), tensors)
+
+
+_write_operator = Operator(f"write_kvcache({WRITE_SCHEMA}) -> ()", run=_write_flat, fake=lambda *arguments: None)
+
+
+def write_kvcache(problem: Problem, tensors: Written) -> None:
+    """Write k and v into the caches, as ``choose_step_backend`` has admitted it."""
+    if is_plain(*tensors):
+        _write(problem, tensors)
+    else:
+        _write_operator(*tensors, cache_of(problem).is_rotated, problem.rotary_dim, problem.interleaved)

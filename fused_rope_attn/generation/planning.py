@@ -42,7 +42,9 @@ def step_config(problem: Problem) -> configs.DecodeConfig:
         return override
     arch = family(device.arch(problem.device))
     size = 1 if cache_of(problem).is_float8 and problem.dtype.itemsize == 2 else problem.dtype.itemsize
-    return configs.decode(arch, size, problem.head_dim, cache_of(problem).is_rotated)
+    asked = (arch, size, problem.head_dim, cache_of(problem).is_rotated)
+    chunk = configs.chunk(*asked) if problem.len_q * problem.group_size >= configs.CHUNK_ROWS else None
+    return chunk or configs.decode(*asked)
 
 
 def plan_for(problem: Problem, reason: str) -> Plan:

@@ -80,3 +80,42 @@ def rebuild(
         interleaved=interleaved, window=(window_left, window_right), softcap=softcap,
     )  # fmt: skip
     return problem, tensors
+
+
+class Written(NamedTuple):
+    """k and v ``(B, HKV, N, D)``, packed ones with B = 1; caches and what belongs to them as in ``Tensors``; new_lens
+    ``(B,)`` and cu_seqlens ``(sequences + 1,)`` int32 or None, contiguous."""
+
+    k: Any
+    v: Any
+    k_cache: Any
+    v_cache: Any
+    cos: Any
+    sin: Any
+    block_table: Any = None
+    cache_seqlens: Any = None
+    new_lens: Any = None
+    cu_seqlens: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+
+# The arguments of the operator ``write_kvcache``: the fields of ``Written``, and what ``describe_write`` takes.
+WRITE_SCHEMA = (
+    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cos, Tensor sin, Tensor? block_table, "
+    "Tensor? cache_seqlens, Tensor? new_lens, Tensor? cu_seqlens, Tensor? k_scale, Tensor? v_scale, "
+    "bool cache_is_rotated, int rotary_dim, bool interleaved"
+)
+
+
+def describe_write(
+    tensors: Written, *, cache_is_rotated: bool, rotary_dim: int, interleaved: bool, backend: str = "auto"
+) -> Problem:
+    """The ``Problem`` of checked new tokens on their way into a cache: a step whose queries are the new keys."""
+    k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, _, cu_seqlens, _, _ = tensors
+    problem = describe_step(
+        Tensors(k, k_cache, v_cache, cos, sin, k, v, cache_seqlens, block_table=block_table),
+        cache_is_rotated=cache_is_rotated, causal=True, softmax_scale=1.0, rotary_dim=rotary_dim,
+        interleaved=interleaved, backend=backend,
+    )  # fmt: skip
+    return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)

@@ -18,6 +18,82 @@ from fused_rope_attn.generation.cache_reference import (
 from fused_rope_attn.rotation.reference import normalise_tables, rotate
 
 
+def write_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    new_lens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    cache_is_rotated: bool,
+    rotary_dim: int,
+    interleaved: bool,
+) -> None:
+    """Arguments as in `fused_rope_attn.write_kvcache`, validated; k and v (B, HKV, N, D), packed ones with B = 1."""
+    num_pages, _, page_size, _ = k_cache.shape
+    capacity = page_size if block_table is None else block_table.shape[1] * page_size
+    token = torch.arange(k.shape[2], device=k.device)
+    if cu_seqlens is None:
+        batch, index = k.shape[0], token.expand(k.shape[0], -1)
+        exists = index < (k.shape[2] if new_lens is None else new_lens.unsqueeze(1))
+    else:  # every sequence takes all tokens, and writes its own
+        batch = cu_seqlens.shape[0] - 1
+        ends = cu_seqlens.long().unsqueeze(1)
+        index = token - ends[:-1]
+        exists = (index >= 0) & (token < ends[1:])
+        k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
+    cached = torch.zeros(batch, dtype=torch.int32, device=k.device) if cache_seqlens is None else cache_seqlens
+    cached = cached.long().clamp(0, capacity).unsqueeze(1)
+    position = torch.where(exists & (cached + index < capacity), cached + index, -1)
+    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
+    entries = None
+    if block_table is not None:
+        row = torch.arange(capacity, device=k.device)
+        needed = (row >= cached) & (row <= position.amax(1, keepdim=True)) if k.shape[2] else row < 0 * cached
+        entries = needed_pages(block_table, needed, num_pages, page_size)
+    append(
+        k, v, k_cache, v_cache, cos, sin, position, entries, k_scale, v_scale, cache_is_rotated=cache_is_rotated,
+        interleaved=interleaved,
+    )  # fmt: skip
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    entries: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    cache_is_rotated: bool,
+    interleaved: bool,
+) -> None:
+    """Write k and v (B, HKV, N, D) into rows `position` (B, N) of the caches, none where it is negative.
+
+    With `entries` (B, pages) of the block table the caches are pools. The tables are `normalise_tables`'.
+    """
+    is_float8 = k_cache.dtype == FLOAT8
+    wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
+    new = rotate(wide, *query_rows(cos, sin, position), interleaved=interleaved) if cache_is_rotated else wide
+    for cache, x, scale in ((k_cache, new, k_scale), (v_cache, v, v_scale)):
+        x = quantise(x, scale) if is_float8 else x
+        if entries is None:
+            write_rows(cache, x, position)
+        else:
+            write_pages(cache, x, position, entries)
+
+
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -72,15 +148,10 @@ def attention_with_kvcache(
             needed = needed | ((row >= cached) & (row < length))
         entries = needed_pages(block_table, needed, num_pages, page_size)
     if k is not None and v is not None:
-        is_float8 = k_cache.dtype == FLOAT8
-        wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
-        new = rotate(wide, *query_rows(cos, sin, slots), interleaved=interleaved) if cache_is_rotated else wide
-        for cache, x, scale in ((k_cache, new, k_scale), (v_cache, v, v_scale)):
-            x = quantise(x, scale) if is_float8 else x
-            if entries is None:
-                write_rows(cache, x, slots)
-            else:
-                write_pages(cache, x, slots, entries)
+        append(
+            k, v, k_cache, v_cache, cos, sin, slots, entries, k_scale, v_scale, cache_is_rotated=cache_is_rotated,
+            interleaved=interleaved,
+        )  # fmt: skip
     keys, values = (x if entries is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:
         keys, values = (dequantise(x, scale, q.dtype) for x, scale in ((keys, k_scale), (values, v_scale)))

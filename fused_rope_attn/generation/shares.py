@@ -121,3 +121,14 @@ def part_pointers(parts, program, begins):
     part = tl.cast(2 * program + begins.to(tl.int32), tl.int64)
     stats = parts.ptr + tl.cast(2 * parts.num_programs, tl.int64) * SIZE + part * (2 * parts.BLOCK_M)
     return parts.ptr + part * SIZE, stats
+
+
+@triton.jit
+def in_elements(strides, UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):
+    """Strides (batch, head, row, column) whose first three come in units of UNIT elements, so that the compiler knows
+    what divides them: by itself it looks for multiples of 16 elements only, and rows of 72 or 120 would be loaded
+    element by element."""
+    row = strides[2]
+    if USE_INT64_OFFSETS:
+        row = tl.cast(row, tl.int64)
+    return tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT, row * UNIT, strides[3]

@@ -1,9 +1,13 @@
 """Every refusal of `rope_attention_with_kvcache`, raised before anything is written, launched or allocated."""
 
-import torch
 from torch import Tensor
 
-from fused_rope_attn.generation.cache_validation import FLOAT8, check_new_kind_of_cache, check_written
+from fused_rope_attn.generation.cache_validation import (
+    FLOAT8,
+    check_new_kind_of_cache,
+    check_written,
+    refuse_gradients,
+)
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
     are_ordinary,
@@ -89,15 +93,9 @@ def check_kvcache(
         check_sinks(sinks, dtype, device, heads_q)
     if kv_starts is not None:
         check_bounds("kv_starts", kv_starts, device, batch)
-    if torch.is_grad_enabled():
-        inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "sinks": sinks,
-                  "k_scale": k_scale, "v_scale": v_scale}  # fmt: skip
-        for name, x in inputs.items():
-            if x is not None and x.requires_grad:
-                raise ValueError(
-                    f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
-                    f"or pass {name}.detach()"
-                )
+    refuse_gradients(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+    )  # fmt: skip
     return rotary_dim
 
 

@@ -11,6 +11,7 @@ from bench.__main__ import main
 from bench.suite import pick
 from bench.suites.generation import suite as decode
 from bench.suites.generation import sweep
+from bench.suites.generation.pages import stored_step
 from bench.suites.generation.providers import COPY, OURS, PROVIDERS, RAW, READ, DecodeProvider, appending
 from bench.suites.generation.report import results, summary
 from fused_rope_attn.generation import configs, planning
@@ -60,6 +61,28 @@ def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
     assert len(report.read_lines([tmp_path / "rows.jsonl"])) == len(rows)
 
 
+def test_pages_and_float8_are_judged_and_shown_beside_the_contiguous_step():
+    names = ["fused_page16", "fused_float8", "fused_page16_float8", "gather_sdpa"]
+    rows, _ = run(select([OURS, *names]), TINY, modes=("eager",))
+    assert {row["provider"] for row in report.timed(rows)} == {OURS, COPY, READ, *names}, rows
+    assert [row["ours"] for row in rows if row["provider"] in names] == [True, True, True, False]
+    rates = {row["provider"]: row["gb_s"] * row["ms"] for row in rows}
+    assert rates["fused_float8"] == pytest.approx(rates["fused_page16"] / 2)
+    header, line = (next(x for x in summary(rows).splitlines() if word in x) for word in ("contiguous ms", "B2-32 "))
+    assert header.split()[-4:] == ["page16", "float8", "page16_float8", "gather_sdpa"] and line.startswith("B2-32")
+    wrong = scripted("fused_page16", lambda step: stored_step(16, False)(step._replace(cos=step.cos.roll(1, 0))),
+                     page_size=16)  # fmt: skip
+    assert [row["status"] for row in run([wrong], TINY)[0]] == ["failed"]
+
+
+def test_mixed_lengths():
+    case = replace(TINY, batch=5, length=64, mixed=True)
+    assert case.lengths == [64, 32, 21, 16, 1] and case.bytes == 134 * 2 * 2 * 16 * 4 and case.name == "mixed5-64"
+    rows, _ = run(select([OURS, "fused_page16", "sdpa_flash"]), case, modes=("eager",))
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status == {OURS: "ok", COPY: "ok", READ: "ok", "fused_page16": "ok", "sdpa_flash": "unsupported"}, rows
+
+
 def test_who_is_wrong_broken_or_missing_is_named_and_not_timed():
     def unrotated(step):
         return separate(step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin)))
@@ -94,7 +117,7 @@ def test_what_is_left_out_is_named():
 
 def test_cases_and_names():
     names = [case.name for case in decode.CASES]
-    assert names == [f"B{b}-{n}" for b in (1, 8, 64) for n in ("4K", "32K", "128K")]
+    assert names == [*(f"B{b}-{n}" for b in (1, 8, 64) for n in ("4K", "32K", "128K")), "mixed64-64K"]
     assert [case.name for case in decode.choose(["B8", "B1-4K"])] == ["B1-4K", "B8-4K", "B8-32K", "B8-128K"]
     assert decode.choose([]) == list(decode.CASES)
     assert decode.CASES[0].bytes == 16 << 20

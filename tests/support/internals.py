@@ -8,7 +8,7 @@ from fused_rope_attn.attention.problem import Gradients, Outputs, Tensors, descr
 from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
-from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.generation.api import run_step, run_write
 from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of, norms_of
@@ -16,6 +16,7 @@ from fused_rope_attn.testing import Results, masks_of, norms_of
 OPERATORS = torch.ops.fused_rope_attn
 # The generation step with a choice of the backend, which is not public.
 with_kvcache = run_step
+write = run_write
 # The names by which a patched model calls the package, in fused_rope_attn.integrations.transformers.attention.
 OPERATORS_OF_A_PATCHED_MODEL = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache")
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.generation.cache_reference import quantise
+from fused_rope_attn.generation.configs import FLOAT8
+from verification.pages import in_pages, rows_in_pool, same_float8
 from verification.random.common import (
     DTYPES,
     Draws,
@@ -54,6 +57,8 @@ class Setting:
     starts: bool
     is_rotated: bool
     appends: bool
+    page_size: int | None  # None: the caches are contiguous
+    float8: str  # "none", or what has a scale of its own: "tensor" or "head"
     layouts: tuple[tuple[str, str], ...]
     table_layout: str
     most: int
@@ -79,6 +84,8 @@ class GenerationCall:
         words = [self.case.name, f"cache_seqlens={','.join(map(str, self.lengths))}"]
         words.append(" ".join(f"{name}:{layout}" for name, layout in setting.layouts))
         words.append("rotated" if setting.is_rotated else "raw")
+        words += [] if setting.page_size is None else [f"pages of {setting.page_size}"]
+        words += [] if setting.float8 == "none" else [f"float8, a scale for each {setting.float8}"]
         flags = {"appends": setting.appends, "lse": self.return_lse, "poison": self.poison, "bshd": self.bshd,
                  f"tables:{setting.table_layout}": True, "R given": self.explicit_rotary_dim}  # fmt: skip
         return " ".join(words + [name for name, flag in flags.items() if flag])
@@ -103,6 +110,18 @@ class GenerationCall:
             for name in new:
                 x = torch.randn(shape, generator=generator, device=machine.device, dtype=case.dtype)
                 new[name] = lay(x, layouts[name])
+        generator = torch.Generator(machine.device).manual_seed(case.seed + 2)
+        stores: dict[str, Tensor | None] = {"block_table": None, "k_scale": None, "v_scale": None}
+        if setting.float8 != "none":
+            for name in CACHES:
+                scale = 0.003 + 0.01 * torch.rand(
+                    case.heads_kv if setting.float8 == "head" else 1, generator=generator, device=machine.device
+                )
+                caches[name], stores[f"{name[0]}_scale"] = quantise(caches[name], scale), scale
+        if setting.page_size is not None:
+            needed = self._needed(seqlens, masks["kv_starts"])
+            pools, stores["block_table"] = in_pages(list(caches.values()), setting.page_size, needed, generator)
+            caches = dict(zip(CACHES, pools))
         cos, sin = (lay_table(table, setting.table_layout) for table in (inputs.cos, inputs.sin))
         return {
             "q": lay(inputs.q, layouts["q"]),
@@ -113,6 +132,7 @@ class GenerationCall:
             "cache_seqlens": seqlens,
             "cache_is_rotated": setting.is_rotated,
             "kv_starts": masks["kv_starts"],
+            **stores,
             "causal": case.causal,
             "softmax_scale": case.softmax_scale,
             "rotary_dim": case.rotary if self.explicit_rotary_dim else None,
@@ -136,7 +156,9 @@ class GenerationCall:
         given = dict(arguments)
         del given["return_lse"]
         for name in ("q", *CACHES, "k", "v"):
-            if given[name] is not None:
+            if given[name] is not None and given[name].dtype == torch.float8_e4m3fn:
+                given[name] = given[name].clone(memory_format=torch.contiguous_format)
+            elif given[name] is not None:
                 given[name] = given[name].to(dtype, copy=True, memory_format=torch.contiguous_format)
         if dtype == torch.float64:
             given |= {name: given[name].double() for name in ("cos", "sin")}
@@ -147,7 +169,7 @@ class GenerationCall:
     def run(self, machine: Machine) -> Iterator[Finding]:
         arguments = self.make(machine)
         ref64, eager = (self._reference(arguments, dtype) for dtype in (torch.float64, self.case.dtype))
-        written = self._written(machine.device)
+        written = self._written(arguments, machine.device)
         draws = Draws(lambda: self._judged(self._reference(arguments, self.case.dtype), written), machine.device)
         expected, near = (self._judged(x, written) for x in (ref64, eager))
         for backend in self.setting.backends:
@@ -195,21 +217,39 @@ class GenerationCall:
             new, old = given[name].transpose(1, 2), before[name].transpose(1, 2)
             kept = same_bits(new[~written], old[~written])
             yield Finding.that(backend, f"old rows of {name}", kept, "changed")
-            if name == "v_cache" or not self.setting.is_rotated:
+            if self.setting.float8 != "none" and name == "k_cache" and self.setting.is_rotated:
+                x, y = (cache.transpose(1, 2)[written] for cache in (given[name], eager[name]))
+                yield Finding.of(backend, same_float8(name, x, y))
+            elif name == "v_cache" or not self.setting.is_rotated:
                 copied = same_bits(new[written], eager[name].transpose(1, 2)[written])
                 yield Finding.that(backend, f"new rows of {name}", copied, "are no copy")
 
-    def _written(self, device: str) -> Tensor:
-        """(B, S_max): True in the rows of the caches that the step writes."""
+    def _needed(self, seqlens: Tensor, starts: Tensor | None) -> Tensor:
+        """Which pages (B, pages) of each sequence are read or written."""
+        size, new = cast(int, self.setting.page_size), self.case.len_q if self.setting.appends else 0
+        first = torch.arange(self.case.len_k // size, device=seqlens.device) * size
+        lengths = seqlens.long().clamp(0, self.case.len_k)[:, None]
+        low = torch.zeros_like(lengths)
+        if starts is not None:
+            low = torch.maximum(low, starts.long()[:, None])
+        if self.case.window is not None and self.case.window[0] >= 0:
+            low = torch.maximum(low, lengths - (0 if new else self.case.len_q) - self.case.window[0])
+        written = (first + size > lengths) & (first < lengths + new)
+        return written | ((first + size > low) & (first < lengths + new))
+
+    def _written(self, arguments: dict[str, Any], device: str) -> Tensor:
+        """(B, S_max), or (num_pages, page_size): True in the rows of the caches that the step writes."""
         row = torch.arange(self.case.len_k, device=device)
         first = torch.tensor(self.lengths, device=device).clamp(0, self.case.len_k)[:, None]
         written = (row >= first) & (row < first + self.case.len_q)
-        return written if self.setting.appends else torch.zeros_like(written)
+        written = written if self.setting.appends else torch.zeros_like(written)
+        table = arguments["block_table"]
+        return written if table is None else rows_in_pool(written, table, arguments["k_cache"])
 
     def _judged(self, results: dict[str, Tensor], written: Tensor) -> dict[str, Tensor]:
         """What a tolerance applies to: o, lse, and the rotated keys that were written, (HKV, rows, D)."""
         found = {name: x for name, x in results.items() if name in ("o", "lse")}
-        if self.setting.is_rotated:
+        if self.setting.is_rotated and self.setting.float8 == "none":
             found["k_cache"] = results["k_cache"].transpose(1, 2)[written].transpose(0, 1)
         return found
 
@@ -221,6 +261,8 @@ class GenerationCall:
     def _expected_obstacle(self, machine: Machine, backend: str) -> planning.Obstacle | None:
         if backend in ("auto", "reference"):
             return None
+        if self.setting.float8 != "none" and machine.arch not in FLOAT8 and backend == "triton":
+            return NotImplementedError, "float8_e4m3fn caches need one of"
         needs = planning.Needs(machine.arch, self.case.dtype, self.case.head_dim, cached=True)
         return planning.obstacle(backend, "forward", needs)
 
@@ -244,7 +286,9 @@ class Generation:
             sinks=masks and chance(rng, 0.3), sinks_dtype=dtype if chance(rng, 0.3) else torch.float32,
         )  # fmt: skip
         layouts = {name: draw_layout(rng) for name in ("q", "k", "v")}
-        layouts |= {name: draw_layout(rng, shared=not appends) for name in CACHES}
+        page_size = pick(rng, {None: 6, 16: 4, 32: 1, 64: 1, 17 + rng.randint(0, 30): 1})
+        shared = not appends and page_size is None
+        layouts |= {name: draw_layout(rng, shared=shared) for name in CACHES}
         weights = {"auto": 5.0 if machine.has_gpu else 0.5, "hopper": 0.2}
         weights |= {"triton": 5.0} if "triton" in machine.backends else {}
         backends = [pick(rng, weights)]
@@ -252,6 +296,8 @@ class Generation:
             backends.append("reference")
         return Setting(
             case=case,
+            page_size=page_size,
+            float8=pick(rng, {"none": 7, "tensor": 1, "head": 2}),
             group=draw_group(rng, machine, 0.7),
             len_q=pick(rng, {1: 10, rng.randint(2, 8): 4, rng.randint(9, 40 if machine.has_gpu else 20): 1}),
             window=draw_window_kind(rng) if masks else "none",
@@ -272,6 +318,8 @@ class Generation:
                 batch = rng.randint(5, 40)
             len_q = setting.len_q
             capacity = rng.randint(len_q, max(len_q, pick(rng, {setting.most: 2, 40: 1})))
+            if setting.page_size is not None:
+                capacity = -(-capacity // setting.page_size) * setting.page_size
             # In the interpreter each row of the output has a program of its own.
             rows = batch * heads_q * len_q
             fits = heads_kv * batch * capacity < 300_000 if machine.has_gpu else rows <= 16 or batch * heads_kv == 1

@@ -16,6 +16,7 @@ from verification.random.common import Call, Finding, Machine, changed, copies, 
 Arguments = dict[str, Any]
 CACHES = ("k_cache", "v_cache")
 NORMS = ("q_norm", "k_norm")
+SCALES = ("k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,11 @@ def _negative_positions(arguments: Arguments, rng: random.Random) -> Arguments |
     return {"q": arguments["q"].new_zeros(shape), "causal": False, "kv_lens": None}
 
 
+def _pages(arguments: Arguments) -> int:
+    """Pages of a sequence, or 1 for its part of a contiguous cache."""
+    return 1 if arguments.get("block_table") is None else arguments["block_table"].shape[1]
+
+
 def _too_many_new_tokens(arguments: Arguments, rng: random.Random) -> Arguments | None:
     if "k_cache" not in arguments or arguments["k"] is None:
         return None
@@ -163,7 +169,7 @@ def _too_many_new_tokens(arguments: Arguments, rng: random.Random) -> Arguments 
     found = {}
     for name in ("q", "k", "v"):
         shape = list(arguments[name].shape)
-        shape[axis] = arguments["k_cache"].shape[axis] + 1
+        shape[axis] = arguments["k_cache"].shape[axis] * _pages(arguments) + 1
         found[name] = arguments[name].new_zeros(shape)
     return found
 
@@ -197,7 +203,8 @@ def _unserved_head_dim(arguments: Arguments, rng: random.Random) -> Arguments | 
 
 def _tensors() -> Iterator[Mutation]:
     required = ("x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-    for name in (*required, "sinks", "kv_starts", "kv_lens", "position_ids", "cu_seqlens", *NORMS):
+    optional = ("sinks", "kv_starts", "kv_lens", "position_ids", "cu_seqlens", *NORMS, "block_table", *SCALES)
+    for name in (*required, *optional):
         yield _changed(name, "a list", lambda x: [1.0, 2.0], TypeError)
         if name not in ("x", "q"):  # their device is the one that counts
             yield _changed(name, "on another device", _elsewhere, ValueError)
@@ -212,6 +219,11 @@ def _tensors() -> Iterator[Mutation]:
         yield _changed(name, "of rank 2", lambda x: x[None], ValueError)
     for name in ("sinks", "kv_starts", "kv_lens", "cache_seqlens"):
         yield _changed(name, "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError)
+    for name in ("block_table", *SCALES):
+        yield _changed(name, "of another dtype", lambda x: x.double(), TypeError)
+        yield _changed(name, "too long", lambda x: torch.cat((x, x, x)), ValueError,
+                       lambda a, name=name: a[name].shape[0] > 0)  # fmt: skip  # type: ignore[misc]
+    yield _changed("block_table", "of rank 1", lambda x: x.flatten(), ValueError)
     for name, other in (NORMS, NORMS[::-1]):
         yield _changed(name, "of another dtype", lambda x: x.to(torch.int32), TypeError)
         yield _changed(name, "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,30 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from baselines.attentions import FA4
 from baselines.base import missing_package
 from bench.suite import never_missing
+from bench.suites.generation.pages import gathering, stored_step
+from bench.suites.generation.step import Run, Step
 
 # What the copy moves at most; its time is taken in proportion to a larger cache.
 COPY_BYTES = 2 << 30
-
-
-class Step(NamedTuple):
-    """q (B, HQ, 1, D), k and v (B, HKV, 1, D), caches (B, HKV, S, D), lengths (B,) int32, tables (S, D/2)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    lengths: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    @property
-    def bytes(self) -> int:
-        """What must be read: keys and values once. All else is a thousandth of it."""
-        return 2 * self.k_cache.numel() * self.k_cache.element_size()
-
-
-Run = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +30,8 @@ class DecodeProvider:
     """``make(step)`` prepares and returns a function that runs one step and returns o (B, HQ, 1, D).
 
     raw: the cache holds keys as they came. bare: attends only; nothing is rotated or written. rounded_tables: rotates
-    by tables in q's dtype. copies: no attention, but what memory gives at most.
+    by tables in q's dtype. copies: no attention, but what memory gives at most. page_size: of a cache in pages, float8:
+    of one in float8_e4m3fn. even: serves sequences of one length only.
     """
 
     name: str
@@ -61,6 +42,9 @@ class DecodeProvider:
     bare: bool = False
     rounded_tables: bool = False
     copies: bool = False
+    page_size: int | None = None
+    float8: bool = False
+    even: bool = False
     pip: tuple[str, ...] = ()
 
 
@@ -155,27 +139,48 @@ def _read(step: Step) -> Run:
     return lambda: source.amax()
 
 
+def _stored(page_size: int | None, float8: bool = False) -> DecodeProvider:
+    """Our step on caches in pages, in float8, or both."""
+    words = [] if page_size is None else [f"pages of {page_size}"]
+    words += ["float8"] if float8 else []
+    name = "_".join([OURS, *words]).replace("pages of ", "page")
+    label = f"the same, {', '.join(words)}"
+    make = stored_step(page_size, float8)
+    return DecodeProvider(name, label, never_missing, make, page_size=page_size, float8=float8)
+
+
 OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
 PROVIDERS: dict[str, DecodeProvider] = {
     provider.name: provider
     for provider in (
         DecodeProvider(OURS, "rope_attention_with_kvcache", never_missing, _ours(True)),
         DecodeProvider(RAW, "the same, raw keys", never_missing, _ours(False), raw=True),
-        DecodeProvider("sdpa_flash", "rotate + write + SDPA flash", never_missing, _sdpa(SDPBackend.FLASH_ATTENTION)),
-        DecodeProvider("sdpa_cudnn", "rotate + write + SDPA cuDNN", never_missing, _sdpa(SDPBackend.CUDNN_ATTENTION)),
+        *(_stored(page_size) for page_size in (16, 64, 256)),
+        _stored(None, float8=True),
+        _stored(16, float8=True),
+        _stored(64, float8=True),
         DecodeProvider(
-            "sdpa_efficient", "rotate + write + SDPA efficient", never_missing, _sdpa(SDPBackend.EFFICIENT_ATTENTION)
+            "gather_sdpa", "rotate + write + gather pages of 16 + SDPA flash", never_missing, gathering(16),
+            page_size=16, even=True,
+        ),
+        DecodeProvider("sdpa_flash", "rotate + write + SDPA flash", never_missing, _sdpa(SDPBackend.FLASH_ATTENTION),
+                       even=True),
+        DecodeProvider("sdpa_cudnn", "rotate + write + SDPA cuDNN", never_missing, _sdpa(SDPBackend.CUDNN_ATTENTION),
+                       even=True),
+        DecodeProvider(
+            "sdpa_efficient", "rotate + write + SDPA efficient", never_missing, _sdpa(SDPBackend.EFFICIENT_ATTENTION),
+            even=True,
         ),
         DecodeProvider(
             "flash_attn", "flash_attn_with_kvcache",
             lambda: missing_package("flash-attn", "flash_attn", "flash_attn_with_kvcache"), _flash,
             rounded_tables=True, pip=("flash-attn",),
         ),
-        DecodeProvider("fa4", "rotate + write + FlashAttention-4", FA4.missing, _fa4, pip=FA4.pip),
+        DecodeProvider("fa4", "rotate + write + FlashAttention-4", FA4.missing, _fa4, even=True, pip=FA4.pip),
         DecodeProvider(
             "flashinfer", "bare FlashInfer",
             lambda: missing_package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper"),
-            _flashinfer, bare=True, pip=("flashinfer-python",),
+            _flashinfer, bare=True, even=True, pip=("flashinfer-python",),
         ),
         DecodeProvider(COPY, "copy (ceiling)", never_missing, _copy, copies=True),
         DecodeProvider(READ, "plain read (amax)", never_missing, _read, copies=True),

@@ -16,6 +16,8 @@ def summary(rows: list[Row]) -> str:
     """
     header, lines, losses = _lines(rows)
     blocks = [table(header, lines, left=3)] if lines else ["nothing was timed"]
+    stored = _stored_lines(rows)
+    blocks += [table(*stored, left=3)] if stored[1] else []
     blocks.append(f"{len(lines)} lines, slower than the strongest rival in {losses}")
     return "\n\n".join([*blocks, *filter(None, ["\n".join(not_timed(rows))])])
 
@@ -32,6 +34,21 @@ def results(rows: list[Row]) -> str:
     )
     header, *lines = [line[:2] + line[3:] for line in (header, *lines)]  # all are of the same mode
     return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN', 'flash-attn-4')}"
+
+
+def _stored_lines(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """(header, lines): our step on caches in pages and in float8, as time over that on contiguous ones."""
+    groups: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in timed(rows):
+        groups.setdefault((row["case"], row["shape"], row["mode"]), {})[row["provider"]] = row
+    names = dict.fromkeys(row["provider"] for row in rows if row.get("stored"))
+    lines = []
+    for key, group in groups.items():
+        if OURS in group and any(name in group for name in names):
+            mine = group[OURS]
+            shown = [f"{ratio(group[n]['rounds'], mine['rounds']):.3f}" if n in group else "-" for n in names]
+            lines.append([*key, milliseconds(mine["ms"]), *shown])
+    return ["case", "shape", "mode", "contiguous ms", *(name.removeprefix(f"{OURS}_") for name in names)], lines
 
 
 def _lines(rows: list[Row]) -> tuple[list[str], list[list[str]], int]:

@@ -17,15 +17,21 @@ from bench.gate import Compared, Verdict, ends, judge
 from bench.names import dtype_name, length_name, short_dtype, words
 from bench.suite import Entry, Row, Suite, Times, Trial, pick, provider_table
 from bench.suites.generation import report as generation_report
-from bench.suites.generation.providers import COPY, COPY_BYTES, OURS, PROVIDERS, RAW, READ, DecodeProvider, Step
+from bench.suites.generation.pages import FLOAT8_SCALE
+from bench.suites.generation.providers import COPY, COPY_BYTES, OURS, PROVIDERS, RAW, READ, DecodeProvider
+from bench.suites.generation.step import Step
 from bench.timing import bandwidths
 from fused_rope_attn import rope_tables
 from fused_rope_attn.generation import reference
+from fused_rope_attn.generation.cache_reference import quantise
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One step of ``batch`` sequences with caches of ``length`` rows, all but the last in use before it."""
+    """One step of ``batch`` sequences with caches of ``length`` rows, all but the last in use before it.
+
+    mixed: sequence i of 1 to batch has length / i tokens instead (Zipf's law), and the last one has 1.
+    """
 
     batch: int
     length: int
@@ -33,10 +39,18 @@ class DecodeCase:
     heads_kv: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    mixed: bool = False
 
     @property
     def name(self) -> str:
-        return f"B{self.batch}-{length_name(self.length)}"
+        return f"{'mixed' if self.mixed else 'B'}{self.batch}-{length_name(self.length)}"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence after the step."""
+        if not self.mixed:
+            return [self.length] * self.batch
+        return [self.length // i for i in range(1, self.batch)] + [1]
 
     @property
     def shape(self) -> str:
@@ -47,7 +61,7 @@ class DecodeCase:
     @property
     def bytes(self) -> int:
         """Of keys and values: what a step reads."""
-        return 2 * self.batch * self.heads_kv * self.length * self.head_dim * self.dtype.itemsize
+        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * self.dtype.itemsize
 
     def step(self, device: torch.device) -> Step:
         """Normally distributed inputs, equal for equal device."""
@@ -59,17 +73,22 @@ class DecodeCase:
 
         new = normal(self.heads_q, 1), normal(self.heads_kv, 1), normal(self.heads_kv, 1)
         caches = normal(self.heads_kv, self.length), normal(self.heads_kv, self.length)
-        lengths = torch.full((self.batch,), self.length - 1, dtype=torch.int32, device=device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device) - 1
         return Step(*new, *caches, lengths, *rope_tables(self.length, self.head_dim, device=device))
 
 
 CASES = tuple(DecodeCase(b, n) for b, n in itertools.product((1, 8, 64), (4096, 32768, 131072)))
+CASES += (DecodeCase(64, 65536, mixed=True),)
+# Pools are copies of the caches, one for each provider.
+MOST_POOLED_BYTES = 2 << 30
 
 
-def compared(o: Tensor, step: Step, *, raw: bool, rounded_tables: bool = False) -> Iterator[Compared]:
+def compared(o: Tensor, step: Step, *, raw: bool, rounded_tables: bool = False, float8: bool = False
+) -> Iterator[Compared]:  # fmt: skip
     """The group of the first key head of the first sequence, and the last of the last, beside float64 and eager.
 
-    ``raw``: the caches hold keys as they came. ``rounded_tables``: rotated by tables in q's dtype.
+    ``raw``: the caches hold keys as they came. ``rounded_tables``: rotated by tables in q's dtype. ``float8``: the
+    caches are quantised.
     """
     group = step.q.shape[1] // step.k.shape[1]
     tables = [table.to(step.q.dtype) if rounded_tables else table for table in step[6:]]
@@ -83,9 +102,14 @@ def compared(o: Tensor, step: Step, *, raw: bool, rounded_tables: bool = False) 
                 for x in step[:5]
             )
             cos, sin = (table.double() for table in tables) if dtype is torch.float64 else tables
+            scales: dict[str, Tensor] = {}
+            if float8:
+                scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), FLOAT8_SCALE, device=q.device))
+                k_cache, v_cache = (quantise(x, scales["k_scale"]) for x in (k_cache, v_cache))
             return reference.attention_with_kvcache(
                 q, k_cache, v_cache, cos, sin, k, v, step.lengths[b : b + 1],  # noqa: B023
                 cache_is_rotated=not raw, causal=True, softmax_scale=q.shape[3] ** -0.5, rotary_dim=q.shape[3],
+                **scales,
             )[0]  # fmt: skip
 
         yield "o", o[b : b + 1, heads], reference_in(torch.float64), reference_in(step.q.dtype)
@@ -117,7 +141,7 @@ class DecodeTrial(Trial):
         if provider.bare:  # attends to the caches as they are, with the query as it is
             last = {"k": step.k_cache[:, :, -1:].clone(), "v": step.v_cache[:, :, -1:].clone()}
             step = step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin), **last)
-        results = compared(out, step, raw=provider.raw, rounded_tables=provider.rounded_tables)
+        results = compared(out, step, raw=provider.raw, rounded_tables=provider.rounded_tables, float8=provider.float8)
         return judge(results, self._case.dtype, forgiving=not _is_ours(provider))
 
     def fields(self, provider: DecodeProvider) -> Row:
@@ -135,15 +159,30 @@ class DecodeTrial(Trial):
             "label": provider.label,
             "ours": _is_ours(provider),
             "bare": provider.bare,
+            "stored": bool(getattr(provider, "page_size", None) or getattr(provider, "float8", False)),
             "pass": "decode",
         }
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        return bandwidths(self._case.bytes, measured, COPY)
+        rows = bandwidths(self._case.bytes, measured, COPY)
+        for name in rows:
+            if PROVIDERS[name].float8 if name in PROVIDERS else False:  # reads half as many bytes
+                rows[name]["gb_s"] /= 2
+                rows[name]["of_copy"] = rows[name]["of_copy"] and rows[name]["of_copy"] / 2
+        return rows
+
+    def unsupported(self, provider: Any) -> str | None:
+        if getattr(provider, "even", False) and self._case.mixed:
+            return "serves sequences of one length only"
+        if (getattr(provider, "page_size", None) or getattr(provider, "float8", False)) and (
+            self._case.bytes > MOST_POOLED_BYTES
+        ):
+            return "its caches would be another copy of so many bytes"
+        return None
 
 
 def _is_ours(provider: DecodeProvider) -> bool:
-    return provider.name in (OURS, RAW)
+    return provider.name in (OURS, RAW) or provider.name.startswith(f"{OURS}_")
 
 
 @dataclass
@@ -179,7 +218,8 @@ class Generation(Suite):
         memory = self.memory
         if memory is None and torch.cuda.is_available():
             memory = int(0.95 * torch.cuda.mem_get_info()[0])
-        return "memory" if memory is not None and case.bytes + 2 * COPY_BYTES > memory else None
+        held = 2 * case.batch * case.heads_kv * case.length * case.head_dim * case.dtype.itemsize
+        return "memory" if memory is not None and held + 2 * COPY_BYTES > memory else None
 
     def open(self, case: DecodeCase, clock: Any) -> DecodeTrial:
         return DecodeTrial(self.providers, case, clock)

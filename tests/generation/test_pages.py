@@ -1,0 +1,155 @@
+"""Caches in pages and in float8: pages that two sequences share, those outside the pool, and refusals."""
+
+import math
+
+import pytest
+import torch
+
+from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
+from tests.support.dtypes import F16, F32
+from tests.support.internals import with_kvcache
+from tests.support.operators import kernel_or_reference
+from verification.decode import DecodeCheck, make_inputs
+
+PAGED = DecodeCheck("pages", (4, 2), 2, 48, 16, (30, 0), page_size=16)
+FLOAT8 = DecodeCheck("float8", (4, 2), 2, 40, 16, (30, 0), float8="head")
+
+
+def arguments(check=PAGED, **changes):
+    names = ("q", "k_cache", "v_cache", "cos", "sin", "k", "v", "cache_seqlens", "sinks", "block_table", "k_scale",
+             "v_scale")  # fmt: skip
+    return dict(zip(names, make_inputs(check, F32))) | changes
+
+
+@kernel_or_reference("reference", "triton")
+@pytest.mark.parametrize("wrong", [9, -1, 2**31 - 1])
+@pytest.mark.parametrize(("sequence", "page"), [(0, 0), (0, 1), (1, 0)])
+def test_a_page_outside_the_pool(sequence, page, wrong, backend):
+    """The second sequence needs its first page only to write."""
+    given = arguments()
+    assert given["k_cache"].shape[0] == 9
+    given["block_table"][sequence, page] = wrong
+    before = [given[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises(Exception, match="index out of range|pages of the pool"):
+        with_kvcache(**given, backend=backend)
+    kept = [i for i in range(9) if i not in given["block_table"][:, :2].flatten().tolist()]
+    for name, x in zip(("k_cache", "v_cache"), before):
+        torch.testing.assert_close(given[name][kept], x[kept], rtol=0, atol=0, equal_nan=True)
+
+
+@kernel_or_reference("reference", "triton")
+def test_two_sequences_share_a_prefix(backend):
+    given = arguments()
+    given["cache_seqlens"] = torch.tensor([30, 20], dtype=torch.int32)
+    table = given["block_table"]
+    spare = next(i for i in range(9) if i not in table[0].tolist())
+    for name in ("k_cache", "v_cache"):
+        given[name][spare] = given[name][table[0, 1]]
+    table[1, 0], table[1, 1] = table[0, 0], spare
+    alone = [arguments()[name] for name in ("k_cache", "v_cache")]
+    for pool, source in zip(alone, (given["k_cache"], given["v_cache"])):
+        pool.copy_(source)
+    o, lse = with_kvcache(**given, backend=backend)
+    for b in (0, 1):
+        part = {name: given[name][b : b + 1] for name in ("q", "k", "v", "cache_seqlens", "block_table")}
+        one = dict(given, **part, k_cache=alone[0].clone(), v_cache=alone[1].clone())
+        expected = with_kvcache(**one, backend=backend)
+        torch.testing.assert_close((o[b : b + 1], lse[b : b + 1]), expected)
+
+
+@pytest.mark.parametrize("check", [PAGED, FLOAT8], ids=lambda check: check.name)
+def test_the_layout_bshd(check):
+    given, turned = arguments(check), arguments(check, layout="bshd")
+    for name in ("q", "k_cache", "v_cache", "k", "v"):
+        turned[name] = turned[name].transpose(1, 2).contiguous()
+    o = rope_attention_with_kvcache(**given)
+    torch.testing.assert_close(rope_attention_with_kvcache(**turned).transpose(1, 2), o)
+    for name in ("k_cache", "v_cache"):
+        x, y = turned[name].transpose(1, 2).float(), given[name].float()
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    assert plan_with_kvcache(**turned) == plan_with_kvcache(**given)
+
+
+def test_new_tokens_saturate():
+    """What is larger than float8's largest number times the scale becomes that, and NaN stays NaN."""
+    given = arguments(FLOAT8, k_scale=torch.tensor([0.01]), v_scale=torch.tensor(0.01))
+    given["v"][0, 0, 0, :4] = torch.tensor([1e6, -1e6, math.inf, math.nan])
+    rope_attention_with_kvcache(**given)
+    row = given["v_cache"][0, 0, 30, :4].float()
+    assert row[:3].tolist() == [448.0, -448.0, 448.0] and bool(row[3].isnan())
+
+
+def empty(*shape, dtype=F32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "error", "message"),
+    [
+        (PAGED, {"block_table": [[0]]}, TypeError, "block_table must be a torch.Tensor, but is list"),
+        (PAGED, {"block_table": empty(2, 3)}, TypeError, "block_table must be int32, but is float32"),
+        (PAGED, {"block_table": empty(3, 3, dtype=torch.int32)}, ValueError,
+         "block_table must have shape (B, pages) with B = 2, but has (3, 3)"),
+        (PAGED, {"block_table": empty(6, dtype=torch.int32)}, ValueError, "block_table must have shape (B, pages)"),
+        (PAGED, {"block_table": empty(2, 3, dtype=torch.int32).to("meta")}, ValueError, "block_table must be on q's"),
+        (PAGED, {"block_table": empty(2, 4, dtype=torch.int32)}, ValueError,
+         "cos must have a row for each of block_table's 64 positions, but has 48 rows"),
+        (PAGED, {"k_cache": empty(9, 2, 8, 16), "v_cache": empty(9, 2, 8, 16)}, ValueError,
+         "k_cache must have pages of at least 16 rows, but has 8"),
+        (PAGED, {"k_cache": empty(0, 2, 16, 16), "v_cache": empty(0, 2, 16, 16)}, ValueError, "at least one page"),
+        (PAGED, {"k_cache": empty(9, 2, 16)}, ValueError, "k_cache must have shape (num_pages, HKV, page_size, D)"),
+        (PAGED, {"v_cache": empty(9, 2, 32, 16)}, ValueError, "v_cache must have k_cache's shape (9, 2, 16, 16), but"),
+        (PAGED, {"k_cache": empty(9, 3, 16, 16), "v_cache": empty(9, 3, 16, 16)}, ValueError, "k_cache has 3 heads"),
+        (PAGED, {"k_cache": empty(9, 2, 16, 24), "v_cache": empty(9, 2, 16, 24)}, ValueError, "q's head dim 16"),
+        (PAGED, {"k_cache": empty(9, 2, 16, 16, dtype=F16)}, TypeError, "k_cache must have q's dtype float32 or"),
+        (PAGED, {"k_scale": torch.ones(1)}, ValueError, "k_scale must be None unless the caches are float8"),
+        (FLOAT8, {"v_cache": empty(2, 2, 40, 16)}, TypeError, "v_cache must have k_cache's dtype float8_e4m3fn"),
+        (FLOAT8, {"k_scale": 0.5}, TypeError, "k_scale must be a torch.Tensor, but is float 0.5"),
+        (FLOAT8, {"v_scale": torch.ones(2, dtype=F16)}, TypeError, "v_scale must be float32, but is float16"),
+        (FLOAT8, {"v_scale": torch.ones(3)}, ValueError,
+         "v_scale must have one element or shape (HKV,) = (2,), but has (3,)"),
+        (FLOAT8, {"k_cache": empty(1, 2, 40, 16).to(torch.float8_e4m3fn).expand(2, -1, -1, -1)}, ValueError,
+         "k_cache must not be expanded"),
+        (FLOAT8, {"k_scale": torch.ones(2, requires_grad=True)}, ValueError, "k_scale must not require a gradient"),
+        (FLOAT8, {"k": empty(2, 2, 2, 16, dtype=F16)}, TypeError, "k must have q's dtype float32, but is float16"),
+        (FLOAT8, {"k_cache": empty(3, 2, 40, 16).to(torch.float8_e4m3fn),
+                  "v_cache": empty(3, 2, 40, 16).to(torch.float8_e4m3fn)}, ValueError, "q's batch size 2, but has 3"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)  # fmt: skip
+def test_refusals(check, changes, error, message):
+    with pytest.raises(error) as caught:
+        rope_attention_with_kvcache(**arguments(check, **changes))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k": empty(2, 2, 3)}, ValueError, "k must have shape (B, HKV, N, D), but has 3 dimensions: (2, 2, 3)"),
+        ({"v": empty(2, 2, 3, 16)}, ValueError, "v must have k's shape (2, 2, 2, 16), but has (2, 2, 3, 16)"),
+        ({"v": empty(2, 2, 2, 16, dtype=F16)}, TypeError, "v must have k's dtype float32, but is float16"),
+        ({"k": empty(2, 2, 2, 16, dtype=torch.int32)}, TypeError, "k must be float16, bfloat16 or float32, but"),
+        ({"v_cache": None}, TypeError, "v_cache must be a torch.Tensor, but is NoneType"),
+        ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
+        ({"new_lens": empty(2)}, TypeError, "new_lens must be int32, but is float32"),
+        ({"cache_seqlens": empty(3, dtype=torch.int32)}, ValueError, "cache_seqlens must have shape (B,) = (2,)"),
+        ({"cu_seqlens": empty(3, dtype=torch.int32)}, ValueError, "k must have shape (T, HKV, D), but has 4"),
+        ({"cu_seqlens": empty(1, dtype=torch.int32), "k": empty(2, 2, 16), "v": empty(2, 2, 16)}, ValueError,
+         "cu_seqlens must have shape (B + 1,) with B >= 1, but has (1,)"),
+        ({"cu_seqlens": empty(3), "k": empty(2, 2, 16), "v": empty(2, 2, 16)}, TypeError, "cu_seqlens must be int32"),
+        ({"cu_seqlens": empty(3, dtype=torch.int32), "new_lens": empty(2, dtype=torch.int32)}, ValueError,
+         "new_lens must be None where cu_seqlens is given"),
+        ({"k": empty(2, 4, 2, 16), "v": empty(2, 4, 2, 16)}, ValueError, "k_cache must have k's 4 heads of 16 columns"),
+        ({"block_table": None}, ValueError, "k_cache must have one entry for each of 2 sequences, but has 9"),
+        ({"k": empty(2, 2, 2, 16).requires_grad_()}, ValueError, "k must not require a gradient"),
+        ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', but is 'sbhd'"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)  # fmt: skip
+def test_refusals_of_write_kvcache(changes, error, message):
+    given = arguments()
+    given = {name: x for name, x in given.items() if name not in ("q", "sinks", "k_scale", "v_scale")} | changes
+    with pytest.raises(error) as caught:
+        write_kvcache(**given)
+    assert message in str(caught.value)
