@@ -4,6 +4,7 @@ import functools
 import importlib
 import types
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def test_families_whose_norms_are_fused(calls):
             else:
                 assert said == ("fused" if type(module).__name__.startswith(("Qwen3", "Gemma3", "Lfm2")) else "")
             normed += said == "fused"
-    assert normed >= 4 * 2
+    assert normed >= 6
 
 
 def hook(model, norm):
@@ -211,6 +212,7 @@ def test_norms_that_liger_patched(calls):
     assert fused_of(model) == ["fused"] * 2
     attentions[0].q_norm.casting_mode = "none"
     attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].q_norm)  # another's
+    assert_same(model, ids)
     assert fused_of(model) == [
         "its own: q_norm has the casting mode none",
         "its own: k_norm has a forward of its own",
@@ -244,6 +246,17 @@ def test_norms_of_another_dtype():
     with torch.autocast("cpu", torch.float16):
         assert unfit_for(half, q.half(), False) == ""
         assert unfit_for(half, q.half(), True) == "norms that make float16 heads float32"
+
+
+def test_norms_that_peft_wraps(calls):
+    """Norms that are trained beside an adapter are copies inside a wrapper, which decides whose turn it is."""
+    model, ids = make_model("qwen3"), make_ids(1, LENGTH)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["q_norm"], init_lora_weights=False)
+    model = patch_model(peft.get_peft_model(model, config)).eval()
+    assert_same(model, ids, grad=True, use_cache=False)
+    assert all("q_norm is ModulesToSaveWrapper" in said for said in fused_of(model))
+    assert any("q_norm" in name for name, p in model.named_parameters() if p.grad is not None)
+    assert calls == {"rope_attention": 2}
 
 
 def test_packed_sequences(calls):
