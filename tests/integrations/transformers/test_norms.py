@@ -118,6 +118,11 @@ def default_eps(model, norm):
     return "has an eps of None", None
 
 
+def own_call(model, norm):
+    norm.__class__ = type("Called", (type(norm),), {"__call__": lambda self, x: self.forward(x) + 1})
+    return "is Called", None
+
+
 def subclass(model, norm):
     norm.__class__ = type("Twice", (type(norm),), {"forward": lambda self, x: 2 * x})
     return "is Twice", None
@@ -125,7 +130,18 @@ def subclass(model, norm):
 
 @pytest.mark.parametrize(
     "change",
-    [hook, pre_hook, backward_hook, own_forward, wrapped_forward, other_kind, other_eps, default_eps, subclass],
+    [
+        hook,
+        pre_hook,
+        backward_hook,
+        own_forward,
+        wrapped_forward,
+        other_kind,
+        other_eps,
+        default_eps,
+        own_call,
+        subclass,
+    ],
 )
 def test_changed_norms_run_themselves(change):
     """Whatever becomes of a norm after patching happens in the patched model too: results are the unpatched one's."""
@@ -246,6 +262,19 @@ def test_norms_of_another_dtype():
     with torch.autocast("cpu", torch.float16):
         assert unfit_for(half, q.half(), False) == ""
         assert unfit_for(half, q.half(), True) == "norms that make float16 heads float32"
+
+
+def test_training_under_autocast(calls):
+    """Float32 weights beside bfloat16 heads, as trainers have them: the weights' gradients are float32's."""
+    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
+    exact = run(model, ids, grad=True, use_cache=False)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run(model, ids, grad=True, use_cache=False)[1]
+        fused = run(patch_model(model), ids, grad=True, use_cache=False)[1]
+    assert fused_of(model) == ["fused"] * 2
+    for name in (name for name in exact if name.endswith(("q_norm.weight", "k_norm.weight"))):
+        spread = (plain[name] - exact[name]).norm()
+        assert fused[name].dtype is torch.float32 and (fused[name] - exact[name]).norm() <= 1.5 * spread, name
 
 
 def test_norms_that_peft_wraps(calls):
