@@ -20,29 +20,11 @@ from bench.suites.norm.providers import FUSED, OURS, PROVIDERS, WITHOUT, Provide
 from bench.timing import ratio
 from fused_rope_attn.testing import Case
 
-EPS = 1e-6
 
-
-@dataclass(frozen=True)
-class NormCase:
-    """A shape of attention, and what its model adds to the weights of its norms."""
-
-    case: BenchCase
-    offset: float
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def shape(self) -> str:
-        return f"{self.case.shape}{' offset' * bool(self.offset)}"
-
-
-def _case(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> NormCase:
-    case = Case(batch, heads_q, heads_kv, length, length, head_dim, causal=True)
-    offset = float(family.startswith("Gemma3"))
-    return NormCase(BenchCase(f"{family}-{length_name(length)}", family, ("norm",), case), offset)
+def _case(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:
+    offset = float(family.startswith("Gemma3"))  # what the model adds to the weights
+    case = Case(batch, heads_q, heads_kv, length, length, head_dim, causal=True, norms=offset)
+    return BenchCase(f"{family}-{length_name(length)}", family, ("norm",), case)
 
 
 # Qwen3-8B has the heads of Llama3-8B. The longest last: a time budget that runs out has then covered the most cases.
@@ -60,13 +42,13 @@ class NormTrial(Trial):
 
     measures_memory = True
 
-    def __init__(self, providers: list[Provider], case: NormCase, clock: Any, grads: bool) -> None:
+    def __init__(self, providers: list[Provider], case: BenchCase, clock: Any, grads: bool) -> None:
         super().__init__(providers)
         self._case, self._clock, self._grads = case, clock, grads
-        self._problem = Problem(case.case, case.offset, EPS, clock.device)
+        self._problem = Problem(case.case, clock.device)
 
     def unsupported(self, provider: Provider) -> str | None:
-        return provider.unsupported(self._case.case.case)
+        return provider.unsupported(self._case.case)
 
     def enter(self, provider: Provider) -> Entry:
         begin = time.perf_counter()
@@ -92,10 +74,10 @@ class NormTrial(Trial):
         return {
             "bench": "norm",
             "case": self._case.name,
-            "family": self._case.case.family,
+            "family": self._case.family,
             "shape": self._case.shape,
-            **case_fields(self._case.case.case),
-            "norm_offset": self._case.offset,
+            **case_fields(self._case.case),
+            "norm_offset": self._case.case.norms,
             "provider": provider.name,
             "label": provider.label,
             "ours": is_ours(provider.name),
@@ -106,7 +88,7 @@ class NormTrial(Trial):
         """TFLOP/s of the products, and of ours with norms the time over that without."""
         rounds = {name: measurement.round_medians for name, measurement in measured.items()}
         rows: dict[str, Row] = {
-            name: {"tflops": self._case.case.flops(part) / measurement.quantiles()[0] * 1e-9}
+            name: {"tflops": self._case.flops(part) / measurement.quantiles()[0] * 1e-9}
             for name, measurement in measured.items()
         }
         if OURS in rounds and WITHOUT in rounds:
@@ -134,23 +116,23 @@ class Norm(Suite):
         add("--dtype", choices=tuple(DTYPES), default="bf16")
 
     @classmethod
-    def configure(cls, args: argparse.Namespace) -> tuple[Norm, list[NormCase]]:
+    def configure(cls, args: argparse.Namespace) -> tuple[Norm, list[BenchCase]]:
         dtype = DTYPES[args.dtype]
         chosen = [
-            replace(case, case=replace(case.case, case=replace(case.case.case, dtype=dtype)))
+            replace(case, case=replace(case.case, dtype=dtype, norm_dtype=dtype))
             for case in matching(CASES, args.cases)
         ]
         measured = pick(PROVIDERS, words(args.providers), always=(OURS, WITHOUT))
         return cls(measured, words(args.passes) != ["fwd"]), chosen
 
-    def listing(self, cases: list[NormCase]) -> str:
-        lines = [[case.name, case.shape, f"{case.case.flops('fwd') / 1e12:.3f}"] for case in cases]
+    def listing(self, cases: list[BenchCase]) -> str:
+        lines = [[case.name, case.shape, f"{case.flops('fwd') / 1e12:.3f}"] for case in cases]
         return f"{report.table(['case', 'shape', 'TFLOP fwd'], lines, left=2)}\n\n{provider_table(self.providers)}"
 
-    def title(self, case: NormCase) -> str:
+    def title(self, case: BenchCase) -> str:
         return case.name
 
-    def open(self, case: NormCase, clock: Any) -> NormTrial:
+    def open(self, case: BenchCase, clock: Any) -> NormTrial:
         return NormTrial(self.providers, case, clock, self.grads)
 
     def summary(self, rows: list[Row]) -> str:

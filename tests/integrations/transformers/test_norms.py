@@ -14,6 +14,7 @@ from fused_rope_attn.integrations.transformers import patch_model, patch_report,
 from fused_rope_attn.integrations.transformers.norms import RMS_NORMS, head_norms, unfit_for
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
+from tests.support.internals import count_tables_that_turn_nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -326,3 +327,15 @@ def test_compiled_with_norms():
     for parameter, gradient in expected[1].items():
         assert_close(grads[f"_orig_mod.{parameter}"], gradient, 1e-4, parameter)
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_layers_share_the_tables_of_a_step(calls, monkeypatch):
+    """What is normed and rotated before a step is not turned again, by tables that are made once a pass."""
+    made = count_tables_that_turn_nothing(monkeypatch)
+    model, ids = make_model("qwen3", use_sliding_window=False), make_ids(1, 9)
+    expected = model(ids, use_cache=False).logits[:, 6:]
+    past = patch_model(model)(ids[:, :6]).past_key_values
+    got = [model(part, past_key_values=past).logits for part in (ids[:, 6:7], ids[:, 7:])]
+    assert_close(torch.cat(got, 1), expected, 1e-5)
+    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 4} and len(made) == 2
