@@ -88,6 +88,9 @@ def test_long_cases_compare_some_heads(monkeypatch):
     found = Problem(replace(TINY, heads_q=6, heads_kv=3), torch.device("cpu"))
     assert found.do[0, :2].any() and found.do[1, 4:].any()
     assert not found.do[0, 2:].any() and not found.do[1, :4].any()
+    monkeypatch.setattr(problem, "_LONG", 24)
+    last = Problem(replace(TINY, heads_q=6, heads_kv=3), torch.device("cpu"))
+    assert last.do[1, 4:].any() and not last.do[0].any() and not last.do[1, :4].any()
     rows, _ = run_suite(Norm([FUSED[OURS]]), tiny(heads_q=6, heads_kv=3), modes=("eager",))
     assert {row["status"] for row in rows} == {"ok"}
 

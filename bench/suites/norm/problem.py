@@ -15,8 +15,8 @@ from bench.suite import forward_or_backward
 from bench.suites.norm.providers import Provider, is_ours
 from fused_rope_attn import testing
 
-# Up to this length all heads are compared, which takes a moment; beyond it the first and the last.
-_WHOLE = 1024
+# Up to the first length all heads are compared, which takes a moment, and up to the second the first and the last.
+_WHOLE, _LONG = 1024, 16384
 _OF_HEADS, _OF_WEIGHTS = ("o", "dq", "dk", "dv"), ("dq_norm", "dk_norm")
 
 
@@ -31,7 +31,8 @@ class Problem:
         self.case, self.inputs = case, testing.make_inputs(case, device)
         self.norms = Norms(*testing.norms_of(case, device).values())
         every = [(batch, head) for batch in range(case.batch) for head in range(case.heads_kv)]
-        self._heads = every if case.len_q <= _WHOLE else ends(case.batch, case.heads_kv)
+        sampled = ends(case.batch, case.heads_kv)
+        self._heads = every if case.len_q <= _WHOLE else sampled if case.len_q < _LONG else sampled[-1:]
         self.do = torch.zeros_like(self.inputs.do)
         for at in self._heads:
             self._part(self.do, *at).copy_(self._part(self.inputs.do, *at))
