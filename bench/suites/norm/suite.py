@@ -42,9 +42,7 @@ CASES = (
 
 
 class NormTrial(Trial):
-    """One case. ``grads``: whether gradients are judged."""
-
-    measures_memory = True
+    """One case. ``grads``: whether gradients are judged, and are part of the calls whose peak of memory rows hold."""
 
     def __init__(self, providers: list[Provider], case: BenchCase, clock: Any, grads: bool) -> None:
         super().__init__(providers)
@@ -61,7 +59,9 @@ class NormTrial(Trial):
         self._clock.synchronize()
         seconds = time.perf_counter() - begin
         verdict = replace(self._problem.judge(provider, found), first_call_s=seconds)
-        return Entry(provider, verdict, subject.make, facts=verdict.fields() | self._plan(provider, subject))
+        facts = verdict.fields() | self._plan(provider, subject)
+        facts["peak_mib"] = self._clock.peak_mib(lambda: subject.once(self._grads))
+        return Entry(provider, verdict, subject.make, facts=facts)
 
     def _plan(self, provider: Provider, subject: Subject) -> Row:
         if provider.name not in FUSED:
