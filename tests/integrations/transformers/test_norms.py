@@ -87,6 +87,27 @@ def backward_hook(model, norm):
     return "has hooks", None
 
 
+def backward_pre_hook(model, norm):
+    norm.register_full_backward_pre_hook(lambda _, out: (out[0] * 0.5,))
+    return "has hooks", None
+
+
+class Doubled(torch.Tensor):
+    """A weight that is more than its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+        plain = [2 * x.as_subclass(torch.Tensor) if isinstance(x, Doubled) else x for x in args]
+        return function(*plain, **kwargs or {})
+
+
+def odd_weight(model, norm):
+    weight = norm.weight.detach().as_subclass(Doubled)
+    del norm.weight
+    norm.weight = weight
+    return "has a weight of type Doubled", None
+
+
 def own_forward(model, norm):
     norm.forward = lambda x: 2 * x
     return "has a forward of its own", None
@@ -129,21 +150,13 @@ def subclass(model, norm):
     return "is Twice", None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        hook,
-        pre_hook,
-        backward_hook,
-        own_forward,
-        wrapped_forward,
-        other_kind,
-        other_eps,
-        default_eps,
-        own_call,
-        subclass,
-    ],
-)
+CHANGES = (
+    hook, pre_hook, backward_hook, backward_pre_hook, own_forward, wrapped_forward, other_kind, other_eps, default_eps,
+    odd_weight, own_call, subclass,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_norms_run_themselves(change):
     """Whatever becomes of a norm after patching happens in the patched model too: results are the unpatched one's."""
     model, ids = make_model("qwen3"), make_ids(2, LENGTH)
@@ -153,7 +166,7 @@ def test_changed_norms_run_themselves(change):
     after = run(model, ids, use_cache=False)[0]
     assert fused_of(model)[0].startswith("its own: ") and said in fused_of(model)[0]
     assert seen is None or len(seen) == 1
-    if change in (hook, backward_hook):
+    if change in (hook, backward_hook, backward_pre_hook):
         assert_close(after, before, 1e-6)
     else:
         with pytest.raises(AssertionError):
@@ -230,10 +243,24 @@ def test_norms_that_liger_patched(calls):
     attentions[0].q_norm.casting_mode = "none"
     attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].q_norm)  # another's
     assert_same(model, ids)
-    assert fused_of(model) == [
-        "its own: q_norm has the casting mode none",
-        "its own: k_norm has a forward of its own",
-    ]
+    foreign = "its own: k_norm has a forward of its own"
+    assert fused_of(model) == ["its own: q_norm has the casting mode none", foreign]
+    attentions[0].q_norm.casting_mode = "gemma"
+    attentions[0].k_norm.forward = types.MethodType(doubled(forward), attentions[0].k_norm)
+    attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].k_norm)
+    attentions[1].k_norm.__class__ = type("Called", (type(norm),), {"__call__": lambda self, x: 2 * self.forward(x)})
+    assert_same(model, ids)
+    assert fused_of(model) == [foreign] * 2
+
+
+def doubled(forward):
+    """A wrapper, which calls itself what it wraps."""
+
+    @functools.wraps(forward)
+    def twice(self, x):
+        return 2 * forward(self, x)
+
+    return twice
 
 
 @torch.no_grad()
