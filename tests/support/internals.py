@@ -160,6 +160,15 @@ def count_prepared_steps():
     return len(generation_launch.prepared)
 
 
+def count_tables_that_turn_nothing(monkeypatch):
+    """A list that gets an entry for each pair of tables that a patched model makes to turn nothing."""
+    from fused_rope_attn.integrations.transformers import attention
+
+    made, identity = [], attention._identity
+    monkeypatch.setattr(attention, "_identity", lambda *given: made.append(given) or identity(*given))
+    return made
+
+
 def rotate_without_the_kernel(monkeypatch):
     """The rotation takes its reference, as on a CPU without the interpreter."""
     monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)

@@ -79,11 +79,12 @@ SUBJECTS = (
     Subject("kernels/masks.py", ("kernels/test_masks.py",)),
     Subject("kernels/lengths.py", ("kernels/test_lengths.py",)),
     Subject("kernels/sequences.py", ("kernels/test_sequences.py",)),
-    _of_models("attention", "attention", "steps", more=("bidirectional", "report", "families", "distributed")),
+    _of_models("attention", "attention", "steps", "norms", more=("bidirectional", "report", "families", "distributed")),
     _of_models("batch", "batches", more=("bidirectional", "distributed")),
     _of_models("conventions", "conventions", "families_lookup", "packing", more=("families",)),
     _of_models("families", "families_lookup", more=("families",)),
     _of_models("hooks", "hooks", "patching", "pickling", more=("foreign_attention", "options")),
+    _of_models("norms", "norms", more=("families", "distributed")),
     _of_models(
         "obstacles",
         "obstacles",

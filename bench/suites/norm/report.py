@@ -41,11 +41,12 @@ def summary(rows: list[Row]) -> str:
     for (case, shape, part, mode), group in groups(rows).items():
         mine, cost, rival = group[OURS], over_without(group), strongest(group)
         line = [case, shape, part, mode, milliseconds(mine["ms"]), "" if cost is None else f"{cost:.3f}"]
+        line.append(f"{mine['peak_mib']:.0f}")
         if rival is not None:
             losses += faster(group, rival["provider"]) < EVEN
             line += comparison(rival, mine)
-        lines.append(line + [""] * (9 - len(line)))
-    header = ["case", "shape", "pass", "mode", "ours ms", "/ without", "strongest rival", "ms", "speedup"]
+        lines.append(line + [""] * (10 - len(line)))
+    header = ["case", "shape", "pass", "mode", "ours ms", "/ without", "MiB", "strongest rival", "ms", "speedup"]
     blocks = [table(header, lines, left=4)] if lines else ["nothing was timed"]
     blocks.append(f"{len(lines)} lines, slower than the strongest rival in {losses}")
     return "\n\n".join([*blocks, *filter(None, ["\n".join(not_timed(rows))])])
@@ -57,13 +58,17 @@ def results(rows: list[Row]) -> str:
     if not found or len({row["gpu"] for row in rows}) != 1:
         raise ValueError("rows must hold CUDA-graph times of rope_attention with norms, on one card")
     rivals = [name for name in PROVIDERS if name not in (OURS, WITHOUT) and any(name in g for g in found.values())]
-    header = ["", "with norms, ms", "over without", *(PROVIDERS[name].label for name in rivals)]
+    header = ["", "with norms, ms", "over without", "MiB", *(PROVIDERS[name].label for name in rivals)]
     lines = []
     for case, shape in dict.fromkeys(key[:2] for key in found):
         passes = [found[key] for part in PASSES if (key := (case, shape, part, "graph")) in found]
         costs = [over_without(group) for group in passes]
         line = [f"{case} ({shape})", " / ".join(f"{group[OURS]['ms']:#.3g}" for group in passes)]
         line.append(" / ".join("-" if cost is None else f"{cost:.3f}" for cost in costs))
+        # At its peak forward and backward together hold this much beyond the inputs, o and gradients included.
+        memory = {name: row["peak_mib"] for group in passes for name, row in group.items()}
+        beside = f" ({memory[WITHOUT]:.0f})" if WITHOUT in memory else ""
+        line.append(f"{memory[OURS]:.0f}{beside}")
         for name in rivals:
             values = [f"{faster(group, name):.2f}" for group in passes if name in group]
             loose = " ~" * any(name in group and group[name]["status"] == "loose" for group in passes)
@@ -72,7 +77,8 @@ def results(rows: list[Row]) -> str:
     loose = any(row["status"] == "loose" for group in found.values() for row in group.values())
     notes = (
         "Forward / backward. Over without: time with norms over that of the same call without. ×: their time over ours "
-        "with norms, below 1 ours is slower; an empty field did not run. Times are of CUDA graphs, L2 flushed. "
+        "with norms, below 1 ours is slower; an empty field did not run. MiB: peak memory of forward and backward, o "
+        "and gradients included, in brackets without norms. Times are of CUDA graphs, L2 flushed. "
         + ("~: outside the tolerance that ours is held to. " if loose else "")
     )
     packages = ("transformers", "liger-kernel", "flash-attn-4", "cuDNN")

@@ -20,53 +20,37 @@ from bench.suites.norm.providers import FUSED, OURS, PROVIDERS, WITHOUT, Provide
 from bench.timing import ratio
 from fused_rope_attn.testing import Case
 
-EPS = 1e-6
+
+def _case(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:
+    offset = float(family.startswith("Gemma3"))  # what the model adds to the weights
+    case = Case(batch, heads_q, heads_kv, length, length, head_dim, causal=True, norms=offset)
+    return BenchCase(f"{family}-{length_name(length)}", family, ("norm",), case)
 
 
-@dataclass(frozen=True)
-class NormCase:
-    """A shape of attention, and what its model adds to the weights of its norms."""
-
-    case: BenchCase
-    offset: float
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def shape(self) -> str:
-        return f"{self.case.shape}{' offset' * bool(self.offset)}"
-
-
-def _case(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> NormCase:
-    case = Case(batch, heads_q, heads_kv, length, length, head_dim, causal=True)
-    offset = float(family.startswith("Gemma3"))
-    return NormCase(BenchCase(f"{family}-{length_name(length)}", family, ("norm",), case), offset)
-
-
-# Qwen3-8B has the heads of Llama3-8B. The longest last: a time budget that runs out has then covered the most cases.
+# Qwen3-8B has the heads of Llama3-8B. Those of which targets are stated come first, for time budgets that run out.
 CASES = (
-    *(_case("Qwen3-0.6B", 4, 16, 8, n, 128) for n in (1024, 2048, 4096)),
-    *(_case("Qwen3-8B", 2, 32, 8, n, 128) for n in (1024, 2048, 4096)),
-    *(_case("Gemma3-1B", 4, 4, 1, n, 256) for n in (1024, 4096)),
-    *(_case("Gemma3-4B", 2, 8, 4, n, 256) for n in (1024, 4096)),
+    *(_case("Qwen3-0.6B", 4, 16, 8, n, 128) for n in (2048, 4096)),
+    *(_case("Qwen3-8B", 2, 32, 8, n, 128) for n in (2048, 4096)),
+    _case("Qwen3-0.6B", 4, 16, 8, 1024, 128),
+    _case("Qwen3-8B", 2, 32, 8, 1024, 128),
+    _case("Gemma3-1B", 4, 4, 1, 4096, 256),
+    _case("Gemma3-4B", 2, 8, 4, 4096, 256),
+    _case("Gemma3-1B", 4, 4, 1, 1024, 256),
+    _case("Gemma3-4B", 2, 8, 4, 1024, 256),
     _case("Qwen3-8B", 1, 32, 8, 16384, 128),
 )
 
 
 class NormTrial(Trial):
-    """One case. ``grads``: whether gradients are judged."""
+    """One case. ``grads``: whether gradients are judged, and are part of the calls whose peak of memory rows hold."""
 
-    measures_memory = True
-
-    def __init__(self, providers: list[Provider], case: NormCase, clock: Any, grads: bool) -> None:
+    def __init__(self, providers: list[Provider], case: BenchCase, clock: Any, grads: bool) -> None:
         super().__init__(providers)
         self._case, self._clock, self._grads = case, clock, grads
-        self._problem = Problem(case.case, case.offset, EPS, clock.device)
+        self._problem = Problem(case.case, clock.device)
 
     def unsupported(self, provider: Provider) -> str | None:
-        return provider.unsupported(self._case.case.case)
+        return provider.unsupported(self._case.case)
 
     def enter(self, provider: Provider) -> Entry:
         begin = time.perf_counter()
@@ -75,7 +59,9 @@ class NormTrial(Trial):
         self._clock.synchronize()
         seconds = time.perf_counter() - begin
         verdict = replace(self._problem.judge(provider, found), first_call_s=seconds)
-        return Entry(provider, verdict, subject.make, facts=verdict.fields() | self._plan(provider, subject))
+        facts = verdict.fields() | self._plan(provider, subject)
+        facts["peak_mib"] = self._clock.peak_mib(lambda: subject.once(self._grads))
+        return Entry(provider, verdict, subject.make, facts=facts)
 
     def _plan(self, provider: Provider, subject: Subject) -> Row:
         if provider.name not in FUSED:
@@ -92,10 +78,10 @@ class NormTrial(Trial):
         return {
             "bench": "norm",
             "case": self._case.name,
-            "family": self._case.case.family,
+            "family": self._case.family,
             "shape": self._case.shape,
-            **case_fields(self._case.case.case),
-            "norm_offset": self._case.offset,
+            **case_fields(self._case.case),
+            "norm_offset": self._case.case.norms,
             "provider": provider.name,
             "label": provider.label,
             "ours": is_ours(provider.name),
@@ -106,7 +92,7 @@ class NormTrial(Trial):
         """TFLOP/s of the products, and of ours with norms the time over that without."""
         rounds = {name: measurement.round_medians for name, measurement in measured.items()}
         rows: dict[str, Row] = {
-            name: {"tflops": self._case.case.flops(part) / measurement.quantiles()[0] * 1e-9}
+            name: {"tflops": self._case.flops(part) / measurement.quantiles()[0] * 1e-9}
             for name, measurement in measured.items()
         }
         if OURS in rounds and WITHOUT in rounds:
@@ -134,23 +120,23 @@ class Norm(Suite):
         add("--dtype", choices=tuple(DTYPES), default="bf16")
 
     @classmethod
-    def configure(cls, args: argparse.Namespace) -> tuple[Norm, list[NormCase]]:
+    def configure(cls, args: argparse.Namespace) -> tuple[Norm, list[BenchCase]]:
         dtype = DTYPES[args.dtype]
         chosen = [
-            replace(case, case=replace(case.case, case=replace(case.case.case, dtype=dtype)))
+            replace(case, case=replace(case.case, dtype=dtype, norm_dtype=dtype))
             for case in matching(CASES, args.cases)
         ]
         measured = pick(PROVIDERS, words(args.providers), always=(OURS, WITHOUT))
         return cls(measured, words(args.passes) != ["fwd"]), chosen
 
-    def listing(self, cases: list[NormCase]) -> str:
-        lines = [[case.name, case.shape, f"{case.case.flops('fwd') / 1e12:.3f}"] for case in cases]
+    def listing(self, cases: list[BenchCase]) -> str:
+        lines = [[case.name, case.shape, f"{case.flops('fwd') / 1e12:.3f}"] for case in cases]
         return f"{report.table(['case', 'shape', 'TFLOP fwd'], lines, left=2)}\n\n{provider_table(self.providers)}"
 
-    def title(self, case: NormCase) -> str:
+    def title(self, case: BenchCase) -> str:
         return case.name
 
-    def open(self, case: NormCase, clock: Any) -> NormTrial:
+    def open(self, case: BenchCase, clock: Any) -> NormTrial:
         return NormTrial(self.providers, case, clock, self.grads)
 
     def summary(self, rows: list[Row]) -> str:

@@ -64,8 +64,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
         q = q * convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
-    # A graph that looked at what eager passes keep would be made anew for each of them.
-    kept = None if torch.compiler.is_compiling() else batch.kept
+    kept = _kept(batch)
     tables = _tables(module, convention, kwargs.get("position_embeddings"), q, kept)
     if convention.after_rotation is not None:
         q, k = convention.after_rotation(module, *_rotated(q, k, tables, norms))
@@ -167,6 +166,21 @@ def _identity(rows: int, device: torch.device) -> _Tables:
     return _Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
 
 
+def _kept(batch: Batch) -> Kept | None:
+    # A graph that looked at what eager passes keep would be made anew for each of them.
+    return None if torch.compiler.is_compiling() else batch.kept
+
+
+def _unturned(device: torch.device, batch: Batch) -> _Tables:
+    """One row that turns nothing, the same for all layers of a pass."""
+    kept = _kept(batch)
+    if kept is None:
+        return _identity(1, device)
+    if device not in kept.unturned:
+        kept.unturned[device] = _identity(1, device)
+    return kept.unturned[device]
+
+
 def _options(norms: HeadNorms | None) -> dict[str, Any]:
     """Norms as keywords of the operators."""
     return {} if norms is None else norms.options
@@ -236,7 +250,7 @@ def _attend(
     size, _, length, _ = q.shape
     if batch.rotates_first:
         q, k = _rotated(q, k, tables, norms)
-        unturned = _identity(1, q.device)
+        unturned = _unturned(q.device, batch)
         cos, sin = unturned.long(batch.max_seqlen)
         options, norms = options | unturned.options, None
     else:
@@ -304,7 +318,7 @@ def attend_cache(
         inside = tables
     else:
         q, k = _rotated(q, k, tables, norms)
-        inside = _identity(1, q.device)
+        inside = _unturned(q.device, batch)
     options = inside.options | features
     if step and batch.cached is not None:
         tokens, static = q.shape[2], type(layer) is StaticLayer

@@ -35,13 +35,15 @@ class Kept:
     """What the layers of one forward pass keep for each other. Lives as long as the pass's Batch does, and no longer.
 
     tables: by what they are made of, which they keep alive, so that its id stays its own.
+    unturned: by device, tables of one row that turn nothing.
     """
 
     # No dict: a plain object passes through what takes containers apart to move the tensors in them.
-    __slots__ = ("tables",)
+    __slots__ = ("tables", "unturned")
 
     def __init__(self) -> None:
         self.tables: dict[tuple, Any] = {}
+        self.unturned: dict[torch.device, Any] = {}
 
 
 class Batch(NamedTuple):

@@ -176,7 +176,8 @@ def form_of(cls: type[nn.Module]) -> RmsNorm | None:
     """How a class of norms has what the kernels ask for; None where it is another kind of norm, or none."""
     entry = _found.get(cls)
     if entry is None or entry[0] is not cls.forward:
-        base = unchanged_base(cls, RMS_NORMS)
+        # Nobody calls a norm whose result the kernels compute: what else happens in a call would be lost.
+        base = unchanged_base(cls, RMS_NORMS) if cls.__call__ is nn.Module.__call__ else None
         entry = _found[cls] = (cls.forward, None if base is None else RMS_NORMS[name_of(base)])
     return entry[1]
 
@@ -185,6 +186,8 @@ def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
     """As ``form_of`` by the forward of an instance, which is how Liger patches models that are made already."""
     forward = norm.__dict__["forward"]
     if torch.compiler.is_compiling() or not isinstance(forward, MethodType) or forward.__self__ is not norm:
+        return None
+    if type(norm).__call__ is not nn.Module.__call__:
         return None
     function = forward.__func__
     name, _, method = f"{function.__module__}.{function.__qualname__}".rpartition(".")

@@ -50,6 +50,9 @@ def patch_model(
     FSDP2, torch.compile, Trainer, save_pretrained and pickling work as before. Patch after loading: a model made by
     ``from_pretrained`` is unpatched. A model that is patched already stays so, with the options of the last call.
 
+    Norms of each head of q and k before the rotation (Qwen 3, Gemma 3) are computed by the kernels, with gradients of
+    their weights, where they are plain root-mean-square norms; others, and those with hooks, run as they are.
+
     Bidirectional models (``config.is_causal = False``) are served as such. What the kernels do not serve takes the
     module's own forward, with a warning that gives the reason: attention weights (``output_attentions``), attention
     dropout in training, 4-D and punctured attention masks, caches of unknown types and paged ones, and attention

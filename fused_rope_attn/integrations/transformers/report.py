@@ -24,8 +24,9 @@ class ModuleReport(NamedTuple):
     reason: why it is not patched; "" where it is.
     served: calls that ran here since it was patched.
     own: calls that took the module's own forward since then, by reason.
-    norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` where the kernels do
-        it, ``"its own"`` and the reason where the module's norms run; "" where there are none.
+    norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` where the kernels did
+        it in the last call that ran here, ``"its own"`` and the reason where the module's norms ran. Before any call,
+        what the norms look like now. "" where there are none.
     """
 
     path: str
@@ -91,12 +92,15 @@ def _report(path: str, module: nn.Module) -> ModuleReport:
 
 
 def _norms(module: nn.Module, patch: Patch) -> str:
-    """As ``ModuleReport.norms``: what holds of the modules as they are, or else of the last call's dtypes."""
+    """As ``ModuleReport.norms``."""
     pair = patch.convention.norms(module)
     if pair is None:
         return ""
-    found = head_norms(*pair)
-    reason = found if isinstance(found, str) else patch.own_norms
+    # A module alone may look otherwise than in a call: FSDP2 gathers weights for it.
+    reason = patch.own_norms
+    if reason is None:
+        found = head_norms(*pair)
+        reason = found if isinstance(found, str) else ""
     return f"its own: {reason}" if reason else "fused"
 
 

@@ -30,12 +30,13 @@ class Patch:
     deterministic: as ``patch_model`` was told.
     served: calls that fused attention has served.
     own: calls that the module's own forward has served, by reason.
-    own_norms: why its own norms of heads ran in the last call that fused attention has served, "" where they did not.
+    own_norms: why its own norms of heads ran in the last call that fused attention has served, "" where they did not;
+        None before such a call, and where there are no norms of heads.
 
     Calls within a graph of torch.compile are not counted: the graph would be made anew for each of them.
     """
 
-    own_norms = ""
+    own_norms: str | None = None
 
     def __init__(self, convention: Convention, previous: Callable | None, deterministic: bool):
         self.convention = convention

@@ -24,7 +24,7 @@ def mesh():
 def test_fully_sharded(first, wraps, mesh, calls):
     from torch.distributed.fsdp import fully_shard
 
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
+    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
     expected, expected_grads = run(model, ids, grad=True)
 
     def shard():
@@ -40,7 +40,8 @@ def test_fully_sharded(first, wraps, mesh, calls):
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
         assert_close(grad.full_tensor(), expected_grads[name], 1e-4, name)
-    assert calls == {"rope_attention": 2} and all(row.patched for row in patch_report(model))
+    assert calls == {"rope_attention": 2}
+    assert all(row.patched and row.norms == "fused" for row in patch_report(model))
 
 
 def test_context_parallel_is_refused(mesh):

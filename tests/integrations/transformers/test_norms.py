@@ -4,6 +4,7 @@ import functools
 import importlib
 import types
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from fused_rope_attn.integrations.transformers import patch_model, patch_report,
 from fused_rope_attn.integrations.transformers.norms import RMS_NORMS, head_norms, unfit_for
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
+from tests.support.internals import count_tables_that_turn_nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -66,7 +68,7 @@ def test_families_whose_norms_are_fused(calls):
             else:
                 assert said == ("fused" if type(module).__name__.startswith(("Qwen3", "Gemma3", "Lfm2")) else "")
             normed += said == "fused"
-    assert normed >= 4 * 2
+    assert normed >= 6
 
 
 def hook(model, norm):
@@ -83,6 +85,27 @@ def pre_hook(model, norm):
 def backward_hook(model, norm):
     norm.register_full_backward_hook(lambda _, into, out: (into[0] * 0.5,))
     return "has hooks", None
+
+
+def backward_pre_hook(model, norm):
+    norm.register_full_backward_pre_hook(lambda _, out: (out[0] * 0.5,))
+    return "has hooks", None
+
+
+class Doubled(torch.Tensor):
+    """A weight that is more than its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+        plain = [2 * x.as_subclass(torch.Tensor) if isinstance(x, Doubled) else x for x in args]
+        return function(*plain, **kwargs or {})
+
+
+def odd_weight(model, norm):
+    weight = norm.weight.detach().as_subclass(Doubled)
+    del norm.weight
+    norm.weight = weight
+    return "has a weight of type Doubled", None
 
 
 def own_forward(model, norm):
@@ -117,15 +140,23 @@ def default_eps(model, norm):
     return "has an eps of None", None
 
 
+def own_call(model, norm):
+    norm.__class__ = type("Called", (type(norm),), {"__call__": lambda self, x: self.forward(x) + 1})
+    return "is Called", None
+
+
 def subclass(model, norm):
     norm.__class__ = type("Twice", (type(norm),), {"forward": lambda self, x: 2 * x})
     return "is Twice", None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [hook, pre_hook, backward_hook, own_forward, wrapped_forward, other_kind, other_eps, default_eps, subclass],
-)
+CHANGES = (
+    hook, pre_hook, backward_hook, backward_pre_hook, own_forward, wrapped_forward, other_kind, other_eps, default_eps,
+    odd_weight, own_call, subclass,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_norms_run_themselves(change):
     """Whatever becomes of a norm after patching happens in the patched model too: results are the unpatched one's."""
     model, ids = make_model("qwen3"), make_ids(2, LENGTH)
@@ -135,7 +166,7 @@ def test_changed_norms_run_themselves(change):
     after = run(model, ids, use_cache=False)[0]
     assert fused_of(model)[0].startswith("its own: ") and said in fused_of(model)[0]
     assert seen is None or len(seen) == 1
-    if change in (hook, backward_hook):
+    if change in (hook, backward_hook, backward_pre_hook):
         assert_close(after, before, 1e-6)
     else:
         with pytest.raises(AssertionError):
@@ -211,10 +242,25 @@ def test_norms_that_liger_patched(calls):
     assert fused_of(model) == ["fused"] * 2
     attentions[0].q_norm.casting_mode = "none"
     attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].q_norm)  # another's
-    assert fused_of(model) == [
-        "its own: q_norm has the casting mode none",
-        "its own: k_norm has a forward of its own",
-    ]
+    assert_same(model, ids)
+    foreign = "its own: k_norm has a forward of its own"
+    assert fused_of(model) == ["its own: q_norm has the casting mode none", foreign]
+    attentions[0].q_norm.casting_mode = "gemma"
+    attentions[0].k_norm.forward = types.MethodType(doubled(forward), attentions[0].k_norm)
+    attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].k_norm)
+    attentions[1].k_norm.__class__ = type("Called", (type(norm),), {"__call__": lambda self, x: 2 * self.forward(x)})
+    assert_same(model, ids)
+    assert fused_of(model) == [foreign] * 2
+
+
+def doubled(forward):
+    """A wrapper, which calls itself what it wraps."""
+
+    @functools.wraps(forward)
+    def twice(self, x):
+        return 2 * forward(self, x)
+
+    return twice
 
 
 @torch.no_grad()
@@ -244,6 +290,30 @@ def test_norms_of_another_dtype():
     with torch.autocast("cpu", torch.float16):
         assert unfit_for(half, q.half(), False) == ""
         assert unfit_for(half, q.half(), True) == "norms that make float16 heads float32"
+
+
+def test_training_under_autocast(calls):
+    """Float32 weights beside bfloat16 heads, as trainers have them: the weights' gradients are float32's."""
+    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
+    exact = run(model, ids, grad=True, use_cache=False)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run(model, ids, grad=True, use_cache=False)[1]
+        fused = run(patch_model(model), ids, grad=True, use_cache=False)[1]
+    assert fused_of(model) == ["fused"] * 2
+    for name in (name for name in exact if name.endswith(("q_norm.weight", "k_norm.weight"))):
+        spread = (plain[name] - exact[name]).norm()
+        assert fused[name].dtype is torch.float32 and (fused[name] - exact[name]).norm() <= 1.5 * spread, name
+
+
+def test_norms_that_peft_wraps(calls):
+    """Norms that are trained beside an adapter are copies inside a wrapper, which decides whose turn it is."""
+    model, ids = make_model("qwen3"), make_ids(1, LENGTH)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["q_norm"], init_lora_weights=False)
+    model = patch_model(peft.get_peft_model(model, config)).eval()
+    assert_same(model, ids, grad=True, use_cache=False)
+    assert all("q_norm is ModulesToSaveWrapper" in said for said in fused_of(model))
+    assert any("q_norm" in name for name, p in model.named_parameters() if p.grad is not None)
+    assert calls == {"rope_attention": 2}
 
 
 def test_packed_sequences(calls):
@@ -284,3 +354,15 @@ def test_compiled_with_norms():
     for parameter, gradient in expected[1].items():
         assert_close(grads[f"_orig_mod.{parameter}"], gradient, 1e-4, parameter)
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_layers_share_the_tables_of_a_step(calls, monkeypatch):
+    """What is normed and rotated before a step is not turned again, by tables that are made once a pass."""
+    made = count_tables_that_turn_nothing(monkeypatch)
+    model, ids = make_model("qwen3", use_sliding_window=False), make_ids(1, 9)
+    expected = model(ids, use_cache=False).logits[:, 6:]
+    past = patch_model(model)(ids[:, :6]).past_key_values
+    got = [model(part, past_key_values=past).logits for part in (ids[:, 6:7], ids[:, 7:])]
+    assert_close(torch.cat(got, 1), expected, 1e-5)
+    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 4} and len(made) == 2
