@@ -168,10 +168,10 @@ class Exchange:
             self.work = dist.all_to_all(self.outputs, self.inputs, group=processes, async_op=True)
             return
         # gloo has the flat form only, and not for every dtype.
-        self.sizes = [x.numel() * x.element_size() for x in self.outputs]
+        self.sizes = [x.nbytes for x in self.outputs]
         self.flat = torch.zeros(sum(self.sizes), dtype=torch.uint8)
         self.sent = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.inputs])
-        given = [x.numel() * x.element_size() for x in self.inputs]
+        given = [x.nbytes for x in self.inputs]
         self.work = dist.all_to_all_single(self.flat, self.sent, self.sizes, given, group=processes, async_op=True)
 
     def wait(self) -> None:
