@@ -56,7 +56,7 @@ def poisoned_memory(request):
 @pytest.fixture(scope="session")
 def ranks():
     """Four processes that share sequences, for the tests of every folder: each takes seconds to begin."""
-    from tests.support.ranks import Ranks
+    from verification.ranks import Ranks
 
     pool = Ranks(4)
     yield pool

@@ -11,9 +11,10 @@ import torch
 
 from fused_rope_attn.testing import Case
 from tests.support import cp_features, cp_gpu
-from tests.support.context_parallel import attend, joined, judge
+from tests.support.context_parallel import judge
 from tests.support.dtypes import BF16, F16
-from tests.support.ranks import Ranks
+from verification.context_parallel import attend, joined
+from verification.ranks import Ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]

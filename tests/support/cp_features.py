@@ -16,7 +16,7 @@ from fused_rope_attn.distributed import (
     rope_attention_cp,
     rope_attention_varlen_cp,
 )
-from tests.support.ranks import group_of
+from verification.ranks import group_of
 
 Tensors = dict[str, torch.Tensor]
 

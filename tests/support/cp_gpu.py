@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fused_rope_attn import rope_attention, testing
 from fused_rope_attn.distributed import cp_shard, rope_attention_cp
 from fused_rope_attn.testing import Case
-from tests.support.ranks import group_of
+from verification.ranks import group_of
 
 
 def _shards(case: Case, ranks: tuple[int, ...], sharding: str = "zigzag") -> tuple[Any, list[torch.Tensor], Any]:

@@ -11,7 +11,7 @@ import torch
 from fused_rope_attn.distributed import cp_shard, cp_shift_labels
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids, make_model
-from tests.support.ranks import group_of
+from verification.ranks import group_of
 
 
 def positions_of(documents: tuple[int, ...]) -> torch.Tensor:

@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     works = [
         Work(kind, _length(length))
-        for length in words(args.lengths)
         for kind in words(args.kinds)
+        for length in words(args.lengths)
         if kind != "plain" or _length(length) <= _LONGEST_PLAIN or args.slow
     ]
     sizes = [int(size) for size in words(args.ranks)]
@@ -46,9 +46,10 @@ def main(argv: list[str]) -> int:
     names = words(args.providers)
     rows: list[Row] = []
     facts = environment()
+    start = time.monotonic()
     for size in sizes:
         begin = time.monotonic()
-        for row in _run(size, works, names, args):
+        for row in _run(size, works, names, args, args.seconds - (begin - start)):
             rows.append({**row, **facts})
         print(f"{size} GPUs: {time.monotonic() - begin:.0f} s", flush=True)
     if args.out is not None:
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
     return 1 if any(row["status"] != "ok" and row["provider"].startswith("fused") for row in rows) else 0
 
 
-def _run(size: int, works: list[Work], names: list[str], args: argparse.Namespace) -> list[Row]:
+def _run(size: int, works: list[Work], names: list[str], args: argparse.Namespace, seconds: float) -> list[Row]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -67,8 +68,7 @@ def _run(size: int, works: list[Work], names: list[str], args: argparse.Namespac
         path = Path(folder) / "rows.jsonl"
         path.touch()
         options = {
-            "rows": str(path), "rounds": args.rounds, "passes": words(args.passes),
-            "seconds": args.seconds / max(1, len(words(args.ranks))),
+            "rows": str(path), "rounds": args.rounds, "passes": words(args.passes), "seconds": seconds,
         }  # fmt: skip
         try:
             mp.spawn(ranks.serve, args=(size, port, works, names, options), nprocs=size)
@@ -126,8 +126,12 @@ def _parser() -> argparse.ArgumentParser:
         "python -m bench cp", description="Causal attention of one sequence over several GPUs, forward and backward."
     )
     add = parser.add_argument
-    add("--ranks", default="2,4", help="numbers of GPUs; default %(default)s")
-    add("--lengths", default=",".join(LENGTHS), help="default %(default)s; plain sequences of 1M only with --slow")
+    add("--ranks", default="4,2,1", help="numbers of GPUs, in this order; default %(default)s")
+    add(
+        "--lengths",
+        default=",".join(LENGTHS),
+        help="in this order; default %(default)s; plain ones of 1M only with --slow",
+    )
     add("--kinds", default=",".join(KINDS), help="default %(default)s")
     add("--providers", default=",".join(DEFAULT), help=f"of {', '.join(PROVIDERS)}; default %(default)s")
     add("--passes", default="fwd,bwd")

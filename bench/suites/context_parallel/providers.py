@@ -88,7 +88,7 @@ class Torch(One):
         # Its load balancing cuts as our zigzag does.
         shards = [cp_shard(x, 2, group=group).contiguous() for x in (apply_rope(q, *tables), k, v, do)]
         self.inputs = [x.requires_grad_() for x in shards[:3]]
-        self.do = shards[3]
+        self.do, self.work = shards[3], work
         self.mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("cp",))
 
     def forward(self) -> torch.Tensor:
@@ -99,7 +99,10 @@ class Torch(One):
         from torch.distributed.tensor.experimental import context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), context_parallel(self.mesh):
+        # It asks a buffer for the length of the sequence, and gives it back as it was.
+        buffer = torch.zeros(self.work.length, device=self.do.device)
+        flash = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
+        with flash, context_parallel(self.mesh, buffers=[buffer], buffer_seq_dims=[0]):
             yield
 
 

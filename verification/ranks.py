@@ -19,7 +19,7 @@ _groups: dict[tuple[int, ...], Any] = {}
 
 
 class Ranks:
-    """``size`` processes with a default process group, which run functions that a module of tests/support has."""
+    """``size`` processes with a default process group, which run functions of importable modules."""
 
     def __init__(self, size: int, backend: str = "gloo"):
         context = mp.get_context("spawn")
