@@ -10,32 +10,26 @@ import pytest
 import torch
 
 from fused_rope_attn.testing import Case
-from tests.support import cp_features, cp_gpu
+from tests.support import cp_gpu
 from tests.support.context_parallel import judge
-from tests.support.dtypes import BF16, F16
+from tests.support.dtypes import BF16
 from verification.context_parallel import attend, joined
 from verification.ranks import Ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+# Few kernels, since every process compiles them; ``python -m verification --cp`` has all features.
 LONG = Case(1, 8, 2, 8192, 8192, 128, dtype=BF16)
-SMALL = Case(2, 8, 4, 1024, 1024, 64, dtype=BF16)
+SHORT = replace(LONG, len_q=1024, len_k=1024)
 PACKED = Case(1, 8, 2, 1032, 1032, 128, dtype=BF16, seqlens=tuple((n, n) for n in (1, 300, 0, 77, 600, 30)))
 
-BITS = [
-    (LONG, "zigzag"),
-    (LONG, "contiguous"),
-    (replace(LONG, len_q=65536, len_k=65536, heads_q=4, heads_kv=1), "zigzag"),
-    (replace(LONG, window=(1000, 0)), "zigzag"),
-    (replace(LONG, softcap=20.0, sinks=True), "zigzag"),
-]
+BITS = [(LONG, "zigzag"), (LONG, "contiguous"), (replace(LONG, window=(1000, 0)), "zigzag")]
 NUMBERS = [
-    (replace(LONG, len_q=1024, len_k=1024), {}),
-    (replace(SMALL, window=(100, 0), sinks=True), {"sharding": "contiguous"}),
-    (replace(SMALL, dtype=F16), {"total_len": 801}),
-    (replace(SMALL, causal=False), {"local_tables": True}),
-    (replace(SMALL, norms=1.0), {"deterministic": True}),
-    (SMALL, {"method": "all_to_all"}),
+    (SHORT, {}),
+    (SHORT, {"total_len": 801, "sharding": "contiguous"}),
+    (SHORT, {"method": "all_to_all"}),
+    (replace(SHORT, window=(100, 0), sinks=True), {}),
+    (replace(SHORT, norms=1.0), {}),
     (PACKED, {}),
 ]
 
@@ -57,8 +51,8 @@ def repeats(pool, members):
 
 
 def a_late_rank(pool, members):
-    for same, _ in pool.results(cp_gpu.delays, SMALL, members, 1000, ranks=members):
-        assert same
+    for same, calls in pool.results(cp_gpu.delays, SHORT, members, 1000, 30.0, ranks=members):
+        assert same and calls > 0
 
 
 def late_inputs(pool, members):
@@ -67,13 +61,6 @@ def late_inputs(pool, members):
 
 def graphs(pool, members):
     assert pool.results(cp_gpu.graph, LONG, members, ranks=members) == [True] * len(members)
-
-
-def features(pool, members):
-    for feature in ("compile", "checkpoint"):
-        for expected, found in pool.results(cp_features.plain_and, members, feature, "cuda", ranks=members):
-            for name, x in expected.items():
-                torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-4)
 
 
 def memory(pool, members):
@@ -92,7 +79,7 @@ def test_several_gpus(size):
     members, failures = tuple(range(size)), []
     pool = Ranks(size, "nccl")
     try:
-        for check in (bits, numbers, repeats, a_late_rank, late_inputs, memory, features, graphs):
+        for check in (bits, numbers, repeats, a_late_rank, late_inputs, memory, graphs):
             try:
                 check(pool, members)
             except TimeoutError:

@@ -47,14 +47,19 @@ def repeats(case: Case, ranks: tuple[int, ...], count: int) -> list[bool]:
     return same
 
 
-def delays(case: Case, ranks: tuple[int, ...], count: int) -> tuple[bool, float]:
-    """(whether ``count`` calls with one rank late at random, on the host and on the GPU, all gave o and dv of the
-    first, seconds)."""
+def delays(case: Case, ranks: tuple[int, ...], count: int, seconds: float) -> tuple[bool, int]:
+    """Whether calls with one rank late at random, on the host and on the GPU, all gave o and dv of the first; and how
+    many there were, ``count`` at most, of which no more begin after so many seconds."""
     group, (q, k, v, do), inputs = _shards(case, ranks)
     generator = random.Random(3)
     start = time.monotonic()
     first, wrong = None, torch.zeros((), device="cuda")
-    for _ in range(count):
+    for done in range(count):
+        if done % 50 == 0:
+            over = torch.tensor(float(time.monotonic() - start > seconds), device="cuda")
+            dist.all_reduce(over, dist.ReduceOp.MAX, group=group)
+            if over.item():
+                return bool(wrong == 0), done
         late = generator.randrange(len(ranks))
         microseconds = generator.choice((0, 0, 0, 50, 500, 2000))
         if late == group.rank():
@@ -65,7 +70,7 @@ def delays(case: Case, ranks: tuple[int, ...], count: int) -> tuple[bool, float]
         if first is None:
             first = o, dv
         wrong += (o != first[0]).any() | (dv != first[1]).any()
-    return bool(wrong == 0), time.monotonic() - start
+    return bool(wrong == 0), count
 
 
 def graph(case: Case, ranks: tuple[int, ...]) -> bool:
