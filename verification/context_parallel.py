@@ -150,9 +150,9 @@ def _cases(dtype: torch.dtype, scale: int) -> list[tuple[Case, dict[str, Any]]]:
     ]
 
 
-def run(options: argparse.Namespace) -> int:
-    """``python -m verification --cp``: exit status 0 where all ranks are within tolerance, 1 where not, 2 where there
-    are no two GPUs."""
+def run(options: argparse.Namespace, pool: Ranks | None = None) -> int:
+    """``python -m verification --cp``, in a pool of processes that is there already, or in a new one: exit status 0
+    where all ranks are within tolerance, 1 where not, 2 where there are no two GPUs."""
     on_gpu = options.device.startswith("cuda")
     size = min(4, torch.cuda.device_count()) if on_gpu else 4
     if size < 2:
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     dtypes = options.dtype or (["bfloat16"] if on_gpu else ["float16", "float32"])
     start, lines, failed = time.perf_counter(), [], 0
-    pool = Ranks(size, "nccl" if on_gpu else "gloo")
+    given_pool, pool = pool, pool or Ranks(size, "nccl" if on_gpu else "gloo")
     try:
         for name in dtypes:
             for case, given in _cases(getattr(torch, name), 16 if on_gpu else 1):
@@ -177,7 +177,8 @@ def run(options: argparse.Namespace) -> int:
                         if line[-1]:
                             print(*line, file=sys.stderr)
     finally:
-        pool.close()
+        if given_pool is None:
+            pool.close()
     for line in lines:
         print("  ".join(line))
     seconds = time.perf_counter() - start

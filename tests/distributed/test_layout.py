@@ -1,4 +1,4 @@
-"""Pieces of work as integers: every row once, at its own position, with every key that it sees, on any number of ranks."""
+"""Pieces of work as integers: every row once, at its own position, with every key that it sees."""
 
 import itertools
 import random
