@@ -51,3 +51,13 @@ def poisoned_memory(request):
     else:
         with poison_empty():
             yield
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Four processes that share sequences, for the tests of every folder: each takes seconds to begin."""
+    from verification.ranks import Ranks
+
+    pool = Ranks(4)
+    yield pool
+    pool.close()

@@ -7,6 +7,8 @@ Triton's interpreter on the small cases, in float16 and float32. Exit status 0: 
 
 ``--random N`` draws N calls over the whole contract instead, illegal ones among them, and runs each on the backends
 that serve it. A failure prints the command that runs its call alone.
+
+``--cp`` runs context parallelism instead, in processes of its own, every rank against float64.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--jobs", type=int, metavar="N", help="processes; 0: all in this one (debuggers, compute-sanitizer)")
     add("--json", metavar="FILE", help="default: out/verification.json (out/random.json with --random); '' for none")
     add("--list", action="store_true", help="name the cases and run nothing")
+    add("--cp", action="store_true", help="context parallelism instead: 2 to 4 processes, on a GPU each or by gloo")
     drawn = parser.add_argument_group("random calls")
     drawn.add_argument("--random", type=int, metavar="N", help="draw and run the calls 0 to N - 1 instead of the cases")
     drawn.add_argument("--seed", type=int, default=0, metavar="S", help="of the drawing; default: %(default)s")
@@ -135,6 +138,10 @@ def make_tasks(options: argparse.Namespace) -> list:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    if options.cp:
+        from verification.context_parallel import run as run_context_parallel
+
+        return run_context_parallel(options)
     if options.device == "cpu":
         # Read when triton is imported, by this process and by those it starts.
         os.environ["TRITON_INTERPRET"] = "1"

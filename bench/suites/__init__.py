@@ -34,6 +34,8 @@ COMMANDS: dict[str, Command] = {
                 "suites.generation.command"),
         Command("models", "whole models of transformers, patched and not", "suites.models.suite"),
         Command("corope", "Co-RoPE beside its definition in eager PyTorch", "suites.corope"),
+        Command("cp", "a sequence over several GPUs, beside one GPU and PyTorch's context_parallel",
+                "suites.context_parallel.command"),
         Command("tune", "sweep tile configurations of the portable kernels, propose rows of their table",
                 "suites.tune.command"),
         Command("plot", "figures from files of rows of attention", "suites.attention.suite", "plot"),

@@ -115,14 +115,20 @@ def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bo
         return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
 
 
-def forward_alone(problem: Problem, tensors: Tensors) -> Outputs:
-    """A forward pass without autograd, for what differentiates several of them as one."""
-    return _run_forward(problem, tensors)
+def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors) -> Outputs:
+    """A forward pass without autograd by the kernels of a plan, for what makes one call of several."""
+    door = _doors(isinstance(plan.forward, configs.ForwardConfig))[0]
+    tensors = _with_unit_strides(tensors)
+    with device.guard(problem.device):
+        return door(problem.for_launch(), tensors, plan.forward, Saving.NOTHING)(tensors)
 
 
-def backward_alone(problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
-    """The backward pass of ``forward_alone``."""
-    return _run_backward(problem, tensors, do, o, lse)
+def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
+    """The backward pass of ``forward_by``."""
+    door = _doors(isinstance(plan.backward, configs.BackwardConfig))[1]
+    tensors = _with_unit_strides(tensors)
+    with device.guard(problem.device):
+        return door(problem.for_launch(), (do, o, *tensors), plan.backward, False)(tensors, do, o, lse)
 
 
 def _forward_impl(*arguments):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.distributed import local
 from fused_rope_attn.distributed.groups import Exchange, Group, join_rows
@@ -209,9 +210,8 @@ def _tables(call: Call, tensors: Tensors) -> list[tuple[torch.Tensor, ...]]:
 class _Pieces:
     """The pieces of this rank as calls of attention, for some key heads at a time."""
 
-    def __init__(self, call: Call, problem: Problem, tensors: Tensors, backend: str):
-        self.call, self.tensors = call, tensors
-        self.problem = problem._replace(backend=backend)
+    def __init__(self, call: Call, problem: Problem, tensors: Tensors):
+        self.call, self.problem, self.tensors = call, problem, tensors
         self.tables = _tables(call, tensors)
 
     def queries(self, x: torch.Tensor, piece: Piece, heads: slice, ghost: float = 0.0) -> torch.Tensor:
@@ -262,12 +262,12 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
         o.zero_()
         lse.fill_(float("-inf"))
     arriving = _begin(call, tensors, backward=False)
-    pieces = _Pieces(call, problem, tensors, _backends(call, problem, tensors).forward)
+    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
     for section, keys in arriving:
         k, v = keys.wait()
         for index in range(len(call.own.pieces)):
             piece, heads, one, given = pieces.build(index, section, k, v)
-            o_part, lse_part = local.forward(one, given)
+            o_part, lse_part = local.forward(plan, one, given)
             rows = slice(*piece.rows)
             count = rows.stop - rows.start
             o[:, heads, rows].copy_(o_part[:, :, :count])
@@ -288,7 +288,7 @@ def backward(
         dq.zero_()
     weights = _WeightGradients(tensors, lse.dtype)
     arriving = _begin(call, tensors, backward=True)
-    pieces = _Pieces(call, problem, tensors, _backends(call, problem, tensors).backward)
+    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
     leaving = []
     for section, keys in arriving:
         k, v = keys.wait()
@@ -299,7 +299,7 @@ def backward(
             do_part, o_part = (pieces.queries(x, piece, heads) for x in (do, o))
             # To the kernels a ghost saw nothing.
             lse_part = pieces.queries(lse, piece, heads, float("-inf")).contiguous()
-            gradients = local.backward(one, given, do_part, o_part, lse_part)
+            gradients = local.backward(plan, one, given, do_part, o_part, lse_part)
             dq[:, heads, rows].copy_(gradients.dq[:, :, : rows.stop - rows.start])
             weights.add(gradients, heads)
             found.append((piece, gradients))
@@ -332,9 +332,9 @@ class _WeightGradients:
         return Gradients(dq, dk, dv, **found)
 
 
-def _backends(call: Call, problem: Problem, tensors: Tensors) -> local.Backends:
-    """Whose kernels one GPU would take for the whole sequence; all pieces take them."""
+def _plan_of(call: Call, problem: Problem, tensors: Tensors) -> Plan | None:
+    """The kernels that all pieces take."""
     length = problem.len_q * call.group.size
     # K and V lie in buffers of this room's own.
     like = tensors.v.new_empty(1, 1, 1, problem.head_dim)
-    return local.backends_of(problem._replace(len_q=length, len_k=length), like)
+    return local.plan_of(problem._replace(len_q=length, len_k=length), like)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from typing import Any, NamedTuple, NoReturn
 
@@ -67,10 +66,9 @@ class _Agreement:
     The GPU is not involved, and a rank whose own arguments are wrong can say so without waiting for the others.
     """
 
-    def __init__(self, group: Group):
+    def __init__(self, group: Group, store: Any):
         ranks = dist.get_process_group_ranks(group.processes)
-        self.group = group
-        self.store: Any = dist.distributed_c10d._get_default_store()
+        self.group, self.store = group, store
         self.calls = 0
         self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
         self.pickled: dict[tuple, bytes] = {}
@@ -100,14 +98,15 @@ class _Agreement:
             ) from error
 
 
-@functools.cache
+_agreements: dict[Group, _Agreement] = {}
+
+
 def _agreement(group: Group) -> _Agreement:
-    return _Agreement(group)
-
-
-def forget() -> None:
-    """Count calls anew: for processes that destroy their groups and make others of the same names."""
-    _agreement.cache_clear()
+    store: Any = dist.distributed_c10d._get_default_store()
+    found = _agreements.get(group)
+    if found is None or found.store is not store:  # the groups were destroyed since, and others made
+        found = _agreements[group] = _Agreement(group, store)
+    return found
 
 
 def agree(group: Group, signature: dict[str, Any]) -> None:
@@ -168,10 +167,10 @@ class Exchange:
             self.work = dist.all_to_all(self.outputs, self.inputs, group=processes, async_op=True)
             return
         # gloo has the flat form only, and not for every dtype.
-        self.sizes = [x.numel() * x.element_size() for x in self.outputs]
+        self.sizes = [x.nbytes for x in self.outputs]
         self.flat = torch.zeros(sum(self.sizes), dtype=torch.uint8)
         self.sent = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.inputs])
-        given = [x.numel() * x.element_size() for x in self.inputs]
+        given = [x.nbytes for x in self.inputs]
         self.work = dist.all_to_all_single(self.flat, self.sent, self.sizes, given, group=processes, async_op=True)
 
     def wait(self) -> None:

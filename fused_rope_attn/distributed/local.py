@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fused_rope_attn.attention import configs, planning, reference
+from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.runtime.device import has_triton
 
@@ -14,39 +14,31 @@ if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import ops
 
 
-class Backends(NamedTuple):
-    """Whose kernels run the two passes: "reference", "triton" or "hopper"."""
+def plan_of(problem: Problem, like: torch.Tensor) -> planning.Plan | None:
+    """The kernels that one GPU's call of the whole sequence takes, so that its bits are those of that call; None for
+    the reference.
 
-    forward: str
-    backward: str
-
-
-def backends_of(problem: Problem, v: torch.Tensor) -> Backends:
-    """The backends that one GPU's call of the whole sequence would take, so that its bits are those of that call.
-
-    problem: of the whole sequence; v: any that lies in memory as the pieces' will.
+    problem: of the whole sequence. like: what v of the pieces will be like in memory.
     """
     chosen, _ = planning.choose_backend(problem)
-    if chosen == "reference":
-        return Backends("reference", "reference")
-    plan = planning.plan_for(problem._replace(backend=chosen), v)
-    return Backends(plan.backend, "hopper" if isinstance(plan.backward, configs.HopperBackwardConfig) else "triton")
+    return None if chosen == "reference" else planning.plan_for(problem._replace(backend=chosen), like)
 
 
-def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one piece, whose ``problem`` names the backend."""
-    if problem.backend != "reference":
-        outputs = ops.forward_alone(problem, tensors)
+def forward(plan: planning.Plan | None, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one piece."""
+    if plan is not None:
+        outputs = ops.forward_by(plan, problem, tensors)
         return outputs.o, outputs.lse
     return _reference(problem, tensors)
 
 
 def backward(
-    problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *, sums: bool = True
-) -> Gradients:
+    plan: planning.Plan | None, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, *, sums: bool = True,
+) -> Gradients:  # fmt: skip
     """Gradients of one piece in q's dtype, but with ``sums`` dk and dv in float32 (float64 for float64)."""
-    if problem.backend != "reference":
-        return ops.backward_alone(problem._replace(sums_keys=sums), tensors, do, o, lse)
+    if plan is not None:
+        return ops.backward_by(plan, problem._replace(sums_keys=sums), tensors, do, o, lse)
     with _Recording():
         wide = torch.promote_types(problem.dtype, torch.float32)
         q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fused_rope_attn.testing import Case
-from tests.support.context_parallel import attend, joined, judge, refused_plan
+from tests.support.context_parallel import judge, refused_plan
+from verification.context_parallel import attend, joined
 
 # Documents of one token, empty ones, one over several chunks, and ends that are those of chunks; 6 tokens of no one.
 LENGTHS = (1, 17, 0, 6, 12, 3, 21)

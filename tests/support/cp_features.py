@@ -16,24 +16,26 @@ from fused_rope_attn.distributed import (
     rope_attention_cp,
     rope_attention_varlen_cp,
 )
-from tests.support.ranks import group_of
+from verification.ranks import group_of
 
 Tensors = dict[str, torch.Tensor]
 
 
-def _inputs(ranks: tuple[int, ...], dtype: torch.dtype = torch.float32, length: int = 24) -> tuple[Any, list, tuple]:
+def _inputs(
+    ranks: tuple[int, ...], dtype: torch.dtype = torch.float32, length: int = 24, device: str = "cpu"
+) -> tuple[Any, list, tuple]:
     generator = torch.Generator().manual_seed(5)
     group = group_of(ranks)
-    whole = [torch.randn(1, heads, length, 16, generator=generator).to(dtype) for heads in (4, 2, 2)]
-    angles = torch.arange(length)[:, None] * torch.linspace(1.0, 0.1, 8)
+    whole = [torch.randn(1, heads, length, 16, generator=generator).to(device, dtype) for heads in (4, 2, 2)]
+    angles = (torch.arange(length)[:, None] * torch.linspace(1.0, 0.1, 8)).to(device)
     shards = [cp_shard(x, 2, group=group).requires_grad_() for x in whole]
     return group, shards, (angles.cos(), angles.sin())
 
 
-def plain_and(ranks: tuple[int, ...], feature: str) -> tuple[Tensors, Tensors]:
+def plain_and(ranks: tuple[int, ...], feature: str, device: str = "cpu") -> tuple[Tensors, Tensors]:
     """o and gradients of an ordinary call, and of the same under a feature of PyTorch."""
-    group, shards, tables = _inputs(ranks)
-    plan = plan_varlen_cp([0, 7, 24], group=group) if "varlen" in feature else None
+    group, shards, tables = _inputs(ranks, device=device)
+    plan = plan_varlen_cp([0, 7, 24], group=group, device=device) if "varlen" in feature else None
 
     def attend(q, k, v):
         if plan is not None:

@@ -15,6 +15,7 @@ from fused_rope_attn import (
     rope_attention_varlen,
     rope_attention_with_kvcache,
 )
+from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import rooms
 from fused_rope_attn.integrations.transformers.batch import (
@@ -28,6 +29,7 @@ from fused_rope_attn.integrations.transformers.batch import (
 )
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
+from fused_rope_attn.integrations.transformers.shards import Shared, attend_shard
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
 from fused_rope_attn.rotation.api import rotate
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
@@ -54,6 +56,11 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     if batch is None:
         batch = _batch_of_a_layer(module, bool(args) or past is not None, kwargs)
     patch: Patch = getattr(module, PATCH)
+    if (patch.shards is None) != (batch.shared is None):
+        raise NotImplementedError(
+            "an attention module whose model has a cp_group was called without its model, which alone knows what the "
+            "other ranks have: call the model"
+        )
     patch.count(batch.original)
     if batch.original:
         own = type(module).forward.__get__(module) if patch.previous is None else patch.previous
@@ -70,7 +77,11 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         q, k = convention.after_rotation(module, *_rotated(q, k, tables, norms))
         norms = None
         tables = _identity(q.shape[2], q.device)
-    if past is None:
+    if batch.shared is not None:
+        options = _features(module, convention, q, batch) | {"deterministic": patch.deterministic}
+        rotation = tables.options | _options(norms)
+        o = attend_shard(batch.shared, q, k, v, *_joined(tables, batch, kept), rotation, options)
+    elif past is None:
         o = _attend(module, convention, q, k, v, tables, norms, batch, packed=batch.cu_seqlens is not None)
     elif tokens_seen(past, module.layer_idx) == 0:
         # The rotated keys are for the steps to come. This one rotates them again inside attention: cheaper than to
@@ -118,6 +129,7 @@ class _Tables:
         self.arrays = cos, sin
         self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
         self._long: tuple[Tensor, Tensor] | None = None
+        self.joined: tuple[Tensor, Tensor] | None = None  # of the rows of all ranks that share the sequence
 
     def long(self, rows: int) -> tuple[Tensor, Tensor]:
         """Tables of one row as tables of many rows (1|B, rows, R/2), all the same."""
@@ -158,6 +170,18 @@ def _tables_of(
     if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
         cos, sin = cos.float(), sin.float()
     return _Tables(cos, sin, convention.interleaved)
+
+
+def _joined(tables: _Tables, batch: Batch, kept: Kept | None) -> tuple[Tensor, Tensor]:
+    """cos and sin of all ranks' rows, joined once for all layers of a pass, where they may be kept and attention reads
+    them by position; else this rank's."""
+    shared = cast(Shared, batch.shared)
+    if kept is None or shared.plan is not None:
+        return tables.arrays
+    if tables.joined is None:
+        cos, sin = (cp_unshard(table, 1, **shared.shards.options) for table in tables.arrays)
+        tables.joined = cos, sin
+    return tables.joined
 
 
 def _identity(rows: int, device: torch.device) -> _Tables:

@@ -24,6 +24,7 @@ from fused_rope_attn.integrations.transformers.obstacles import (
     uses_flash,
     uses_masks_by_default,
 )
+from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.device import is_capturing
 
@@ -63,6 +64,7 @@ class Batch(NamedTuple):
     kept: None where every layer works for itself.
     causal: False for bidirectional attention.
     inclusive_window: a bidirectional window of w reaches keys at distance w, too; else w - 1, as a causal one.
+    shared: of a shard of sequences that several ranks share; all else but ``kept`` and ``causal`` then says nothing.
     rotates_first: the sequences in cu_seqlens have table rows of their own: q and k are rotated before attention.
     """
 
@@ -79,6 +81,7 @@ class Batch(NamedTuple):
     causal: bool = True
     inclusive_window: bool = False
     rotates_first: bool = False
+    shared: Shared | None = None
 
 
 PLAIN = Batch()

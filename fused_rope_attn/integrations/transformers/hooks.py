@@ -9,10 +9,19 @@ import torch
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.attention import BATCH
-from fused_rope_attn.integrations.transformers.batch import Batch, describe
+from fused_rope_attn.integrations.transformers.batch import Batch, Kept, describe
 from fused_rope_attn.integrations.transformers.families import name_of
 from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
-from fused_rope_attn.integrations.transformers.state import DECODER, MASK_MAKER, Decoder, MaskMaker, state_of, tell
+from fused_rope_attn.integrations.transformers.shards import describe_shard, refuse_unshifted_labels
+from fused_rope_attn.integrations.transformers.state import (
+    DECODER,
+    MASK_MAKER,
+    Decoder,
+    MaskMaker,
+    names_of_parameters,
+    state_of,
+    tell,
+)
 
 PREPARE = "prepare_inputs_for_generation"
 # Models that make the masks of their decoder, which are causal but for the tokens of images.
@@ -29,6 +38,13 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     state: Decoder = getattr(decoder, DECODER)
     given = dict(zip(state.names, args)) | kwargs
     batch = given.get(BATCH)
+    if state.shards is not None:
+        if batch is None:
+            shared = describe_shard(state.attentions, decoder.config, given, state.shards)
+            kept = None if torch.compiler.is_compiling() else Kept()
+            batch = Batch(shared=shared, causal=shared.causal, kept=kept)
+        # A cache of a shard would be of no use to anybody.
+        return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
     if batch.original:
@@ -37,6 +53,11 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if state.reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+
+
+def check_labels(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Forward pre-hook of a model with a loss whose sequences several ranks share."""
+    refuse_unshifted_labels(names_of_parameters(model), args, kwargs)
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

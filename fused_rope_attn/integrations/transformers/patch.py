@@ -21,11 +21,13 @@ from fused_rope_attn.integrations.transformers.families import (
 from fused_rope_attn.integrations.transformers.hooks import (
     PREPARE,
     Preparation,
+    check_labels,
     decoder_in,
     describe_batch,
     describe_before_masks,
     makes_masks,
 )
+from fused_rope_attn.integrations.transformers.shards import Shards, shards_of
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
     MASK_MAKER,
@@ -33,6 +35,7 @@ from fused_rope_attn.integrations.transformers.state import (
     Decoder,
     MaskMaker,
     Patch,
+    names_of_parameters,
     state_of,
 )
 
@@ -41,7 +44,12 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def patch_model(
-    model: nn.Module, *, unsupported: Literal["raise", "skip"] = "raise", deterministic: bool | None = None
+    model: nn.Module,
+    *,
+    unsupported: Literal["raise", "skip"] = "raise",
+    deterministic: bool | None = None,
+    cp_group: Any = None,
+    cp_sharding: str = "zigzag",
 ) -> nn.Module:
     """Replace the attention of a loaded transformers model by ``rope_attention``, in place, for this model only.
 
@@ -69,13 +77,19 @@ def patch_model(
             multimodal model, for example), or ``"skip"``: such modules are left alone, and all others patched.
         deterministic: True for gradients that are bitwise equal from run to run, as ``rope_attention`` gives them with
             ``deterministic=True``. Otherwise ``torch.use_deterministic_algorithms`` decides.
+        cp_group: a ProcessGroup or a DeviceMesh of one dimension whose ranks share every sequence: each passes its
+            shard of ``input_ids`` and of ``position_ids``, which are required, and ``shift_labels`` beside ``labels``,
+            as ``cp_shard`` and ``cp_shift_labels`` of ``fused_rope_attn.distributed`` cut them. Position ids that begin
+            anew are packed documents. Padding masks and caches are refused, and so is whatever would take the module's
+            own forward, which knows nothing of the other ranks.
+        cp_sharding: ``"zigzag"`` or ``"contiguous"``.
 
     Returns:
         the same model.
 
     Raises:
-        TypeError: model is not a module, or deterministic not a bool.
-        ValueError: unsupported is neither of the two.
+        TypeError: model is not a module, deterministic not a bool, or cp_group no group.
+        ValueError: unsupported or cp_sharding is neither of the two, or cp_group has several dimensions.
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not;
             nothing has been changed then.
     """
@@ -84,6 +98,7 @@ def patch_model(
         raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, but is {type(deterministic).__name__}")
+    shards = shards_of(cp_group, cp_sharding)
     found = {path: module for path, module in model.named_modules() if looks_like_attention(module)}
     conventions = {path: convention_of(module) for path, module in found.items()}
     supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
@@ -91,7 +106,7 @@ def patch_model(
         raise NotImplementedError(_refusal(model, found, supported))
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():
-        _patch_module(module, cast(Convention, conventions[path]), bool(deterministic))
+        _patch_module(module, cast(Convention, conventions[path]), bool(deterministic), shards)
         decoder = _decoder_around(model, path)
         if decoder is not None:
             decoders.setdefault(decoder, []).append(module)
@@ -101,7 +116,7 @@ def patch_model(
         others = sum(looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
         others = others or not kinds <= _ATTENTION_LAYERS or hands_padding_on(decoder)
-        setattr(decoder, DECODER, Decoder(decoder, modules, others))
+        setattr(decoder, DECODER, Decoder(decoder, modules, others, shards))
     for module in list(model.modules()):
         if makes_masks(module) and (decoder := decoder_in(module)) is not None:
             if state_of(module, MASK_MAKER) is None:
@@ -111,6 +126,10 @@ def patch_model(
             previous = module.__dict__.get(PREPARE)
             if not isinstance(previous, Preparation):
                 setattr(module, PREPARE, Preparation(module, previous))
+        _remove_hooks(module, check_labels)
+        if shards is not None and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
+            if "labels" in names_of_parameters(module):
+                module.register_forward_pre_hook(check_labels, with_kwargs=True)
     return model
 
 
@@ -137,10 +156,15 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
             if state_of(module, kind) is not None:
                 delattr(module, kind)
-                for key in [key for key, hook in module._forward_pre_hooks.items() if hook is ours]:
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                _remove_hooks(module, ours)
+        _remove_hooks(module, check_labels)
     return model
+
+
+def _remove_hooks(module: nn.Module, ours: Callable) -> None:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is ours]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -186,7 +210,7 @@ def _named_with_reason(module: nn.Module) -> str:
     return cls.__name__ if reason is None else f"{cls.__name__}: {reason}"
 
 
-def _patch_module(module: nn.Module, convention: Convention, deterministic: bool) -> None:
+def _patch_module(module: nn.Module, convention: Convention, deterministic: bool, shards: Shards | None) -> None:
     slot = _slot(module)
     present, patch = module.__dict__.get(slot), state_of(module, PATCH)
     if patch is None:
@@ -194,7 +218,7 @@ def _patch_module(module: nn.Module, convention: Convention, deterministic: bool
         setattr(module, PATCH, patch)
     elif not _is_fused(present):  # somebody has put another forward there since
         patch.previous = present
-    patch.deterministic = deterministic
+    patch.deterministic, patch.shards = deterministic, shards
     if not _is_fused(present):
         # A partial function, because a method in an instance's dict is pickled as its class's own.
         setattr(module, slot, functools.partial(attention.forward, module))

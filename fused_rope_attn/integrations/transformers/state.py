@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.conventions import Convention
+from fused_rope_attn.integrations.transformers.shards import Shards
 
 # Where a patched attention module has its Patch, a decoder with such modules its Decoder, and a model that makes a
 # decoder's masks itself its MaskMaker.
@@ -27,7 +28,7 @@ class Patch:
 
     convention: of its class.
     previous: the instance attribute that was its forward before; None where the class's own forward was in use.
-    deterministic: as ``patch_model`` was told.
+    deterministic, shards: as ``patch_model`` was told.
     served: calls that fused attention has served.
     own: calls that the module's own forward has served, by reason.
     own_norms: why its own norms of heads ran in the last call that fused attention has served, "" where they did not;
@@ -42,6 +43,7 @@ class Patch:
         self.convention = convention
         self.previous = previous
         self.deterministic = deterministic
+        self.shards: Shards | None = None
         self.served = 0
         self.own: Counter[str] = Counter()
 
@@ -62,11 +64,15 @@ class Decoder:
     attentions: its patched modules.
     reads_masks: something in it besides them reads the mask that it hands to its layers.
     passes: forward passes that took the modules' own attention, by reason.
+    shards: who shares its sequences, or None.
     """
 
-    def __init__(self, decoder: nn.Module, attentions: list[nn.Module], reads_masks: bool):
+    def __init__(
+        self, decoder: nn.Module, attentions: list[nn.Module], reads_masks: bool, shards: Shards | None = None
+    ):
         self.names = names_of_parameters(decoder)
         self.attentions = attentions
+        self.shards = shards
         self.reads_masks = reads_masks
         self.passes: Counter[str] = Counter()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 40  # seconds for one function on all ranks
+TIMEOUT = 120  # seconds for one function on all ranks
 
 # Every process makes all of them, in this order, as PyTorch wants it.
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 2, 3), (1, 3))
@@ -19,7 +19,7 @@ _groups: dict[tuple[int, ...], Any] = {}
 
 
 class Ranks:
-    """``size`` processes with a default process group, which run functions that a module of tests/support has."""
+    """``size`` processes with a default process group, which run functions of importable modules."""
 
     def __init__(self, size: int, backend: str = "gloo"):
         context = mp.get_context("spawn")

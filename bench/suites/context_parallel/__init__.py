@@ -1,0 +1,1 @@
+"""``python -m bench cp``: context parallelism. Several processes, one for each GPU, measure together."""

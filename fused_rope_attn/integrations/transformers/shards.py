@@ -1,0 +1,126 @@
+"""Models whose sequence several ranks share: what a forward pass of one shard means to its attention modules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fused_rope_attn import apply_rope_qk
+from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
+from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
+from fused_rope_attn.distributed.groups import Group, group_named, group_of
+from fused_rope_attn.distributed.layout import SHARDINGS
+from fused_rope_attn.distributed.shards import cp_unshard
+from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_what_nobody_computes
+from fused_rope_attn.runtime.checks import refuse_choice
+
+_ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
+
+
+class Shards(NamedTuple):
+    """Who shares the sequences of a model, and how. The group goes by its name, which can be copied and pickled."""
+
+    group: Group
+    sharding: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of this package's functions."""
+        return {"group": group_named(self.group.name).processes, "sharding": self.sharding}
+
+
+def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
+    """The ``Shards`` of ``patch_model``'s arguments. Raises TypeError and ValueError naming them."""
+    if cp_sharding not in SHARDINGS:
+        refuse_choice("cp_sharding", cp_sharding, SHARDINGS)
+    if cp_group is None:
+        return None
+    try:
+        return Shards(group_of(cp_group), cp_sharding)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cp_{error}") from None
+
+
+class Shared(NamedTuple):
+    """What the ranks' batch means to attention. plan: of packed documents, or None."""
+
+    shards: Shards
+    causal: bool
+    plan: DocumentPlan | None
+
+
+def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, Any], shards: Shards) -> Shared:
+    """The ``Shared`` of a forward pass of a decoder with these arguments.
+
+    All ranks exchange their position ids, of which packed documents begin wherever one is not the one before plus one.
+    Raises what cannot be computed on shards: there is nobody to hand it to.
+    """
+    refuse_what_nobody_computes(attentions, given)
+    causal = is_causal(attentions, config, given)
+    reason = obstacle(attentions, config, given, causal)
+    if reason:
+        raise NotImplementedError(f"{reason} {_ON_SHARDS}")
+    if given.get("past_key_values") is not None:
+        raise NotImplementedError(
+            f"a cache (past_key_values) {_ON_SHARDS}: generate with the model unpatched, or whole"
+        )
+    if given.get("cu_seq_lens_q") is not None:
+        raise NotImplementedError(f"cu_seq_lens_q {_ON_SHARDS}: leave it out, position_ids say where documents begin")
+    position_ids = given.get("position_ids")
+    if position_ids is None:
+        raise ValueError(
+            "position_ids must be given to a model that has a cp_group, this rank's shard of them: "
+            "cp_positions(total_len, group=, sharding=), or of packed documents their cp_shard"
+        )
+    if position_ids.ndim != 2:
+        raise NotImplementedError(f"position_ids of {position_ids.ndim} dimensions, which images have, {_ON_SHARDS}")
+    mask = given.get("attention_mask")
+    if mask is not None and not bool((mask != 0).all()):
+        raise NotImplementedError(
+            f"an attention_mask with padding {_ON_SHARDS}: pad behind the sequence, of which causal "
+            "attention sees nothing, leave the mask out and give the padding the label -100"
+        )
+    return Shared(shards, bool(causal), _plan(position_ids, shards))
+
+
+def _plan(position_ids: Tensor, shards: Shards) -> DocumentPlan | None:
+    whole = cp_unshard(position_ids, 1, **shards.options)
+    begins = whole[:, 1:] != whole[:, :-1] + 1
+    if not bool(begins.any()):
+        return None
+    if whole.shape[0] > 1:
+        raise NotImplementedError(f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row")
+    first = torch.nn.functional.pad(begins[0], (1, 0), value=True).nonzero().flatten()
+    return plan_varlen_cp(torch.nn.functional.pad(first, (0, 1), value=whole.shape[1]), **shards.options)
+
+
+def attend_shard(
+    shared: Shared, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, rotation: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """o (B, HQ, N / P, D) of this rank's rows, cos and sin (1|B, N / P, R/2) of these.
+
+    rotation: the options of the tables and of the norms. options: those of attention.
+    """
+    if shared.plan is None:
+        return rope_attention_cp(q, k, v, cos, sin, **shared.shards.options, **rotation, **options)  # type: ignore
+    # Each rank has its own rows of the tables, whatever the documents' positions: they rotate before attention.
+    q, k = apply_rope_qk(q, k, cos, sin, **rotation)
+    rows = shared.plan.max_seqlen
+    unturned = q.new_ones((1, 1), dtype=torch.float32).expand(rows, 1)
+    nothing = q.new_zeros((1, 1), dtype=torch.float32).expand(rows, 1)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    o = rope_attention_varlen_cp(q, k, v, unturned, nothing, shared.plan, rotary_dim=2, **options)
+    return o.transpose(0, 1).unsqueeze(0)  # type: ignore
+
+
+def refuse_unshifted_labels(names: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise where a loss would shift labels within the shard. names: of the parameters of the model's forward."""
+    given = dict(zip(names, args)) | kwargs
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        raise ValueError(
+            "shift_labels must be given beside labels to a model that has a cp_group: the token after a chunk's last "
+            "one is another rank's; pass shift_labels=cp_shift_labels(labels of the whole sequence, group=, sharding=)"
+        )

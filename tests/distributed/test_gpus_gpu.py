@@ -1,0 +1,91 @@
+"""Context parallelism on 2 and 4 GPUs by NCCL: bits of one GPU, float64, repeats, delays, streams, graphs, memory.
+
+One test for each number of GPUs, which runs all checks in one pool of processes and names all that fail: of many tests
+every worker of ``pytest -n`` would begin a pool of its own on the same GPUs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_rope_attn.testing import Case
+from tests.support import cp_gpu
+from tests.support.context_parallel import judge
+from tests.support.dtypes import BF16
+from verification.context_parallel import attend, joined
+from verification.ranks import Ranks
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+# Few kernels, since every process compiles them; ``python -m verification --cp`` has all features.
+LONG = Case(1, 8, 2, 8192, 8192, 128, dtype=BF16)
+SHORT = replace(LONG, len_q=1024, len_k=1024)
+PACKED = Case(1, 8, 2, 1032, 1032, 128, dtype=BF16, seqlens=tuple((n, n) for n in (1, 300, 0, 77, 600, 30)))
+
+BITS = [(LONG, "zigzag"), (LONG, "contiguous"), (replace(LONG, window=(1000, 0)), "zigzag")]
+NUMBERS = [
+    (SHORT, {}),
+    (SHORT, {"total_len": 801, "sharding": "contiguous"}),
+    (SHORT, {"method": "all_to_all"}),
+    (replace(SHORT, window=(100, 0), sinks=True), {}),
+    (replace(SHORT, norms=1.0), {}),
+    (PACKED, {}),
+]
+
+
+def bits(pool, members):
+    for case, sharding in BITS:
+        for rank, same in enumerate(pool.results(cp_gpu.bits, case, members, sharding, ranks=members)):
+            assert same == {"o": True, "lse": True}, f"{case.name} {sharding}: rank {rank}: {same}"
+
+
+def numbers(pool, members):
+    for case, options in NUMBERS:
+        parts = pool.results(attend, case, members, "cuda", options, ranks=members)
+        judge(case, joined(parts, options.get("sharding", "zigzag")), options.get("total_len"), "cuda")
+
+
+def repeats(pool, members):
+    assert pool.results(cp_gpu.repeats, LONG, members, 20, ranks=members) == [[True] * 20] * len(members)
+
+
+def a_late_rank(pool, members):
+    for same, calls in pool.results(cp_gpu.delays, SHORT, members, 1000, 30.0, ranks=members):
+        assert same and calls > 0
+
+
+def late_inputs(pool, members):
+    assert pool.results(cp_gpu.late_inputs, LONG, members, ranks=members) == [True] * len(members)
+
+
+def graphs(pool, members):
+    assert pool.results(cp_gpu.graph, LONG, members, ranks=members) == [True] * len(members)
+
+
+def memory(pool, members):
+    """Forward holds K and V of all ranks, whose parts are copied once more; backward their gradients in float32."""
+    keys = 2 * LONG.len_k * LONG.heads_kv * LONG.head_dim * 2 / 2**20
+    queries = LONG.len_q * LONG.heads_q * LONG.head_dim * 2 / 2**20 / len(members)
+    for forward, backward in pool.results(cp_gpu.memory, LONG, members, ranks=members):
+        assert forward <= 3.5 * keys + 3 * queries, (forward, keys, queries)
+        assert backward <= 9 * keys + 8 * queries, (backward, keys, queries)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_gpus(size):
+    if size > GPUS:
+        pytest.skip(f"needs {size} GPUs, and here are {GPUS}")
+    members, failures = tuple(range(size)), []
+    pool = Ranks(size, "nccl")
+    try:
+        for check in (bits, numbers, repeats, a_late_rank, late_inputs, memory, graphs):
+            try:
+                check(pool, members)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                failures.append(f"{check.__name__}: {type(error).__name__}: {error}")
+    finally:
+        pool.close()
+    assert not failures, "\n".join(failures)

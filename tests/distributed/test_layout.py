@@ -1,0 +1,71 @@
+"""Pieces of work as integers: every row once, at its own position, with every key that it sees."""
+
+import itertools
+import random
+
+import pytest
+
+from fused_rope_attn.distributed.layout import chunk_count, chunks_of, owner_of, shares
+
+
+def visible(position, total, causal, window):
+    low, high = 0, total - 1
+    if window is not None and window[0] >= 0:
+        low = max(low, position - window[0])
+    if window is not None and window[1] >= 0:
+        high = min(high, position + window[1])
+    return range(low, (min(high, position) if causal else high) + 1)
+
+
+def check(size, sharding, chunk, total, causal, window):
+    owned = [chunks_of(rank, size, sharding) for rank in range(size)]
+    local = chunk * len(owned[0])
+    served = []
+    for rank, share in enumerate(shares(size, sharding, local, total, causal, window)):
+        buffer = [c * chunk + row for c, rows in share.buffer for row in range(rows)]
+        assert len(buffer) == share.length == len(set(buffer))
+        positions = [c * chunk + row for c in owned[rank] for row in range(chunk)]
+        for piece in share.pieces:
+            keys = buffer[piece.keys[0] : piece.keys[1]]
+            assert piece.position is None or keys == list(range(piece.position, piece.position + len(keys)))
+            # The last query of a call stands at its last key.
+            stands = keys[len(keys) - piece.queries : len(keys) - piece.ghosts]
+            assert stands == positions[piece.rows[0] : piece.rows[1]]
+            served += stands
+            for position in stands:
+                assert set(visible(position, total, causal, window)) <= set(keys)
+    assert sorted(served) == list(range(total))
+
+
+MASKS = [
+    (True, None),
+    (True, (5, 0)),
+    (True, (300, 0)),
+    (False, None),
+    (False, (4, 3)),
+    (False, (-1, 2)),
+    (False, (7, -1)),
+]
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+@pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
+def test_every_row_once_and_all_that_it_sees(causal, window, sharding):
+    generator = random.Random(0)
+    for size, chunk in itertools.product((1, 2, 3, 4, 5), (1, 3, 130)):
+        length = chunk * chunk_count(size, sharding)
+        for total in {length, 0, 1, generator.randrange(length + 1)}:
+            check(size, sharding, chunk, total, causal, window)
+
+
+def test_narrow_windows_need_few_chunks():
+    for rank, share in enumerate(shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))):
+        expected = {c for own in chunks_of(rank, 4, "zigzag") for c in (own, own - 1) if c >= 0}
+        assert share.chunks == expected
+
+
+def test_owners():
+    for size, sharding in itertools.product((1, 2, 5), ("zigzag", "contiguous")):
+        for rank in range(size):
+            for place, chunk in enumerate(chunks_of(rank, size, sharding)):
+                assert owner_of(chunk, size) == (rank, place)

@@ -1,0 +1,76 @@
+"""Patched models whose sequences several ranks share: loss, logits and gradients of the unpatched one on the whole."""
+
+import pytest
+import torch
+
+from tests.support import cp_models
+from tests.support.hf_models import make_ids, make_model
+from tests.support.hf_runs import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+ROWS = [
+    ((0, 1), "llama", (24,), {"rows": 2}),
+    ((0, 1, 2), "llama", (24,), {"sharding": "contiguous", "copied": True}),
+    ((0, 1, 2), "llama", (5, 1, 13, 5), {}),
+    ((0, 1), "gemma2", (24,), {}),
+    ((0, 1), "gpt_oss", (24,), {"checkpoints": True}),
+    ((0, 1), "mistral", (3, 14, 7), {}),
+    ((0, 1), "qwen3", (24,), {}),
+    ((0, 1), "gemma3", (3, 14, 7), {}),
+]
+
+
+@pytest.mark.parametrize(("members", "family", "documents", "options"), ROWS)
+def test_same_as_the_whole(ranks, members, family, documents, options):
+    parts = ranks.results(cp_models.step, members, family, documents, options, ranks=members)
+    model = make_model(family)
+    ids = make_ids(options.get("rows", 1), sum(documents))
+    positions = cp_models.positions_of(documents).expand(ids.shape[0], -1)
+    found = model(
+        input_ids=ids, position_ids=positions, labels=ids, shift_labels=cp_models.labels_of(ids, documents),
+        use_cache=False,
+    )  # fmt: skip
+    found.loss.backward()
+    size = len(members)
+    shards = [logits for logits, _, _ in parts]
+    if options.get("sharding") == "contiguous":
+        logits = torch.cat(shards, 1)
+    else:
+        halves = [x.chunk(2, dim=1) for x in shards]
+        logits = torch.cat([halves[r][0] for r in range(size)] + [halves[r][1] for r in reversed(range(size))], 1)
+    assert_close(logits, found.logits.detach(), 1e-5, "logits")
+    assert_close(sum(loss for _, loss, _ in parts), found.loss.detach(), 1e-5, "loss")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert_close(sum(gradients[name] for _, _, gradients in parts), parameter.grad, 1e-4, name)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no positions", "position_ids must be given"),
+        ("labels", "shift_labels must be given"),
+        ("padding", "attention_mask with padding"),
+        ("cache", "a cache"),
+        ("rows", "several rows of packed documents"),
+        ("layer", "call the model"),
+        ("attentions", "output_attentions=True is not served by a model that patch_model has given a cp_group"),
+    ],
+)
+def test_refusals(ranks, what, message):
+    for text in ranks.results(cp_models.refused, (0, 1), what, ranks=(0, 1)):
+        assert message in text
+
+
+def test_undone(ranks):
+    for before, after in ranks.results(cp_models.undone, (0, 1), ranks=(0, 1)):
+        assert torch.equal(before, after)
+
+
+def test_options():
+    from fused_rope_attn.integrations.transformers import patch_model
+
+    with pytest.raises(TypeError, match="cp_group must be a ProcessGroup"):
+        patch_model(make_model("llama"), cp_group=3)
+    with pytest.raises(ValueError, match="cp_sharding must be"):
+        patch_model(make_model("llama"), cp_sharding="ring")

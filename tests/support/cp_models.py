@@ -1,0 +1,96 @@
+"""What tests of models whose sequences several ranks share run on every rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+
+from fused_rope_attn.distributed import cp_shard, cp_shift_labels
+from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from tests.support.hf_models import make_ids, make_model
+from verification.ranks import group_of
+
+
+def positions_of(documents: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in documents])[None]
+
+
+def labels_of(ids: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
+    """(B, N) shifted labels of the whole sequence."""
+    limits = torch.tensor((0, *documents)).cumsum(0)
+    shifted = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], -100)), 1)
+    shifted[:, limits[1:] - 1] = -100
+    return shifted
+
+
+def step(
+    ranks: tuple[int, ...], family: str, documents: tuple[int, ...], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits of this rank's rows, its part of the mean loss, its parts of the gradients) of a patched model."""
+    options = dict(options)
+    cut = {"group": group_of(ranks), "sharding": options.pop("sharding", "zigzag")}
+    rows = options.pop("rows", 1)
+    checkpoints = options.pop("checkpoints", False)
+    model = patch_model(make_model(family), cp_group=cut["group"], cp_sharding=cut["sharding"])
+    if options.pop("copied", False):
+        model = copy.deepcopy(model)
+    if checkpoints:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, positions = make_ids(rows, sum(documents)), positions_of(documents)
+    limits = torch.tensor((0, *documents)).cumsum(0)
+    given = {
+        "input_ids": cp_shard(ids, 1, **cut), "position_ids": cp_shard(positions, 1, **cut).expand(rows, -1),
+        "labels": cp_shard(ids, 1, **cut), "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
+        "num_items_in_batch": int((labels_of(ids, documents) != -100).sum()),
+    }  # fmt: skip
+    found = model(**given)
+    found.loss.backward()
+    assert all(row.patched for row in patch_report(model))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found.logits.detach(), found.loss.detach(), gradients
+
+
+def refused(ranks: tuple[int, ...], what: str) -> str:
+    """The message with which a patched model of shards refuses a forward pass."""
+    group = group_of(ranks)
+    model = patch_model(make_model("llama"), cp_group=group)
+    ids = make_ids(1, 8)
+    given: dict[str, Any] = {"input_ids": ids, "position_ids": cp_shard(torch.arange(16)[None], 1, group=group)}
+    call = model
+    if what == "no positions":
+        del given["position_ids"]
+    elif what == "labels":
+        given["labels"] = ids
+    elif what == "padding":
+        given["attention_mask"] = torch.tensor([[0] + [1] * 7])
+    elif what == "cache":
+        from transformers import DynamicCache
+
+        given["past_key_values"] = DynamicCache()
+    elif what == "rows":
+        given = {"input_ids": make_ids(2, 8), "position_ids": torch.arange(4).repeat(2, 2)}
+    elif what == "layer":
+        call = model.model.layers[0]
+        given = {"hidden_states": torch.randn(1, 8, 64), "position_embeddings": (torch.ones(1, 8, 16),) * 2}
+    elif what == "attentions":
+        given["output_attentions"] = True
+    try:
+        call(**given)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def undone(ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a model before it was patched for shards, and after it was unpatched, pickled in between."""
+    model, ids = make_model("llama"), make_ids(1, 8)
+    before = model(ids).logits.detach()
+    patch_model(model, cp_group=group_of(ranks))
+    model = pickle.loads(pickle.dumps(model))
+    unpatch_model(model)
+    after = model(ids, labels=ids)
+    return before, after.logits.detach()
