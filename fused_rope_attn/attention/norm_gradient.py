@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,8 +15,8 @@ from fused_rope_attn.runtime.layouts import block_d, is_long
 
 # Rows by heads that one program takes, of whose weights' gradients it writes one sum.
 ROWS, HEADS = 32, 4
-# Sums by columns that one program adds up at a time.
-_SUMS, _COLUMNS = 1024, 8
+# Programs that share the sums of one weight's gradient, and how many sums one of them adds up at a time.
+_PARTS, _SUMS = 64, 32
 
 
 def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,33 +24,49 @@ def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]
     return (tensors.raw_q, tensors.raw_k) if is_rotated else (tensors.q, tensors.k)
 
 
+class Sums(NamedTuple):
+    """Memory of one call: sums of q's rows and of k's, by block, and counters, which whoever writes the sums clears."""
+
+    q: Any
+    k: Any
+    counters: Any
+
+
+NO_SUMS = Sums(None, None, None)
+
+
 class WeightGradients:
     """Gradients of both norms' weights from sums of ``q_blocks`` and ``k_blocks`` blocks of rows, (blocks, D) each."""
 
     def __init__(self, problem: Problem, q_blocks: int, k_blocks: int, pdl: bool):
         self.shapes = (q_blocks, problem.head_dim), (k_blocks, problem.head_dim)
-        block = 16 if is_interpreted() else _SUMS
+        parts = 2 if is_interpreted() else _PARTS
+        self.parts_shape = (2, parts, problem.head_dim)
         self.launch = Launch(
             weight_gradient_kernel,
-            2 * triton.cdiv(problem.head_dim, _COLUMNS),
+            2 * parts,
             {"num_warps": 8, **({"launch_pdl": True} if pdl else {})},
             q_blocks=q_blocks,
             k_blocks=k_blocks,
             D=problem.head_dim,
-            BLOCK=block,
-            COLUMNS=_COLUMNS,
+            BLOCK_D=block_d(problem.head_dim),
+            BLOCK=_SUMS,
+            PARTS=parts,
             PDL=pdl,
         )
 
-    def room(self, where: torch.device) -> list[torch.Tensor]:
-        """Uninitialised memory for the sums of q's rows and of k's."""
-        return [torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes]
+    def room(self, where: torch.device) -> Sums:
+        """Uninitialised ``Sums``."""
+        q, k = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
+        return Sums(q, k, torch.empty(2, dtype=torch.int32, device=where))
 
-    def __call__(
-        self, stream: int, tensors: Tensors, q_sums: torch.Tensor, k_sums: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, stream: int, tensors: Tensors, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
         dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
-        self.launch(stream, q_sums_ptr=q_sums, k_sums_ptr=k_sums, dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm)
+        parts = torch.empty(self.parts_shape, dtype=torch.float32, device=sums.q.device)
+        self.launch(
+            stream, q_sums_ptr=sums.q, k_sums_ptr=sums.k, parts_ptr=parts, counters_ptr=sums.counters,
+            dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm,
+        )  # fmt: skip
         return dq_norm, dk_norm
 
 
@@ -97,9 +113,9 @@ class NormGradients:
         if self.launch is None:
             return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
         q, k = raw(tensors, self.is_rotated)
-        q_sums, k_sums = self.weights.room(dq.device)
+        sums = self.weights.room(dq.device)
         self.launch(
             stream, q_ptr=q, dq_ptr=dq, k_ptr=k, dk_ptr=dk, q_norm_ptr=tensors.q_norm, k_norm_ptr=tensors.k_norm,
-            q_sums_ptr=q_sums, k_sums_ptr=k_sums,
+            q_sums_ptr=sums.q, k_sums_ptr=sums.k, counters_ptr=sums.counters,
         )  # fmt: skip
-        return self.weights(stream, tensors, q_sums, k_sums)
+        return self.weights(stream, tensors, sums)

@@ -74,10 +74,17 @@ def unnorm_block(pid, x_ptr, dx_ptr, x_strides, dx_strides, norm, sums_ptr, H, N
     )
 
 
+@triton.jit
+def clear_counters(counters_ptr):
+    """Zero the counters of ``weight_gradient_kernel``, which is the next launch; one program's work."""
+    if tl.program_id(0) == 0:
+        tl.store(counters_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+
+
 @triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])
-def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q_sums_ptr, k_sums_ptr, raw_q_strides,
-                         dq_strides, raw_k_strides, dk_strides, norm_eps, norm_offset, HQ, HKV, NQ, NK, B,
-                         HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q_sums_ptr, k_sums_ptr, counters_ptr,
+                         raw_q_strides, dq_strides, raw_k_strides, dk_strides, norm_eps, norm_offset, HQ, HKV, NQ, NK,
+                         B, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                          USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq and dk (B, H, N, D) of normed rows become those of q and k, in place. Grid: blocks of q, then blocks of k.
 
@@ -85,6 +92,7 @@ def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q
     of their gradients. Packed sequences are rows like any others.
     """
     wait_for_previous_launch(PDL)
+    clear_counters(counters_ptr)
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     pid = tl.program_id(0)
     q_blocks = tl.cdiv(NQ, BLOCK_N) * tl.cdiv(HQ, HEADS) * B
@@ -102,29 +110,49 @@ def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q
 
 
 @triton.jit
-def add_sums(sums_ptr, gradient_ptr, blocks, columns, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Write ``columns`` (C,) of a weight's gradient (D,): the sum of ``sums`` (blocks, D), added in a fixed order."""
+def add_rows(ptr, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [first, last) of a matrix (rows, D) float32 added up in one order, (BLOCK_D,); BLOCK rows at a time."""
     rows = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK, columns.shape[0]), tl.float32)
-    for start in range(0, blocks, BLOCK):
+    columns = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for start in range(first, last, BLOCK):
         offsets = (start + rows).to(tl.int64)[:, None] * D + columns[None, :]
-        exists = (start + rows < blocks)[:, None] & (columns < D)[None, :]
-        total += tl.load(sums_ptr + offsets, mask=exists, other=0.0)
-    tl.store(gradient_ptr + columns, tl.sum(total, 0).to(gradient_ptr.dtype.element_ty), mask=columns < D)
+        exists = (start + rows < last)[:, None] & (columns < D)[None, :]
+        # Others of this launch may have written them: past the L1.
+        total += tl.load(ptr + offsets, mask=exists, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def add_sums(part, sums_ptr, parts_ptr, counter_ptr, gradient_ptr, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """A weight's gradient (D,) from ``sums`` (blocks, D): each of PARTS programs adds up its part of the rows, and the
+    one that is last to finish adds up the parts. The order of the sums does not depend on which that is."""
+    rows = tl.cdiv(blocks, PARTS)
+    columns = tl.arange(0, BLOCK_D)
+    total = add_rows(sums_ptr, part * rows, tl.minimum(part * rows + rows, blocks), D, BLOCK_D, BLOCK)
+    tl.store(parts_ptr + part * D + columns, total, mask=columns < D)
+    tl.debug_barrier()  # all of the row is written before it is counted
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1:
+        gradient = add_rows(parts_ptr, 0, PARTS, D, BLOCK_D, BLOCK)
+        tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < D)
 
 
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks"])
-def weight_gradient_kernel(q_sums_ptr, k_sums_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks, k_blocks, D: tl.constexpr,
-                           BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """dq_norm and dk_norm (D,) from q_sums (q_blocks, D) and k_sums (k_blocks, D), float32.
+def weight_gradient_kernel(q_sums_ptr, k_sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks,
+                           k_blocks, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+                           PDL: tl.constexpr):  # fmt: skip
+    """dq_norm and dk_norm (D,) from q_sums (q_blocks, D) and k_sums (k_blocks, D), float32. Grid: (2 * PARTS,).
 
-    Grid: COLUMNS columns of dq_norm each, then of dk_norm.
+    parts (2, PARTS, D) float32 is room for what lies between. counters (2,) int32 are zero, as ``clear_counters`` has
+    left them.
     """
     wait_for_previous_launch(PDL)
-    num_parts: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
-    columns = (pid % num_parts) * COLUMNS + tl.arange(0, COLUMNS)
-    if pid < num_parts:
-        add_sums(q_sums_ptr, dq_norm_ptr, q_blocks, columns, D, BLOCK)
+    if pid < PARTS:
+        add_sums(pid, q_sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, q_blocks, D, BLOCK_D, BLOCK, PARTS)
     else:
-        add_sums(k_sums_ptr, dk_norm_ptr, k_blocks, columns, D, BLOCK)
+        add_sums(
+            pid - PARTS, k_sums_ptr, parts_ptr + PARTS * D, counters_ptr + 1, dk_norm_ptr, k_blocks, D, BLOCK_D, BLOCK,
+            PARTS,
+        )  # fmt: skip

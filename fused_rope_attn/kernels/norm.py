@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.tiles import load_where
+from fused_rope_attn.kernels.tiles import load_tile, load_where
 
 # The smallest normal number of float32. GPUs take what is below for zero, whose reciprocal is infinite.
 SMALLEST_NORMAL = 2.0**-126
@@ -64,6 +64,14 @@ def norm_gradient(g, n, projection, scale, norm):
     """dx of a part: ``g`` is dy times the weights, ``n`` the normed rows, ``projection`` the rows' sums of g * n over
     all D columns, ``scale`` their ``inverse_rms``."""
     return scale * (g - n * (projection / norm.D))
+
+
+@triton.jit
+def load_normed_tile(rows, offs, norm):
+    """``tiles.load_tile`` normed, float32; rows that do not exist are zero."""
+    columns = tl.arange(0, rows.format.BLOCK_D)
+    x = load_tile(rows, offs, CHECK_ROWS=True).to(tl.float32)
+    return x * inverse_rms(row_sum(x * x), norm) * load_norm_weights(norm, columns, columns < norm.D)[None, :]
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.norm import Norm, load_norm_weights, norm_pairs
+from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_pairs, row_sum
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import (
     columns_from,
@@ -287,6 +287,13 @@ def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE:
     cos, sin = load_angles(
         rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True, LAYOUT=None, pairs=pairs
     )
+    norm = rotation.norm
+    if norm is not None:
+        D: tl.constexpr = rows.format.D
+        x = x.to(tl.float32)
+        scale = inverse_rms(row_sum(x * x), norm)
+        x = x * scale * load_norm_weights(norm, columns, columns < D)[None, :]
+        partner = partner.to(tl.float32) * scale * load_norm_weights(norm, partners, partners < D)[None, :]
     # A second member rotated by an angle is a first member rotated by the negative one.
     sin = tl.where(is_second[None, :], -sin, sin)
     x, _ = rotate(x.to(tl.float32), partner.to(tl.float32), cos, sin, CONJUGATE=False)

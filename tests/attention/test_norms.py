@@ -14,9 +14,10 @@ from fused_rope_attn.attention import reference
 from fused_rope_attn.testing import Case, make_inputs, norms_of, run_op
 from tests.support.attention import assert_equal, packed_case
 from tests.support.dtypes import F16, F32, F64
-from tests.support.internals import OPERATORS, operator_arguments
+from tests.support.internals import OPERATORS, operator_arguments, plan_of
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.operators import Record
+from tests.support.planning import call
 from tests.support.rotation import assert_close, normal
 
 pytestmark = ignore_overflow
@@ -258,6 +259,18 @@ def test_weights_without_unit_strides():
     expected = rope_attention(**tensors, **options, backend="triton")
     apart = {name: x.repeat_interleave(2)[::2] if x.ndim == 1 else x for name, x in tensors.items()}
     assert torch.equal(rope_attention(**apart, **options, backend="triton"), expected)
+
+
+@pytest.mark.parametrize(("head_dim", "rotates"), [(64, True), (96, False), (128, False), (256, False)])
+def test_who_norms_the_queries_of_sm_90(arch, head_dim, rotates):
+    """The pre-pass where the kernel's own warps would be too slow; packed queries are theirs, up to 128 columns."""
+    given = call(4096, head_dim=head_dim, backend="hopper")
+    norms = {"norm_eps": 1e-6, "norm_offset": 0.0}
+    assert plan_of(given | norms).forward.rotates_queries is rotates
+    assert plan_of(given).forward.rotates_queries is (head_dim <= 128)
+    ends = {"cu_seqlens_q": torch.tensor([0, 4096]), "cu_seqlens_k": torch.tensor([0, 4096]), "max_seqlen": 4096}
+    packed = plan_of(call(4096, head_dim=head_dim, batch=1, backend="hopper") | norms, **ends)
+    assert packed.forward.rotates_queries is (head_dim <= 128)
 
 
 def test_refusals_and_plan():

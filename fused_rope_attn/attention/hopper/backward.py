@@ -17,7 +17,7 @@ from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
-from fused_rope_attn.attention.norm_gradient import WeightGradients, raw
+from fused_rope_attn.attention.norm_gradient import NO_SUMS, WeightGradients, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -126,7 +126,8 @@ class BackwardCall:
             CONSUMER_REGISTERS=config.consumer_registers,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
         )
-        chunk, block = config.post_heads, config.post_rows
+        # With norms a row is read twice and summed: more of them in flight, 16 numbers of each tensor a thread.
+        chunk, block = config.post_heads, 2048 // pad_d if problem.has_norms else config.post_rows
         row_blocks = batch * tile_count(len_q, sequences, block)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
@@ -207,7 +208,7 @@ class BackwardCall:
         if sinks is not None:
             parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
         raw_q = raw_k = dq_norm = dk_norm = None
-        sums: list = [None, None]
+        sums = NO_SUMS
         if self.weights is not None:
             raw_q, raw_k = raw(tensors, self.is_rotated)
             sums = self.weights.room(where)
@@ -215,10 +216,11 @@ class BackwardCall:
             stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k, q_norm_ptr=q_norm, k_norm_ptr=k_norm, raw_q_ptr=raw_q, raw_k_ptr=raw_k,
-            dk_ptr=None if raw_k is None else dk, q_sums_ptr=sums[0], k_sums_ptr=sums[1],
+            dk_ptr=None if raw_k is None else dk, q_sums_ptr=sums.q, k_sums_ptr=sums.k,
+            counters_ptr=sums.counters,
         )  # fmt: skip
         if self.weights is not None:
-            dq_norm, dk_norm = self.weights(stream, tensors, *sums)
+            dq_norm, dk_norm = self.weights(stream, tensors, sums)
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums, unnorm_block
+from fused_rope_attn.attention.norm_gradient_kernel import clear_counters, store_weight_sums, unnorm_block
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
 from fused_rope_attn.kernels.rotation import (
@@ -16,7 +16,7 @@ from fused_rope_attn.kernels.rotation import (
     store_pairs,
     unpack_pairs,
 )
-from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
 from fused_rope_attn.kernels.tiles import RowFormat, Rows
 
@@ -52,9 +52,9 @@ def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
                                "key_blocks"])  # fmt: skip
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
                        lens_ptr, cu_q_ptr, cu_k_ptr, q_norm_ptr, k_norm_ptr, raw_q_ptr, raw_k_ptr, dk_ptr, q_sums_ptr,
-                       k_sums_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides, raw_k_strides, dk_strides,
-                       softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
-                       stats_size, key_blocks, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                       k_sums_ptr, counters_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides, raw_k_strides,
+                       dk_strides, softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
+                       num_sequences, stats_size, key_blocks, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
                        USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, rotated back, rounded once.
@@ -70,7 +70,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     With norms of weights q_norm and k_norm (D,), which else are None like all that follows: raw_q, as the caller gave
     it, takes dq through its norm; further programs, (row blocks of dk * head chunks * B), take dk (B, HKV, NK, D)
     through that of raw_k, in place; and each program writes its part of the weights' gradients, a row of q_sums or
-    k_sums (programs, D) float32.
+    k_sums (programs, D) float32, for the next launch, whose ``counters`` are cleared.
     """
     num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
@@ -80,6 +80,11 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     num_batches = tl.num_programs(0) // (num_blocks * num_chunks + key_programs)
     pid = tl.program_id(0)
     if q_norm_ptr is not None:
+        if progress_ptr is None:
+            # The last heads first, dk before dq: of what the main kernel has written some still lies in the L2.
+            pid = tl.num_programs(0) - 1 - pid
+        let_next_launch_start(PDL)
+        clear_counters(counters_ptr)
         first_of_keys = num_batches * num_blocks * num_chunks
         if pid >= first_of_keys:
             wait_for_previous_launch(PDL)

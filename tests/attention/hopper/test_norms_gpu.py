@@ -20,7 +20,7 @@ NORMED = replace(ODD_LENGTHS, norms=0.0)
 CASES = (
     NORMED,
     replace(NORMED, norms=1.0, norm_dtype=BF16, head_dim=64, interleaved=True),
-    replace(NORMED, head_dim=80, layout="odd", causal=False),
+    replace(NORMED, head_dim=80, causal=False),
     replace(NORMED, head_dim=96, rotary_dim=40, interleaved=True, table_dtype=BF16),
     replace(NORMED, head_dim=128, rotary_dim=64, layout="bhnd", norm_eps=1e-2),
     replace(NORMED, head_dim=256, norms=1.0),
