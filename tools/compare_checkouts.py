@@ -59,6 +59,7 @@ CASES = (
     Case("Llama3-8B-16K", (1, 32, 8, 16384, 128)),
     Case("Small-1K", (4, 8, 8, 1024, 64)),
     Case("Small-512", (4, 8, 8, 512, 64)),
+    Case("Small-8K", (4, 8, 8, 8192, 64)),
     Case("Gemma-4K", (1, 16, 8, 4096, 256)),
     Case("window 4K", (2, 32, 8, 4096, 128), {"window": (512, 0)}),
     Case("softcap 4K", (2, 32, 8, 4096, 128), {"softcap": 30.0}),
@@ -248,14 +249,14 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("before", type=Path, help="the root of the other checkout")
-    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--cases", default="", help="only cases whose name contains one of these, comma-separated")
     parser.add_argument("--rounds", type=int, default=11, help="samples of each (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile before (default %(default)s)")
     parser.add_argument("--out", type=Path, help="also append the rows there, a JSON object a line")
     options = parser.parse_args(argv)
     if not (options.before / PACKAGE / "__init__.py").exists():
         parser.error(f"{options.before} holds no {PACKAGE}")
-    cases = [case for case in CASES if options.cases in case.name]
+    cases = [case for case in CASES if any(text in case.name for text in options.cases.split(","))]
     if not cases:
         parser.error("no case matches")
     if not torch.cuda.is_available():
