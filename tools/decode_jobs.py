@@ -26,6 +26,7 @@ class DecodeJob:
     masked: bool = False
     append: bool = True
     page_size: int | None = None
+    norms: bool = False  # of q and of the new keys
     float8: bool = False
 
     direction = "decode"
@@ -40,6 +41,7 @@ class DecodeJob:
         words += ["masked"] if self.masked else []
         words += [] if self.append else ["read-only"]
         words += ["float8"] if self.float8 else []
+        words += ["norms"] if self.norms else []
         words += [] if self.page_size is None else [f"pages-of-{self.page_size}"]
         return " ".join([*words, f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"])
 
@@ -63,16 +65,18 @@ class DecodeJob:
         cos = sin = torch.empty(1000, rotary_dim // 2, device="meta")
         new = (tensor(2, self.len_q), tensor(2, self.len_q)) if self.append else (None, None)
         scales = [torch.empty(2, device="meta") if self.float8 else None for _ in range(2)]
+        weights = ("q_norm", "k_norm") if self.norms else ()
         tensors = Tensors(
             tensor(8, self.len_q), cache(), cache(), cos, sin, *new, int32(),
             kv_starts=int32() if self.masked else None, sinks=torch.empty(8, device="meta") if self.masked else None,
             block_table=None if self.page_size is None else int32(2, 1008 // self.page_size), k_scale=scales[0],
-            v_scale=scales[1],
+            v_scale=scales[1], **{name: torch.empty(self.head_dim, device="meta") for name in weights},
         )  # fmt: skip
         problem = describe_step(
             tensors, cache_is_rotated=self.rotated, causal=True, softmax_scale=0.1, rotary_dim=rotary_dim,
             interleaved=self.interleaved, window=(100, -1) if self.masked else None,
-            softcap=30.0 if self.masked else 0.0,
+            softcap=30.0 if self.masked else 0.0, norm_eps=1e-6 if self.norms else None,
+            norm_offset=0.0 if self.norms else None,
         )  # fmt: skip
         attention_with_kvcache(problem.for_launch(), tensors, self.config)
 
@@ -98,6 +102,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             # Pages and float8 caches together where they are timed, and each for itself.
             if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128:
                 jobs.append(replace(job, page_size=16))
+                jobs.append(replace(job, page_size=16, norms=True))
                 chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
                 jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
             if featured and (rotated or arch == "sm_90"):

@@ -49,6 +49,7 @@ class DecodeCheck:
     layout: str = "bnhd"
     page_size: int | None = None
     float8: str | None = None
+    norms: float | None = None  # norm_offset of norms of q and of the new keys; None: no norms
     scale: str = "small"
     backend: ClassVar[str] = "decode"
 
@@ -66,6 +67,15 @@ class DecodeCheck:
             "window": self.window,
             "softcap": self.softcap,
         }
+
+    def norms_of(self, device: torch.device) -> dict[str, Any]:
+        """The norms as keyword arguments of both; weights (D,) float32 around 1, offset included."""
+        if self.norms is None:
+            return {}
+        generator = torch.Generator().manual_seed(1)
+        weights = 1.0 + 0.25 * torch.randn((2, self.head_dim), generator=generator) - self.norms
+        q_norm, k_norm = weights.to(device).unbind(0)
+        return {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-5, "norm_offset": self.norms}
 
 
 CHECKS = (
@@ -106,6 +116,11 @@ CHECKS = (
                 float8="tensor"),
     DecodeCheck("decode, float8 in pages of 16, softcap", (2, 1), 1, 48, 16, (37, 4), page_size=16, float8="tensor",
                 softcap=2.0),
+    DecodeCheck("decode, norms", (4, 2), 2, 70, 24, (37, 0), rotary_dim=10, norms=0.0),
+    DecodeCheck("decode, norms, keys rotated in the loop, interleaved", (4, 2), 2, 64, 16, (37, 60), page_size=16,
+                rotated=False, interleaved=True, norms=1.0),
+    DecodeCheck("decode, norms, float8", (4, 2), 2, 70, 32, (37, 0), float8="head", norms=0.0),
+    DecodeCheck("decode Qwen3-8B, norms", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), norms=0.0, scale="large"),
     DecodeCheck("decode Llama3-8B, 4096", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), scale="large"),
     DecodeCheck("decode Llama3-8B, 4096, keys rotated in the loop", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777),
                 rotated=False, scale="large"),
@@ -238,7 +253,7 @@ def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tup
         q, k_cache, v_cache, cos, sin, k, v, seqlens, **check.options, sinks=sinks,
         softmax_scale=check.head_dim**-0.5 if check.softmax_scale is None else check.softmax_scale,
         rotary_dim=check.head_dim if check.rotary_dim is None else check.rotary_dim,
-        block_table=paged[0], k_scale=paged[1], v_scale=paged[2],
+        block_table=paged[0], k_scale=paged[1], v_scale=paged[2], **check.norms_of(q.device),
     )  # fmt: skip
     return o, lse, k_cache, v_cache
 
@@ -249,7 +264,7 @@ def run_kernels(check: DecodeCheck, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return run_step(  # the public function takes the reference for CPU tensors
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=seqlens, **check.options, sinks=sinks,
         softmax_scale=check.softmax_scale, rotary_dim=check.rotary_dim, block_table=block_table, k_scale=k_scale,
-        v_scale=v_scale, backend="triton",
+        v_scale=v_scale, **check.norms_of(q.device), backend="triton",
     )  # fmt: skip
 
 
@@ -281,7 +296,7 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "c
         _same_bits(x.transpose(1, 2)[~written], y.transpose(1, 2)[~written])
         for x, y in zip(inputs[1:3], before)
     )  # fmt: skip
-    if not check.rotated:
+    if not check.rotated and check.norms is None:
         left_alone &= _same_bits(keys, near)
     values = _same_bits(*(x.transpose(1, 2)[written] for x in (inputs.v_cache, eager[3])))
     detail = ["a row of the caches that is not new was written"] * (not left_alone) + ["v is no copy"] * (not values)

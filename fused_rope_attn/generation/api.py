@@ -13,7 +13,7 @@ from fused_rope_attn.generation.problem import Tensors, Written, cache_of, descr
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import heads_first
+from fused_rope_attn.runtime.checks import heads_first, norms_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import explain_keywords
@@ -46,6 +46,10 @@ def rope_attention_with_kvcache(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Generation step: append a few tokens to a cache of keys and values and attend to all of it, in one call.
@@ -73,6 +77,7 @@ def rope_attention_with_kvcache(
     - Caches in float8_e4m3fn hold numbers that are keys and values when they are multiplied by ``k_scale`` and
       ``v_scale``. New tokens are divided by the scale when they are written, and rounded once; what is too large
       becomes the largest number. Queries see them as they are written. Products are of float16 where q has two bytes.
+    - With norms the queries and the new keys are normed: caches hold keys that are normed already, rotated or not.
     - No gradient: with gradients enabled, tensors that require one are refused.
 
     Args:
@@ -94,7 +99,8 @@ def rope_attention_with_kvcache(
             ``(num_pages, page_size, HKV, D)``, the new k and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors
             are viewed, not copied; lse keeps its shape.
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
-        softmax_scale, rotary_dim, interleaved, window, softcap, sinks, return_lse: as in ``rope_attention``.
+        softmax_scale, rotary_dim, interleaved, window, softcap, sinks, q_norm, k_norm, norm_eps, norm_offset,
+            return_lse: as in ``rope_attention``.
 
     Returns:
         o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log.
@@ -107,7 +113,7 @@ def rope_attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
         kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale, layout=layout, causal=causal,
         softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap,
-        sinks=sinks, return_lse=return_lse,
+        sinks=sinks, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset, return_lse=return_lse,
     )  # fmt: skip
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -223,8 +229,8 @@ def run_step(
 def _describe(
     q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
     softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None, return_lse=False,
-    kv_starts=None, block_table=None, k_scale=None, v_scale=None, layout="bhsd", backend="auto",
-    convert=torch.Tensor.to,
+    kv_starts=None, block_table=None, k_scale=None, v_scale=None, q_norm=None, k_norm=None, norm_eps=1e-6,
+    norm_offset=0.0, layout="bhsd", backend="auto", convert=torch.Tensor.to,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Check the arguments of ``rope_attention_with_kvcache`` and make records of them.
 
@@ -241,11 +247,12 @@ def _describe(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
         causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
         softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse, block_table=block_table,
-        k_scale=k_scale, v_scale=v_scale, layout=layout,
+        k_scale=k_scale, v_scale=v_scale, norms=norms_of(q_norm, k_norm, norm_eps, norm_offset), layout=layout,
     )  # fmt: skip
     tensors = Tensors(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale
-    )
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm,
+        k_norm,
+    )  # fmt: skip
     problem = describe_step(
         tensors,
         cache_is_rotated=cache_is_rotated,
@@ -255,6 +262,8 @@ def _describe(
         interleaved=interleaved,
         window=window,
         softcap=float(softcap),
+        norm_eps=None if q_norm is None else float(norm_eps),
+        norm_offset=None if q_norm is None else float(norm_offset),
         backend=backend,
     )
     return problem, tensors
@@ -266,11 +275,14 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)
         return from_heads_first(o, layout), lse
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale = tensors
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, *norms = (
+        tensors
+    )
     o, lse = reference.attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
         causal=problem.causal, softmax_scale=problem.softmax_scale, rotary_dim=problem.rotary_dim,
         interleaved=problem.interleaved, window=problem.window, softcap=problem.softcap, sinks=sinks,
         kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale,
+        q_norm=norms[0], k_norm=norms[1], norm_eps=problem.norm_eps, norm_offset=problem.norm_offset,
     )  # fmt: skip
     return from_heads_first(o, layout, contiguous=True), lse

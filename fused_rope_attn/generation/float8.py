@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fused_rope_attn.kernels.products import ScoreScale, tanh
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import load_angles, load_pairs, rotate, unpack_pairs
+from fused_rope_attn.kernels.rotation import load_angles, load_normed_pairs, rotate, unpack_pairs
 from fused_rope_attn.kernels.tiles import load_tile, load_where, row_mask, row_pointers
 from fused_rope_attn.runtime.device import is_interpreted
 
@@ -138,7 +138,7 @@ def load_rotated_halves(rows, offs, rotation, position_offset, float8, QUANTISE:
 
     Of what a float8 cache holds, or with QUANTISE of what it will hold of these rows.
     """
-    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+    first, second = load_normed_pairs(rows, offs, rotation, CHECK_ROWS=True)
     cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True)
     if QUANTISE:
         first = quantised(first, float8.k_scale).to(tl.float32)

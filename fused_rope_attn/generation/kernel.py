@@ -37,7 +37,7 @@ from fused_rope_attn.generation.shares import (
 )
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation
+from fused_rope_attn.kernels.rotation import head_rotation, with_norm
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, rescale
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, head_rows, store_tile
@@ -95,12 +95,12 @@ def store_rows(outputs, rows, sums):
 @triton.jit(do_not_specialize=["left", "right", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S", "num_pages",
                                "position_limit"])  # fmt: skip
 def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
-                  table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, parts_ptr, q_strides, k_cache_strides,
-                  v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides, table_strides,
-                  k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, left, right, programs, B, HKV,
-                  GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
+                  k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides,
+                  table_strides, k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset,
+                  left, right, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
+                  R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
                   IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
                   PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
                   IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr,
@@ -109,10 +109,10 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``in_elements``), new k and v (B, HKV,
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
-    starts, sinks, cap_scale, left, right. With a block table (B, pages) int32 the caches are pools (num_pages, HKV,
-    PAGE_SIZE, D), and S is as many rows as the table has. FLOAT8_DTYPE: of
-    products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element with a stride of 0, or None;
-    IS_ALIGNED: as in ``Float8``.
+    starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the new k. With
+    a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many rows as the
+    table has. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element
+    with a stride of 0, or None; IS_ALIGNED: as in ``Float8``.
 
     IS_CHUNK: there are many tokens, of which a block leaves out those behind its last query.
 
@@ -158,13 +158,16 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         # A query whose token finds no room in the cache sees nothing, like one before position 0.
         positions_q = tl.where(keys.q_offset + tokens < S, keys.q_offset + tokens, -1)
         q_rows = rows_of_queries(q_ptr, q_strides, rows, row_format)
+        q_rotation = with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D)
         if FLOAT8_DTYPE is None:
-            q = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED)
+            q = load_new(q_rows, offs_m, q_rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED)
             q_scale = None
             scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
             float8 = None
         else:
-            wide = load_new(q_rows, offs_m, rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED, DTYPE=tl.float32)
+            wide = load_new(
+                q_rows, offs_m, q_rotation, positions_q - offs_m, q_sign, CACHE_IS_ROTATED, DTYPE=tl.float32
+            )
             q, q_scale = scaled_queries(wide, FLOAT8_DTYPE)
             float8 = Float8(
                 k_scale=head_scale(k_scale_ptr, k_scale_stride, head_kv),
@@ -215,7 +218,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                 new = NewKeys(
                     k=head_rows(k_ptr, k_strides, origin, num_new, row_format),
                     v=head_rows(v_ptr, v_strides, origin, num_new, row_format),
-                    rotation=rotation,
+                    rotation=with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D),
                 )
                 num_seen = num_new
                 if IS_CHUNK and IS_CAUSAL:

@@ -15,6 +15,7 @@ from fused_rope_attn.generation.float8 import (
 )
 from fused_rope_attn.generation.pages import Pages, assert_in_pool, page_entries, rows_in_pages
 from fused_rope_attn.kernels.masks import Mask, visible
+from fused_rope_attn.kernels.norm import load_normed_tile
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import Rotation, load_rotated, load_rotated_columns, pack_pairs
@@ -72,7 +73,7 @@ class RunningSums:
 
 @triton.jit
 def load_new(rows, offs, rotation, position_offset, sign, CACHE_IS_ROTATED: tl.constexpr, DTYPE: tl.constexpr = None):
-    """Rows of q or of new keys, rotated and times ``sign``: their columns in the order that cached keys come in.
+    """Rows of q or of new keys, normed, rotated, times ``sign``: their columns in the order that cached keys come in.
 
     Cached keys that are rotated already are used in the order of memory, raw ones come out in pair order. DTYPE as in
     ``load_rotated``.
@@ -171,6 +172,15 @@ def rows_at(rows, start, num_rows):
 
 
 @triton.jit
+def load_raw(rows, offs, norm):
+    """New keys as a cache of raw keys keeps them: normed where ``norm`` is not None, and not rotated."""
+    if norm is None:
+        return load_tile(rows, offs, CHECK_ROWS=True)
+    else:
+        return load_normed_tile(rows, offs, norm)
+
+
+@triton.jit
 def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.constexpr):
     """New keys: (as products take them, as the cache keeps them). ``rows`` are counted from ``position``.
 
@@ -180,7 +190,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
         k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED)
         k_kept = k
         if not CACHE_IS_ROTATED:
-            k_kept = load_tile(rows, offs, CHECK_ROWS=True)
+            k_kept = load_raw(rows, offs, new.rotation.norm)
         return k, k_kept
     else:
         if CACHE_IS_ROTATED:
@@ -188,7 +198,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
             k_kept = quantised(k, float8.k_scale)
             return split_columns(k_kept.to(float8.DTYPE), float8.DTYPE), k_kept
         else:
-            k_kept = quantised(load_tile(rows, offs, CHECK_ROWS=True), float8.k_scale)
+            k_kept = quantised(load_raw(rows, offs, new.rotation.norm), float8.k_scale)
             return load_rotated_halves(rows, offs, new.rotation, position, float8, QUANTISE=True), k_kept
 
 

@@ -18,9 +18,5 @@ KVCACHE = ATTENTION | {
     "kv_lens": ("rope_attention's", "use cache_seqlens"),
     "backend": ("rope_attention's", _CHOICE),
     "strategy": ("rope_attention's", _CHOICE),
-    **dict.fromkeys(
-        ("q_norm", "k_norm", "norm_eps", "norm_offset"),
-        ("rope_attention's", "the step has no norms yet: norm q and the new k before the call"),
-    ),
     "deterministic": ("rope_attention's", "the step has no gradient, and gives the same bits in every run"),
 }

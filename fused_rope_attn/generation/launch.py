@@ -129,7 +129,9 @@ class StepCall:
         )
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale = tensors
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, *norms = (
+            tensors
+        )
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
@@ -137,7 +139,8 @@ class StepCall:
         self.attend(
             stream, q_ptr=q, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos, sin_ptr=sin, k_ptr=k, v_ptr=v,
             seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, table_ptr=block_table,
-            k_scale_ptr=k_scale, v_scale_ptr=v_scale, o_ptr=o, lse_ptr=lse, parts_ptr=parts,
+            k_scale_ptr=k_scale, v_scale_ptr=v_scale, q_norm_ptr=norms[0], k_norm_ptr=norms[1], o_ptr=o,
+            lse_ptr=lse, parts_ptr=parts,
         )  # fmt: skip
         self.combine(
             stream, seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, parts_ptr=parts, o_ptr=o,

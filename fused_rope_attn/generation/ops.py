@@ -33,11 +33,12 @@ _calls = PreparedCalls(_prepare)
 
 
 def _run(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k_cache, v_cache, _, _, k, _, cache_seqlens, kv_starts, sinks, *_ = tensors
+    q, k_cache, v_cache, k = tensors.q, tensors.k_cache, tensors.v_cache, tensors.k
     if problem.batch * problem.len_q == 0:
         return _fake(q)
     # The kernels index these with unit stride; they nearly always have it.
-    for name, x in (("cache_seqlens", cache_seqlens), ("kv_starts", kv_starts), ("sinks", sinks)):
+    for name in ("cache_seqlens", "kv_starts", "sinks", "q_norm", "k_norm"):
+        x = getattr(tensors, name)
         if x is not None and not x.is_contiguous():
             tensors = tensors._replace(**{name: x.contiguous()})
     with device.guard(problem.device):

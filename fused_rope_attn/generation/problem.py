@@ -15,8 +15,8 @@ class Tensors(NamedTuple):
     ``(num_pages, HKV, page_size, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
 
     cos and sin ``([1|B,] S, R/2 | R)``; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``; k_scale and
-    v_scale of one element or ``(HKV,)``, float32. What only the device reads (cache_seqlens, kv_starts, sinks) is
-    contiguous.
+    v_scale of one element or ``(HKV,)``, float32; q_norm and k_norm ``(D,)``, the weights of the norms. What only the
+    device reads (cache_seqlens, kv_starts, sinks, the norms) is contiguous.
     """
 
     q: Any
@@ -32,6 +32,8 @@ class Tensors(NamedTuple):
     block_table: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
 
 
 def cache_of(problem: Problem) -> Cache:
@@ -41,7 +43,7 @@ def cache_of(problem: Problem) -> Cache:
 
 def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Problem:
     """The ``Problem`` of a checked generation step; ``options`` as ``attention.problem.describe`` takes them."""
-    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _ = tensors
+    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table = tensors[:11]
     seen = AttentionTensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens)
     page_size = None if block_table is None else k_cache.shape[2]
     is_float8 = k_cache.dtype is torch.float8_e4m3fn
@@ -53,8 +55,8 @@ def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Pro
 SCHEMA = (
     "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cos, Tensor sin, Tensor? k, Tensor? v, "
     "Tensor cache_seqlens, Tensor? kv_starts, Tensor? sinks, Tensor? block_table, Tensor? k_scale, Tensor? v_scale, "
-    "bool cache_is_rotated, bool causal, float softmax_scale, "
-    "int rotary_dim, bool interleaved, SymInt window_left, SymInt window_right, float softcap"
+    "Tensor? q_norm, Tensor? k_norm, bool cache_is_rotated, bool causal, float softmax_scale, int rotary_dim, "
+    "bool interleaved, SymInt window_left, SymInt window_right, float softcap, float? norm_eps, float? norm_offset"
 )
 
 
@@ -63,21 +65,24 @@ def flatten(problem: Problem, tensors: Tensors) -> tuple:
     left, right = (-1, -1) if problem.window is None else problem.window
     return (
         *tensors, cache_of(problem).is_rotated, problem.causal, problem.softmax_scale, problem.rotary_dim,
-        problem.interleaved, left, right, problem.softcap,
+        problem.interleaved, left, right, problem.softcap, problem.norm_eps, problem.norm_offset,
     )  # fmt: skip
 
 
 def rebuild(
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale,
-    cache_is_rotated, causal, softmax_scale, rotary_dim, interleaved, window_left, window_right, softcap,
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm, k_norm,
+    cache_is_rotated, causal, softmax_scale, rotary_dim, interleaved, window_left, window_right, softcap, norm_eps,
+    norm_offset,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """Inverse of ``flatten``."""
     tensors = Tensors(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale
-    )
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm,
+        k_norm,
+    )  # fmt: skip
     problem = describe_step(
         tensors, cache_is_rotated=cache_is_rotated, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
         interleaved=interleaved, window=(window_left, window_right), softcap=softcap,
+        norm_eps=norm_eps, norm_offset=norm_offset,
     )  # fmt: skip
     return problem, tensors
 

@@ -1,11 +1,11 @@
 """The generation step in eager PyTorch: the semantics that its kernel is held to, and the fallback on any device."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention.reference import absent_keys, attend, query_rows, visible_keys
+from fused_rope_attn.attention.reference import absent_keys, attend, norm_rotate, query_rows, visible_keys
 from fused_rope_attn.generation.cache_reference import (
     FLOAT8,
     dequantise,
@@ -15,7 +15,7 @@ from fused_rope_attn.generation.cache_reference import (
     write_pages,
     write_rows,
 )
-from fused_rope_attn.rotation.reference import normalise_tables, rotate
+from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 
 
 def write_kvcache(
@@ -78,14 +78,24 @@ def append(
     *,
     cache_is_rotated: bool,
     interleaved: bool,
+    k_norm: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
 ) -> None:
     """Write k and v (B, HKV, N, D) into rows `position` (B, N) of the caches, none where it is negative.
 
-    With `entries` (B, pages) of the block table the caches are pools. The tables are `normalise_tables`'.
+    k is normed before where there is a `k_norm`. With `entries` (B, pages) of the block table the caches are pools. The
+    tables are `normalise_tables`'.
     """
     is_float8 = k_cache.dtype == FLOAT8
     wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
-    new = rotate(wide, *query_rows(cos, sin, position), interleaved=interleaved) if cache_is_rotated else wide
+    if cache_is_rotated:
+        rows = query_rows(cos, sin, position)
+        new = norm_rotate(wide, k_norm, *rows, interleaved=interleaved, norm_eps=norm_eps, norm_offset=norm_offset)
+    elif k_norm is None or norm_eps is None or norm_offset is None:
+        new = wide
+    else:
+        new = norm(wide, k_norm, norm_eps, norm_offset).to(wide.dtype)
     for cache, x, scale in ((k_cache, new, k_scale), (v_cache, v, v_scale)):
         x = quantise(x, scale) if is_float8 else x
         if entries is None:
@@ -116,6 +126,10 @@ def attention_with_kvcache(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The generation step in eager PyTorch: arguments as in `fused_rope_attn.rope_attention_with_kvcache`, validated.
 
@@ -124,7 +138,8 @@ def attention_with_kvcache(
     not written, and its query is dead. `kv_starts` (B,): keys before it do not exist.
 
     With `block_table` (B, pages) the caches are pools (num_pages, HKV, page_size, D). Caches in float8_e4m3fn hold keys
-    and values divided by `k_scale` and `v_scale`, and queries see new tokens as they are written there too.
+    and values divided by `k_scale` and `v_scale`, and queries see new tokens as they are written there too. With norms
+    the queries and the new keys are normed; caches hold keys that are.
     """
     num_pages, _, page_size, _ = k_cache.shape
     len_q, capacity = q.shape[2], page_size if block_table is None else block_table.shape[1] * page_size
@@ -134,7 +149,8 @@ def attention_with_kvcache(
     position = cached + index if k is not None else cached - len_q + index
     position = torch.where(position < capacity, position, -1)
     length = cached if k is None else (cached + len_q).clamp(max=capacity)
-    q_rot = rotate(q, *query_rows(cos, sin, position), interleaved=interleaved)
+    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
+    q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), **options)
     slots = position
     position, low, high = visible_keys(position, length, causal, window=window, kv_starts=kv_starts)
     # There are lengths, hence keys to ask about.
@@ -150,7 +166,7 @@ def attention_with_kvcache(
     if k is not None and v is not None:
         append(
             k, v, k_cache, v_cache, cos, sin, slots, entries, k_scale, v_scale, cache_is_rotated=cache_is_rotated,
-            interleaved=interleaved,
+            interleaved=interleaved, k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset,
         )  # fmt: skip
     keys, values = (x if entries is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:

@@ -10,9 +10,12 @@ from fused_rope_attn.generation.cache_validation import (
 )
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
+    NO_NORMS,
+    Norms,
     are_ordinary,
     check_bounds,
     check_kinds,
+    check_norms,
     check_queries_and_keys,
     check_scales,
     check_sinks,
@@ -46,6 +49,7 @@ def check_kvcache(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    norms: Norms = NO_NORMS,
     layout: str = "bhsd",
 ) -> int:
     """Check the arguments of `rope_attention_with_kvcache` as its caller gave them, and return the rotary dim R.
@@ -93,8 +97,10 @@ def check_kvcache(
         check_sinks(sinks, dtype, device, heads_q)
     if kv_starts is not None:
         check_bounds("kv_starts", kv_starts, device, batch)
+    check_norms(norms, dtype, device, head_dim)
     refuse_gradients(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        q_norm=norms.q_norm, k_norm=norms.k_norm,
     )  # fmt: skip
     return rotary_dim
 

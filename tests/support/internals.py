@@ -78,8 +78,8 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
 
 def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks, block_table=None):
     """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
-    tensors = (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, block_table, None, None)
-    return (*tensors, True, True, 0.25, 16, False, -1, -1, 0.0)
+    tensors = (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, block_table, None, None, None, None)
+    return (*tensors, True, True, 0.25, 16, False, -1, -1, 0.0, None, None)
 
 
 def go_through_the_dispatcher(monkeypatch):

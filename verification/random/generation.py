@@ -19,6 +19,7 @@ from fused_rope_attn.generation.api import run_step
 from fused_rope_attn.generation.cache_reference import quantise
 from fused_rope_attn.generation.configs import FLOAT8
 from verification.pages import in_pages, rows_in_pool, same_float8
+from verification.random.attention import NO_NORMS
 from verification.random.common import (
     DTYPES,
     Draws,
@@ -140,6 +141,7 @@ class GenerationCall:
             "window": case.window,
             "softcap": case.softcap,
             "sinks": masks["sinks"],
+            **(testing.norms_of(case, machine.device) or NO_NORMS),
             "return_lse": self.return_lse,
         }
 
@@ -217,10 +219,10 @@ class GenerationCall:
             new, old = given[name].transpose(1, 2), before[name].transpose(1, 2)
             kept = same_bits(new[~written], old[~written])
             yield Finding.that(backend, f"old rows of {name}", kept, "changed")
-            if self.setting.float8 != "none" and name == "k_cache" and self.setting.is_rotated:
+            if self.setting.float8 != "none" and name == "k_cache" and not self._copies_keys:
                 x, y = (cache.transpose(1, 2)[written] for cache in (given[name], eager[name]))
                 yield Finding.of(backend, same_float8(name, x, y))
-            elif name == "v_cache" or not self.setting.is_rotated:
+            elif name == "v_cache" or self._copies_keys:
                 copied = same_bits(new[written], eager[name].transpose(1, 2)[written])
                 yield Finding.that(backend, f"new rows of {name}", copied, "are no copy")
 
@@ -237,6 +239,11 @@ class GenerationCall:
         written = (first + size > lengths) & (first < lengths + new)
         return written | ((first + size > low) & (first < lengths + new))
 
+    @property
+    def _copies_keys(self) -> bool:
+        """Whether new keys are written as they came."""
+        return not self.setting.is_rotated and self.case.norms is None
+
     def _written(self, arguments: dict[str, Any], device: str) -> Tensor:
         """(B, S_max), or (num_pages, page_size): True in the rows of the caches that the step writes."""
         row = torch.arange(self.case.len_k, device=device)
@@ -247,9 +254,9 @@ class GenerationCall:
         return written if table is None else rows_in_pool(written, table, arguments["k_cache"])
 
     def _judged(self, results: dict[str, Tensor], written: Tensor) -> dict[str, Tensor]:
-        """What a tolerance applies to: o, lse, and the rotated keys that were written, (HKV, rows, D)."""
+        """What a tolerance applies to: o, lse, and the new keys in the cache, (HKV, rows, D), if they are no copies."""
         found = {name: x for name, x in results.items() if name in ("o", "lse")}
-        if self.setting.is_rotated and self.setting.float8 == "none":
+        if not self._copies_keys and self.setting.float8 == "none":
             found["k_cache"] = results["k_cache"].transpose(1, 2)[written].transpose(0, 1)
         return found
 
@@ -277,13 +284,15 @@ class Generation:
     def draw_setting(self, rng: random.Random, machine: Machine) -> Setting:
         dtype = DTYPES[rng.choice(machine.dtypes)]
         head_dim = draw_head_dim(rng, machine)
-        masks, appends = not chance(rng, 0.3), chance(rng, 0.7)
+        masks, appends, norms = not chance(rng, 0.3), chance(rng, 0.7), chance(rng, 0.3)
         case = testing.Case(
             1, 1, 1, 1, 1, head_dim,
             causal=chance(rng, 0.75), rotary_dim=draw_rotary_dim(rng, head_dim), interleaved=chance(rng, 0.35),
             dtype=dtype, table_dtype=dtype if chance(rng, 0.2) else torch.float32, table_batch=chance(rng, 0.2),
             full_width=chance(rng, 0.35), softcap=rng.choice([2.0, 15.0, 50.0]) if masks and chance(rng, 0.25) else 0.0,
             sinks=masks and chance(rng, 0.3), sinks_dtype=dtype if chance(rng, 0.3) else torch.float32,
+            norms=rng.choice((0.0, 1.0)) if norms else None, norm_eps=rng.choice((1e-6, 1e-2)),
+            norm_dtype=dtype if norms and chance(rng, 0.4) else torch.float32,
         )  # fmt: skip
         layouts = {name: draw_layout(rng) for name in ("q", "k", "v")}
         page_size = pick(rng, {None: 6, 16: 4, 32: 1, 64: 1, 17 + rng.randint(0, 30): 1})
