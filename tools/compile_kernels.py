@@ -36,7 +36,7 @@ from fused_rope_attn.attention.arguments import rotated_shape
 from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from tools import aot
 from tools.corope_jobs import CoRopeJob, corope_jobs
-from tools.decode_jobs import DecodeJob, decode_jobs
+from tools.decode_jobs import DecodeJob, WriteJob, decode_jobs, write_jobs
 from tools.rotation_jobs import RotationJob, rotation_jobs
 from verification.table import format_table
 
@@ -217,7 +217,7 @@ def with_tile(job: Job, text: str) -> Job:
     return replace(job, config=replace(job.config, **tiles))
 
 
-def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob) -> list[dict]:
+def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob) -> list[dict]:
     """Run the launcher of ``job`` under the compile-only driver; one dict for each kernel that it compiled."""
     launch = functools.partial(launch_attention, job) if isinstance(job, Job) else job.launch
     start = time.perf_counter()
@@ -300,11 +300,11 @@ def launch_attention(job: Job) -> None:
         backward.prepared(problem, (do, o, *tensors), job.config, job.rotated)(tensors, do, o, lse)
 
 
-def _row(job: Job | RotationJob | CoRopeJob | DecodeJob, **fields) -> dict:
+def _row(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, **fields) -> dict:
     return {"arch": job.arch, "job": job.label, **fields}
 
 
-def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob, kernel: aot.CompiledKernel) -> str:
+def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, kernel: aot.CompiledKernel) -> str:
     if kernel.shared > kernel.shared_limit:
         return "FAIL shared memory"
     if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
@@ -316,11 +316,11 @@ def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob, kernel: aot.Compile
     return "spills" if kernel.spill else "ok"
 
 
-def run(jobs: list[Job | RotationJob | CoRopeJob | DecodeJob], processes: int) -> list[dict]:
+def run(jobs: list[Job | RotationJob | CoRopeJob | DecodeJob | WriteJob], processes: int) -> list[dict]:
     """Compile in ``processes`` processes with an empty cache of their own; rows in the order of ``jobs``."""
     if processes <= 1:
         return [row for job in jobs for row in compile_job(job)]
-    rows: dict[Job | RotationJob | CoRopeJob | DecodeJob, list[dict]] = {}
+    rows: dict[Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, list[dict]] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # The slow ones first: the last process to finish should have little left.
@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: the interpreter takes the compiler's place; unset it")
 
     archs = options.arch or configs.ARCHS
-    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs)
+    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs = [job for arch in archs for find in tables for job in find(arch, options.full)]
     jobs = [job for job in jobs if options.filter in job.label]
     if options.tile:

@@ -81,6 +81,62 @@ class DecodeJob:
         attention_with_kvcache(problem.for_launch(), tensors, self.config)
 
 
+@dataclass(frozen=True)
+class WriteJob:
+    """One call that writes into a cache: packed tokens into pages, or padded ones into a contiguous cache."""
+
+    arch: str
+    dtype: torch.dtype
+    head_dim: int
+    paged: bool
+    float8: bool = False
+    rotated: bool = True
+
+    direction = "write"
+
+    @property
+    def label(self) -> str:
+        words = ["write", str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
+        words += [] if self.rotated else ["raw"]
+        words += ["float8"] if self.float8 else []
+        return " ".join([*words, "packed into pages-of-16" if self.paged else "padded"])
+
+    def launch(self) -> None:
+        """Call the launcher on tensors without memory."""
+        from fused_rope_attn.generation.problem import Written, describe_write
+        from fused_rope_attn.generation.write_launch import prepared
+
+        def tensor(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        pages, rows = (300, 16) if self.paged else (2, 1000)
+        caches = [
+            tensor(pages, rows, 8, self.head_dim, dtype=torch.float8_e4m3fn if self.float8 else self.dtype)
+            for _ in range(2)
+        ]
+        new = [tensor(1 if self.paged else 2, 500, 8, self.head_dim).transpose(1, 2) for _ in range(2)]
+        table = tensor(1000, self.head_dim // 2, dtype=torch.float32)
+        scales = [tensor(8, dtype=torch.float32) if self.float8 else None for _ in range(2)]
+        tensors = Written(
+            *new, *(x.transpose(1, 2) for x in caches), table, table,
+            tensor(2, 62, dtype=torch.int32) if self.paged else None, tensor(2, dtype=torch.int32),
+            None if self.paged else tensor(2, dtype=torch.int32), tensor(3, dtype=torch.int32) if self.paged else None,
+            *scales,
+        )  # fmt: skip
+        problem = describe_write(
+            tensors, cache_is_rotated=self.rotated, rotary_dim=self.head_dim, interleaved=False
+        )  # fmt: skip
+        prepared(problem, tensors)(tensors)
+
+
+def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:
+    """Few, with ``full`` too, since the kernel takes no configuration."""
+    jobs = [WriteJob(arch, torch.bfloat16, 128, paged) for paged in (True, False)]
+    if arch in aot.THOROUGH and arch in configs.FLOAT8:
+        jobs += [WriteJob(arch, torch.bfloat16, 128, True, True, rotated) for rotated in (True, False)]
+    return jobs
+
+
 def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     """A job for each row of the table that serves ``arch``; in ``aot.THOROUGH`` also D 128 with masks, 16 tokens and
     raw keys. ``full`` adds those everywhere, and layouts."""

@@ -85,7 +85,8 @@ _ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-by
 
 
 # The cards, and the interpreter, on which the kernels read and write float8_e4m3fn.
-FLOAT8 = ("sm_89", "sm_90", "sm_100", "sm_120", "interpreter")
+FLOAT8 = (*HOPPER, "sm_89", "sm_120", INTERPRETER[0])
+_SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
 
 
 # A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
@@ -101,9 +102,9 @@ DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8, True),
     DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 1, 256, DecodeConfig(32, 4, 4), _FLOAT8),
-    DecodeRow(SMALL, 1, 64, DecodeConfig(64, 4, 3), UNTIMED),
-    DecodeRow(SMALL, 1, 128, DecodeConfig(32, 4, 3), UNTIMED),
-    DecodeRow(SMALL, 1, 256, DecodeConfig(16, 4, 3), UNTIMED),
+    DecodeRow(_SMALL_FLOAT8, 1, 64, DecodeConfig(64, 4, 3), UNTIMED),
+    DecodeRow(_SMALL_FLOAT8, 1, 128, DecodeConfig(32, 4, 3), UNTIMED),
+    DecodeRow(_SMALL_FLOAT8, 1, 256, DecodeConfig(16, 4, 3), UNTIMED),
     DecodeRow(AMPERE + SMALL, 2, 64, DecodeConfig(64, 4, 3), UNTIMED),
     DecodeRow(AMPERE + SMALL, 2, 128, DecodeConfig(32, 4, 3), UNTIMED),
     DecodeRow(AMPERE + SMALL, 2, 256, DecodeConfig(16, 4, 3), UNTIMED),

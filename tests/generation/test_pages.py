@@ -7,7 +7,7 @@ import torch
 
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
 from tests.support.dtypes import F16, F32
-from tests.support.internals import with_kvcache
+from tests.support.internals import with_kvcache, write
 from tests.support.operators import kernel_or_reference
 from verification.decode import DecodeCheck, make_inputs
 
@@ -77,6 +77,31 @@ def test_new_tokens_saturate():
     rope_attention_with_kvcache(**given)
     row = given["v_cache"][0, 0, 30, :4].float()
     assert row[:3].tolist() == [448.0, -448.0, 448.0] and bool(row[3].isnan())
+
+
+@kernel_or_reference("reference", "triton")
+@pytest.mark.unpoisoned
+def test_compiles_to_one_graph(backend):
+    """The step writes its pools, and a prompt is written, in a compiled graph too."""
+    torch._dynamo.reset()
+
+    def run(given):
+        pools = {name: given[name] for name in ("k_cache", "v_cache", "cos", "sin", "cache_seqlens", "block_table")}
+        write(given["k"], given["v"], **pools, backend=backend)
+        later = given | {"cache_seqlens": given["cache_seqlens"] + 2}
+        return with_kvcache(**later, backend=backend)
+
+    eager, compiled = arguments(), arguments()
+    for given in (eager, compiled):
+        del given["k_scale"], given["v_scale"], given["sinks"]
+        given["block_table"] = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
+        given |= {name: given[name].nan_to_num() for name in ("k_cache", "v_cache")}
+    expected = run(eager)
+    results = torch.compile(run, fullgraph=True, backend="aot_eager")(compiled)
+    torch.testing.assert_close(results, expected)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(compiled[name], eager[name])
+        assert bool(eager[name][1, :, 30 - 16 : 34 - 16].any())
 
 
 def empty(*shape, dtype=F32):

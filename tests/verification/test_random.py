@@ -42,7 +42,7 @@ def test_everything_is_drawn():
     functions = {call.function for call in calls}
     assert functions == {
         "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
-        "corope_attention",
+        "corope_attention", "write_kvcache",
     }  # fmt: skip
     assert len(functions) == len(FAMILIES)
     illegal = sum(isinstance(call, IllegalCall) for call in calls) / len(calls)

@@ -11,6 +11,7 @@ from verification.random.corope import CoRope
 from verification.random.generation import Generation
 from verification.random.refusals import IllegalCall
 from verification.random.rotation import Rotation
+from verification.random.writing import Writing
 
 # Each public function, and how often it is drawn on a GPU, and in Triton's interpreter, where some take longer.
 FAMILIES: dict[Family, tuple[float, float]] = {
@@ -20,6 +21,7 @@ FAMILIES: dict[Family, tuple[float, float]] = {
     Rotation(several=False): (1.5, 2),
     Rotation(several=True): (2, 2),
     CoRope(): (1, 0.7),
+    Writing(): (1.5, 1),
 }
 CALLS_OF_A_SETTING = 30
 ILLEGAL = 1 / 6
@@ -43,4 +45,6 @@ def draw_call(seed: int, index: int, machine: Machine) -> Call:
     family, setting = draw_setting(seed, setting_of(index), machine)
     rng = random.Random(f"{seed} call {index}")
     call = family.draw_call(rng, setting, machine)
-    return IllegalCall(call, rng.randint(0, 10**9)) if chance(rng, ILLEGAL) else call
+    # What makes a call illegal is written for calls with queries, or with x.
+    can_be_illegal = call.function != "write_kvcache"
+    return IllegalCall(call, rng.randint(0, 10**9)) if chance(rng, ILLEGAL) and can_be_illegal else call
