@@ -125,8 +125,8 @@ def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room,
     dk_rows = head_rows(gradients.dk_ptr, gradients.dk_strides, origin, num_rows, row_format)
     if gradients.dv_ptr.dtype.element_ty == gl.float32:
         # Four threads of a product's layout write a whole sector of 32 bytes.
-        own_keys = gl.arange(0, KEYS, gl.SliceLayout(1, dv.type.layout))
-        store_tile(columns_from(dv_rows, FIRST_COLUMN), dv, own_keys, dv.type.layout)
+        OWN: gl.constexpr = dv.type.layout
+        store_tile(columns_from(dv_rows, FIRST_COLUMN), dv, gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), OWN)
     else:
         store_dv(columns_from(dv_rows, FIRST_COLUMN), dv.to(dv_stage.dtype), dv_stage)
     k_scale = scale.qk_scale * LN2
