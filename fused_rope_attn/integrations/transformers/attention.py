@@ -336,14 +336,14 @@ def attend_cache(
     layer, features = past.layers[module.layer_idx], _features(module, convention, q, batch)
     step = _is_step(q, k, v, layer, features["sinks"], *_weights(norms))
     # Attention knows table rows by their place in the cache, transformers gives the new tokens'. One token's row can
-    # stand for all places; several tokens are rotated beforehand, and attention turns nothing. So is what is normed.
-    single = step and q.shape[2] == 1 and norms is None
+    # stand for all places; several tokens are normed and rotated beforehand, and attention turns nothing.
+    single = step and q.shape[2] == 1
     if single:
-        inside = tables
+        inside, options = tables, features | _options(norms)
     else:
         q, k = _rotated(q, k, tables, norms)
-        inside = _unturned(q.device, batch)
-    options = inside.options | features
+        inside, options = _unturned(q.device, batch), features
+    options |= inside.options
     if step and batch.cached is not None:
         tokens, static = q.shape[2], type(layer) is StaticLayer
         caches = None
