@@ -131,15 +131,15 @@ class WriteJob:
 
 def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:
     """Few, with ``full`` too, since the kernel takes no configuration."""
-    jobs = [WriteJob(arch, torch.bfloat16, 128, paged) for paged in (True, False)]
-    if arch in aot.THOROUGH and arch in configs.FLOAT8:
-        jobs += [WriteJob(arch, torch.bfloat16, 128, True, True, rotated) for rotated in (True, False)]
+    jobs = [WriteJob(arch, torch.bfloat16, 128, paged) for paged in ((True, False) if full else (True,))]
+    if arch in configs.FLOAT8 and (full or arch in aot.THOROUGH):
+        jobs += [WriteJob(arch, torch.bfloat16, 128, False, True, rotated) for rotated in (True, False)[: 1 + full]]
     return jobs
 
 
 def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     """A job for each row of the table that serves ``arch``; in ``aot.THOROUGH`` also D 128 with masks, 16 tokens and
-    raw keys. ``full`` adds those everywhere, and layouts."""
+    raw keys, on sm_90 pages and a chunk of a prompt. ``full`` adds those everywhere, and layouts."""
     jobs = []
     for row in configs.DECODE:
         if arch not in row.archs:
@@ -155,12 +155,12 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             config = configs.decode(arch, row.element_size, row.head_dim, rotated)
             job = DecodeJob(arch, config, dtype, row.head_dim, rotated, float8=row.element_size == 1)
             jobs.append(job)
-            # Pages and float8 caches together where they are timed, and each for itself.
-            if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128:
+            if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128 and (rotated or full):
                 jobs.append(replace(job, page_size=16))
                 jobs.append(replace(job, page_size=16, norms=True))
                 chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
-                jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
+                if row.element_size == 2 or full:
+                    jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
             if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:
