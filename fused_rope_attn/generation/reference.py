@@ -159,7 +159,8 @@ def attention_with_kvcache(
     )
     entries = None
     if block_table is not None:
-        needed, row = ~absent, torch.arange(capacity, device=q.device)
+        # Where no query lies in the cache, nothing is read.
+        needed, row = ~absent & (position >= 0).any(1, keepdim=True), torch.arange(capacity, device=q.device)
         if k is not None:  # written, whether or not a query sees it
             needed = needed | ((row >= cached) & (row < length))
         entries = needed_pages(block_table, needed, num_pages, page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -212,7 +212,9 @@ def _tensors() -> Iterator[Mutation]:
         yield _changed(name, "of integers", lambda x: x.int(), TypeError)
         yield _changed(name, "of another rank", lambda x: x[None], ValueError)
     for name in ("k", "v", *CACHES):
-        yield _changed(name, "of another dtype", lambda x: x.to(_other_float(x)), TypeError)
+        # Of two caches that differ, either may be meant: both may be of q's dtype, or of float8.
+        words = CACHES if name in CACHES else (name,)
+        yield replace(_changed(name, "of another dtype", lambda x: x.to(_other_float(x)), TypeError), words=words)
         yield _changed(name, "of another rank", lambda x: x[None], ValueError)
     for name in ("sinks", "kv_starts", "kv_lens", "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"):
         yield _changed(name, "of int64", lambda x: x.long(), TypeError)
@@ -246,9 +248,9 @@ def _tensors() -> Iterator[Mutation]:
 def _sizes() -> Iterator[Mutation]:
     yield Mutation("more heads of k than of q", _more_heads_than_divide, (ValueError,), ("k", "k_cache"))
     yield Mutation("an odd head dim", _narrow_all, (ValueError,), ("q",))
-    yield Mutation("k of other columns", _fewer_columns_of_k, (ValueError,), ("k", "k_cache"))
+    yield Mutation("k of other columns", _fewer_columns_of_k, (ValueError,), ("k", *CACHES))
     yield Mutation("v of another length", _v_of_other_length, (ValueError,), ("v", "v_cache"))
-    yield Mutation("k of another batch", _another_batch, (ValueError,), ("k", "k_cache"))
+    yield Mutation("k of another batch", _another_batch, (ValueError,), ("k", *CACHES))
     yield Mutation("queries at negative positions", _negative_positions, (ValueError,), ("q",))
     yield Mutation("more new tokens than rows", _too_many_new_tokens, (ValueError,), ("k",))
     yield Mutation("an expanded cache", _expanded_cache, (ValueError,), CACHES)
