@@ -110,6 +110,7 @@ CHECKS = (
     DecodeCheck("decode, pages of 16, the table is full", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
     DecodeCheck("decode, a chunk of 33 tokens in pages of 16, window", (8, 1), 33, 96, 16, (50,), page_size=16,
                 window=(60, 0)),
+    DecodeCheck("decode, a chunk of 33 tokens, for some of which there is no room", (8, 1), 33, 100, 16, (80,)),
     DecodeCheck("decode, a chunk of 33 tokens, read only", (8, 1), 33, 64, 16, (64,), append=False),
     DecodeCheck("decode, float8", (4, 2), 2, 70, 32, (37, 0), float8="head"),
     DecodeCheck("decode, float8, keys rotated in the loop", (4, 2), 2, 70, 16, (37, 64), rotated=False,

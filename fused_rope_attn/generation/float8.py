@@ -2,8 +2,8 @@
 
 Products take the numbers as they are stored. The keys' scale joins that of the scores, and the values' that of the
 output, so that a step multiplies by neither in its loop. For q of two bytes the products are of float16, to which a GPU
-turns two numbers of float8 in one instruction (to bfloat16 it takes five), and the queries are divided by a power of
-two for each row, so that they fit.
+turns two numbers of float8 in one instruction (bfloat16 takes one more for each number), and the queries are divided by
+a power of two for each row, so that they fit.
 
 Tiles come as ``Halves``, the columns of even and those of odd number: a pair of neighbours is one number of 16 bits, as
 which it goes from memory to the tensor cores' layout by the way of 2-byte elements. Single bytes have no such way.
