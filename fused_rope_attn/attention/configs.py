@@ -420,14 +420,16 @@ def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa,
     return find_row(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 
-def behind_norm(config: HopperForwardConfig, head_dim: int, packed: bool) -> HopperForwardConfig:
+def behind_norm(
+    config: HopperForwardConfig, head_dim: int, length_bucket: str, packed: bool
+) -> HopperForwardConfig:  # fmt: skip
     """``config`` for queries that are normed before they are rotated.
 
-    With 128 columns the warps that rotate are too slow to norm, too, and everything waits for them: the pre-pass does
-    both. H200, 2026-11-22: they take 127 us where a call without norms takes 104 at (2, 64/64, 1024, 128). With 64
-    columns it is 105 against 102 at (2, 32/8, 2048, 64). Only they save packed queries as the backward reads them.
+    With 128 columns the warps that rotate are too slow to norm, too, and everything waits for them, unless sequences
+    are long: the pre-pass does both then (docs/experiments). With 64 columns, and for long sequences, its bytes cost
+    more. Only they save packed queries as the backward reads them.
     """
-    if packed or not 64 < head_dim <= HOPPER_HEAD_DIM:
+    if packed or length_bucket == "long" or not 64 < head_dim <= HOPPER_HEAD_DIM:
         return config
     return replace(config, rotates_queries=False, attend_registers=240)
 

@@ -258,7 +258,7 @@ def _plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
-        configs.behind_norm(cast(configs.HopperForwardConfig, row.config), needs.head_dim, needs.packed)
+        configs.behind_norm(cast(configs.HopperForwardConfig, row.config), needs.head_dim, length_bucket, needs.packed)
         if forward[0] and normed
         else row.config
         if forward[0]

@@ -124,11 +124,10 @@ def norms_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
     """The norms of a case as keyword arguments of ``rope_attention``; weights (D,) around 1, offset included."""
     if case.norms is None:
         return {}
-    # Always as many, and on the CPU, as for sinks.
+    # On the CPU, as for sinks.
     generator = torch.Generator().manual_seed(case.seed + 2)
-    weights = (
-        1.0 + 0.25 * torch.randn((2, max(256, case.head_dim)), generator=generator)[:, : case.head_dim] - case.norms
-    )
+    drawn = torch.randn((2, max(256, case.head_dim)), generator=generator)[:, : case.head_dim]
+    weights = 1.0 + 0.25 * drawn - case.norms
     q_norm, k_norm = weights.to(device, case.norm_dtype).unbind(0)
     return {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": case.norm_eps, "norm_offset": case.norms}
 

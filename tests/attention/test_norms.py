@@ -130,10 +130,9 @@ def test_what_is_saved():
 
 
 @interpreted
-@pytest.mark.parametrize("length", [40, 300])
-def test_weights_gradients_are_the_same_every_time(length):
-    """Also where many programs add up parts of them."""
-    case = replace(CASE, len_q=length, len_k=length, heads_q=1)
+def test_weights_gradients_are_the_same_every_time():
+    """Where several programs add up parts of them."""
+    case = replace(CASE, len_q=70, len_k=70, heads_q=1)
     tensors, options = given(case)
     first, again = (gradients(rope_attention(**tensors, **options, backend="triton"), tensors) for _ in range(2))
     assert_equal(first, again)
@@ -180,10 +179,9 @@ def test_a_row_that_is_not_finite_stays_in_its_row(strategy):
 
 @interpreted
 @pytest.mark.unpoisoned
-@both_strategies
-def test_opcheck(strategy):
+def test_opcheck():
     inputs = make_inputs(CASE)
-    arguments = operator_arguments(inputs, CASE, strategy=strategy)
+    arguments = operator_arguments(inputs, CASE, strategy="prepass")
     forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
     o, lse = forward(*arguments)
     torch.library.opcheck(forward, arguments)
@@ -263,11 +261,14 @@ def test_weights_without_unit_strides():
 
 @pytest.mark.parametrize(("head_dim", "rotates"), [(64, True), (96, False), (128, False), (256, False)])
 def test_who_norms_the_queries_of_sm_90(arch, head_dim, rotates):
-    """The pre-pass where the kernel's own warps would be too slow; packed queries are theirs, up to 128 columns."""
+    """The pre-pass where the kernel's own warps would be too slow; packed queries, and up to 128 columns those of long
+    sequences, are theirs."""
     given = call(4096, head_dim=head_dim, backend="hopper")
     norms = {"norm_eps": 1e-6, "norm_offset": 0.0}
     assert plan_of(given | norms).forward.rotates_queries is rotates
     assert plan_of(given).forward.rotates_queries is (head_dim <= 128)
+    if head_dim == 128:
+        assert plan_of(call(4097, backend="hopper") | norms).forward.rotates_queries
     ends = {"cu_seqlens_q": torch.tensor([0, 4096]), "cu_seqlens_k": torch.tensor([0, 4096]), "max_seqlen": 4096}
     packed = plan_of(call(4096, head_dim=head_dim, batch=1, backend="hopper") | norms, **ends)
     assert packed.forward.rotates_queries is (head_dim <= 128)
