@@ -26,6 +26,6 @@ def results(rows: list[Row]) -> str:
     return (
         f"{markdown(header, lines)}\n\n"
         "Eager calls, of the rank that takes longest. One GPU / P: one GPU's time for the whole sequence divided by "
-        "the number of GPUs, over this time, so that 100 % is ideal. MiB: beyond the inputs, of the pass and the rank that "
-        f"take most. {provenance(rows)}"
+        "the number of GPUs, over this time, so that 100 % is ideal. MiB: beyond the inputs, of the pass and the "
+        f"rank that take most. {provenance(rows)}"
     )
