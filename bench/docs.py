@@ -29,6 +29,7 @@ CURRENT: dict[str, Path] = {
     "rotation": RESULTS / "rope-h200-2026-11-21.jsonl",
     "generation": RESULTS / "decode-h200-2026-11-21.jsonl",
     "models": RESULTS / "models-h200-2026-11-21.jsonl",
+    "cp": RESULTS / "cp-h200-2026-11-22.jsonl",
     "corope": RESULTS / "corope-h200-2026-11-21.jsonl",
 }
 
@@ -65,6 +66,7 @@ BLOCKS: tuple[Block, ...] = (
     Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),
     Block("rope:results", BENCHMARKS, "rotation", "rotation.tables", "results"),
     Block("models:results", BENCHMARKS, "models", "models.report", "results"),
+    Block("cp:results", BENCHMARKS, "cp", "context_parallel.tables", "results"),
     Block("corope:results", BENCHMARKS, "corope", "corope", "results"),
 )
 _PARTS = "|".join(dict.fromkeys(block.name.split(":")[0] for block in BLOCKS))
