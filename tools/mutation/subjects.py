@@ -69,6 +69,7 @@ SUBJECTS = (
     Subject("attention/validation.py", _CALLS, ("attention/test_more_queries.py",)),
     Subject("attention/planning.py", _PLANNING, ("attention/test_compile.py",)),
     Subject("generation/validation.py", _CALLS_OF_STEPS),
+    Subject("generation/cache_validation.py", _CALLS_OF_STEPS),
     Subject("generation/planning.py", ("generation/test_plan_with_kvcache.py", "generation/test_schedule.py")),
     Subject("rotation/validation.py", ("rotation/test_refusals.py",)),
     Subject(
