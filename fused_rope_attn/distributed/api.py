@@ -52,8 +52,9 @@ def rope_attention_cp(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``rope_attention`` of a sequence that the P ranks of ``group`` share; each passes and gets its own rows.
 
-    All ranks must call it, and its backward pass, with the same options and shapes, which they compare in every call. With ``C = N / (2P)`` and r the rank within the group, ``"zigzag"`` gives rank r the positions
-    ``rC`` to ``(r + 1)C`` and ``(2P - 1 - r)C`` to ``(2P - r)C``, so that all have equal work under a causal mask.
+    All ranks must call it, and its backward pass, with the same options and shapes, which they compare in every call.
+    With ``C = N / (2P)`` and r the rank within the group, ``"zigzag"`` gives rank r the positions ``rC`` to ``(r +
+    1)C`` and ``(2P - 1 - r)C`` to ``(2P - r)C``, so that all have equal work under a causal mask.
 
     Args:
         q: ``(B, HQ, N / P, D)``, this rank's rows, as ``cp_shard`` cuts them.
