@@ -84,6 +84,7 @@ EXTERNAL = {
     "Module": _TORCH + "generated/torch.nn.Module.html",
     "Any": _PYTHON + "typing.html#typing.Any",
     "typing.Any": _PYTHON + "typing.html#typing.Any",
+    "collections.abc.Sequence": _PYTHON + "collections.abc.html#collections.abc.Sequence",
     **{name: _PYTHON + f"stdtypes.html#{name}" for name in ("int", "float", "bool", "str", "tuple", "dict", "list")},
     "None": _PYTHON + "constants.html#None",
     **{

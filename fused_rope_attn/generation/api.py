@@ -99,8 +99,8 @@ def rope_attention_with_kvcache(
             ``(num_pages, page_size, HKV, D)``, the new k and v ``(B, NQ, HKV, D)``, as flash-attn has them. The tensors
             are viewed, not copied; lse keeps its shape.
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
-        softmax_scale, rotary_dim, interleaved, window, softcap, sinks, q_norm, k_norm, norm_eps, norm_offset,
-            return_lse: as in ``rope_attention``.
+        softmax_scale, rotary_dim, interleaved, window, softcap, sinks: as in ``rope_attention``.
+        q_norm, k_norm, norm_eps, norm_offset, return_lse: as in ``rope_attention``.
 
     Returns:
         o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log.
