@@ -218,22 +218,6 @@ class _Attention(torch.autograd.Function):
         return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """Makes a second differentiation an error instead of a silent zero.
-
-    It reaches this node from q, k and v, or where these were saved rotated, from o, which forward returned.
-    """
-
-    @staticmethod
-    def forward(ctx, operator, keyset, *arguments):
-        ctx.set_materialize_grads(False)
-        return operator.below_autograd(keyset, *arguments)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("rope_attention: double backward (create_graph=True) is not supported")
-
-
 def _needs_gradient(tensors: Tensors) -> bool:
     if not torch.is_grad_enabled():
         return False
@@ -250,20 +234,6 @@ def _forward_autograd(keyset, *arguments):
     return _forward.below_autograd(keyset, *arguments)
 
 
-def _autograd_of_backward(operator: Operator, keyset, *arguments):
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        return _AttentionBackward.apply(operator, keyset, *arguments)
-    return operator.below_autograd(keyset, *arguments)
-
-
-def _backward_autograd(keyset, *arguments):
-    return _autograd_of_backward(_backward, keyset, *arguments)
-
-
-def _rotated_backward_autograd(keyset, *arguments):
-    return _autograd_of_backward(_rotated_backward, keyset, *arguments)
-
-
 # Which kernels backend="auto" means is decided inside the operators, where v's address is known.
 _forward = Operator(
     f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
@@ -277,14 +247,15 @@ _backward = Operator(
     f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=_backward_fake,
-    autograd=_backward_autograd,
+    gradient_of="rope_attention",
 )
 # q and k are those that an eager forward pass has saved rotated, whose backward pass has to go through the dispatcher.
+# A second differentiation reaches it from o, which forward returned, because q and k were not saved as they came.
 _rotated_backward = Operator(
     f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_rotated_backward_impl,
     fake=_rotated_backward_fake,
-    autograd=_rotated_backward_autograd,
+    gradient_of="rope_attention",
 )
 
 

@@ -131,19 +131,6 @@ class _ContextParallel(torch.autograd.Function):
         return None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
-class _ContextParallelBackward(torch.autograd.Function):
-    """Makes a second differentiation an error instead of a silent zero."""
-
-    @staticmethod
-    def forward(ctx, keyset, *arguments):
-        ctx.set_materialize_grads(False)
-        return _backward.below_autograd(keyset, *arguments)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("rope_attention_cp: double backward (create_graph=True) is not supported")
-
-
 def needs_gradient(tensors: Tensors) -> bool:
     given = (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
@@ -154,12 +141,6 @@ def _forward_autograd(keyset, *arguments):
     if needs_gradient(tensors):
         return _ContextParallel.apply(keyset, how, problem, *tensors)
     return _forward.below_autograd(keyset, *arguments)
-
-
-def _backward_autograd(keyset, *arguments):
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        return _ContextParallelBackward.apply(keyset, *arguments)
-    return _backward.below_autograd(keyset, *arguments)
 
 
 _forward = Operator(
@@ -174,7 +155,7 @@ _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=_backward_fake,
-    autograd=_backward_autograd,
+    gradient_of="rope_attention_cp",
 )
 
 
