@@ -169,8 +169,8 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, causal and not, at the largest head
-    dimension of each row and at both widths of a tile; with other masks, those of long sequences. ``full`` as in
-    ``table_jobs``."""
+    dimension of each row and at both widths of a tile; with other masks, those of long sequences; with norms, those of
+    128 columns, which leave the fewest registers. ``full`` as in ``table_jobs``, and norms at every width."""
     jobs = []
     for direction, table, find in (
         ("forward", configs.HOPPER_FORWARD, configs.hopper_forward),
@@ -198,6 +198,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     jobs += [replace(job, rotated=True) for job in trained]
     for job in trained:
+        if not full and job.head_dim != configs.HOPPER_HEAD_DIM:
+            continue
         jobs.append(replace(job, rotated=True, norms=True))
         if job.direction == "forward":
             config = configs.behind_norm(job.config, job.head_dim, "medium", "packed" in job.masks)
