@@ -218,7 +218,8 @@ class _Attention(torch.autograd.Function):
         return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
-def _needs_gradient(tensors: Tensors) -> bool:
+def needs_gradient(tensors: Tensors) -> bool:
+    """Whether a call of these tensors must be differentiable."""
     if not torch.is_grad_enabled():
         return False
     if tensors.q.requires_grad or tensors.k.requires_grad or tensors.v.requires_grad:
@@ -229,7 +230,7 @@ def _needs_gradient(tensors: Tensors) -> bool:
 
 def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
-    if _needs_gradient(tensors):
+    if needs_gradient(tensors):
         return _Attention.apply(keyset, problem, *tensors)
     return _forward.below_autograd(keyset, *arguments)
 
@@ -266,6 +267,6 @@ def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.T
     """
     if not is_plain(*tensors):
         return _forward(*flatten(problem, tensors))
-    if _needs_gradient(tensors):
+    if needs_gradient(tensors):
         return _Attention.apply(None, problem, *tensors)
     return _run_forward(problem, tensors)[:2]

@@ -8,6 +8,7 @@ import torch
 
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.keywords import ATTENTION
+from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.distributed import ops
@@ -288,5 +289,5 @@ def _attend(
     number = 0 if plan is None else plan.number
     if not torch.compiler.is_compiling():
         how = (members.name, sharding, chosen.method, total, number, tables_are_local)
-        agree(members, {**ops.signature(how, problem), "whether gradients are wanted": ops.needs_gradient(tensors)})
+        agree(members, {**ops.signature(how, problem), "whether gradients are wanted": needs_gradient(tensors)})
     return ops.attention(members, sharding, chosen.method, total, number, tables_are_local, problem, tensors)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.distributed import gather, heads
 from fused_rope_attn.distributed.documents import plan_of
@@ -129,11 +130,6 @@ class _ContextParallel(torch.autograd.Function):
         dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
         of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
         return None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
-
-
-def needs_gradient(tensors: Tensors) -> bool:
-    given = (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def _forward_autograd(keyset, *arguments):
