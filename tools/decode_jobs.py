@@ -152,10 +152,15 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             if row.rotated is None and not rotated and not featured and not full:
                 continue
             dtype = torch.float32 if row.element_size == 4 else torch.bfloat16
-            config = configs.decode(arch, row.element_size, row.head_dim, rotated)
-            job = DecodeJob(arch, config, dtype, row.head_dim, rotated, float8=row.element_size == 1)
+            config = configs.decode(arch, row.element_size, row.head_dim, rotated, row.paged is True, row.small is True)
+            page_size = 64 if row.paged else None
+            job = DecodeJob(
+                arch, config, dtype, row.head_dim, rotated, page_size=page_size, float8=row.element_size == 1
+            )
             jobs.append(job)
-            if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128 and (rotated or full):
+            in_pages = configs.decode(arch, row.element_size, row.head_dim, rotated, True, row.small is True)
+            in_pages = row.element_size < 4 and row.head_dim == 128 and config == in_pages
+            if arch == "sm_90" and in_pages and (rotated or full):
                 jobs.append(replace(job, page_size=16))
                 jobs.append(replace(job, page_size=16, norms=True))
                 chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)

@@ -110,6 +110,7 @@ CHECKS = (
     DecodeCheck("decode, pages of 16, the table is full", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
     DecodeCheck("decode, a chunk of 33 tokens in pages of 16, window", (8, 1), 33, 96, 16, (50,), page_size=16,
                 window=(60, 0)),
+    DecodeCheck("decode, a chunk of 33 tokens in pages of 32", (8, 1), 33, 128, 16, (70, 0), page_size=32),
     DecodeCheck("decode, a chunk of 33 tokens, for some of which there is no room", (8, 1), 33, 100, 16, (80,)),
     DecodeCheck("decode, a chunk of 33 tokens, read only", (8, 1), 33, 64, 16, (64,), append=False),
     DecodeCheck("decode, float8", (4, 2), 2, 70, 32, (37, 0), float8="head"),
@@ -147,6 +148,10 @@ CHECKS = (
                 float8="tensor", page_size=48, interleaved=True, scale="large"),
     DecodeCheck("decode, a chunk of 300 tokens, pages of 16", (8, 2), 300, 4096, 128, (3000, 0), page_size=16,
                 scale="large"),
+    DecodeCheck("decode, a chunk of 300 tokens, float8 in pages of 128", (8, 2), 300, 4096, 128, (3000, 3700),
+                page_size=128, float8="head", scale="large"),
+    DecodeCheck("decode, a chunk of 300 tokens, pages of 128, window", (8, 2), 300, 4096, 128, (3000, 0),
+                page_size=128, window=(700, 0), scale="large"),
     DecodeCheck("decode, a chunk of 300 tokens, float8 in pages of 64, window", (8, 2), 300, 4096, 128, (3000, 3700),
                 page_size=64, float8="head", window=(700, 0), scale="large"),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Launch configurations of the generation step: records and the committed table. Data, with a reason for each row.
 
-Rows are found by (architecture, element size, head dimension, rotated cache); the first row that matches wins.
+Rows are found by (architecture, element size, head dimension, rotated cache, pages, small cache); the first row that
+matches wins.
 ``python -m bench decode --tune`` proposes rows.
 """
 
@@ -29,6 +30,9 @@ from fused_rope_attn.attention.configs import (
 DECODE_ROWS = 64
 # From so many query rows of a key head on, a call is a chunk of a prompt: products take its time, not memory.
 CHUNK_ROWS = 256
+# Rows of all heads of a cache that is small: fewer programs have less to add up at the end. Timed were
+# 2**18 rows (B8-4K) on one side and 2**21 (B8-32K, B64-4K) on the other.
+SMALL_CACHE = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ class DecodeConfig(TritonOptions):
 class DecodeRow:
     """One line of ``DECODE``: the configuration (``pdl`` is added by architecture) for what the other fields select.
 
-    element_size: of q, or 1 where q has two bytes and the caches are float8. rotated: whether the cached keys are; None
-    matches both. The other fields as in ``Row``.
+    element_size: of q, or 1 where q has two bytes and the caches are float8. rotated: whether the cached keys are.
+    paged: whether the caches are pages. small: whether they have SMALL_CACHE rows at most. None matches both. The other
+    fields as in ``Row``.
     """
 
     archs: tuple[str, ...]
@@ -66,19 +71,28 @@ class DecodeRow:
     config: DecodeConfig
     note: str
     rotated: bool | None = None
+    paged: bool | None = None
+    small: bool | None = None
 
-    def matches(self, arch: str, element_size: int, head_dim: int, rotated: bool) -> bool:
+    def matches(
+        self, arch: str, element_size: int, head_dim: int, rotated: bool, paged: bool = False, small: bool = False
+    ) -> bool:
         return (
             arch in self.archs
             and element_size == self.element_size
             and head_dim <= self.head_dim
             and self.rotated in (None, rotated)
+            and self.paged in (None, paged)
+            and self.small in (None, small)
         )
 
 
 _TUNED_DECODE = (
     "bench decode --tune on an H200, 2026-11-21: 1 to 3 % before two programs of 64 keys from 128 MiB of cache on"
 )
+_PAGES_TUNED = "on an H200, 2026-11-22: pages of 16 and 64 cost 7 and 4 %, in tiles of 64 keys 10 and 4 %"
+_FLOAT8_TUNED = "on an H200, 2026-11-22: .58 of bf16's time at B8-32K, tiles of 128 by 4 warps .60 to .62"
+_FLOAT8_SMALL = "on an H200, 2026-11-22: .86 of bf16's time at B8-4K, where many programs of 2 warps take .98"
 _IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
 _FLOAT8 = "two programs with as many bytes in flight each as one of 2-byte elements, by arithmetic; untimed"
 _ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
@@ -93,13 +107,15 @@ _SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(HOPPER, 2, 64, DecodeConfig(128, 4, 3), _IN_FLIGHT, True),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 2, 3, programs_per_sm=4), _PAGES_TUNED, True, paged=True),
     DecodeRow(HOPPER, 2, 128, DecodeConfig(128, 4, 3, programs_per_sm=1), _TUNED_DECODE, True),
     DecodeRow(HOPPER, 2, 256, DecodeConfig(32, 4, 4), _IN_FLIGHT, True),
     DecodeRow(HOPPER, 2, 64, DecodeConfig(64, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 2, 256, DecodeConfig(16, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 1, 64, DecodeConfig(128, 4, 4), _FLOAT8),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8, True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8_SMALL, True, small=True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 2, 3, programs_per_sm=4), _FLOAT8_TUNED, True),
     DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 1, 256, DecodeConfig(32, 4, 4), _FLOAT8),
     DecodeRow(_SMALL_FLOAT8, 1, 64, DecodeConfig(64, 4, 3), UNTIMED),
@@ -123,14 +139,16 @@ DECODE: tuple[DecodeRow, ...] = (
 # fmt: on
 
 
-_CHUNK = "the forward kernel's tile for as many queries; untimed"
+_CHUNK = "on an H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less"
+_CHUNK_FLOAT8 = "on an H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203"
+_CHUNK_RAW = "fewer registers beside the angles; untimed"
 # Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
 # fmt: off
 CHUNKS: tuple[DecodeRow, ...] = (
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(64, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3, programs_per_sm=2, block_m=64), _CHUNK, False),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 8, 3, programs_per_sm=1, block_m=64), _CHUNK, False),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(128, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3, programs_per_sm=2, block_m=64), _CHUNK_RAW, False),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 8, 3, programs_per_sm=1, block_m=128), _CHUNK_FLOAT8, True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 8, 3, programs_per_sm=1, block_m=64), _CHUNK_RAW, False),
     DecodeRow(INTERPRETER, 4, 256, DecodeConfig(32, 1, 1, programs_per_sm=5, combine_parts=2, block_m=128), CPU),
 )
 # fmt: on
@@ -144,6 +162,8 @@ def chunk(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeC
 
 
 @functools.cache
-def decode(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeConfig:
-    """The configuration of the generation step for these properties; ``rotated``: whether the cached keys are."""
-    return replace(find_row(DECODE, arch, element_size, head_dim, rotated).config, pdl=arch in PDL)
+def decode(
+    arch: str, element_size: int, head_dim: int, rotated: bool, paged: bool = False, small: bool = False
+) -> DecodeConfig:
+    """The configuration of the generation step for these properties, as ``DecodeRow`` names them."""
+    return replace(find_row(DECODE, arch, element_size, head_dim, rotated, paged, small).config, pdl=arch in PDL)

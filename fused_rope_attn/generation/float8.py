@@ -92,16 +92,21 @@ def score_halves(q, q_scale, k, scale):
 
 
 @triton.jit
-def load_halves(rows, offs, float8):
+def load_halves(rows, offs, float8, CHECK_ROWS: tl.constexpr):
     """``load_tile`` of float8 rows as ``Halves`` in the dtype of products; rows that do not exist are zero."""
     if IS_INTERPRETED or not float8.IS_ALIGNED or float8.DTYPE != tl.float16:
-        return split_columns(load_tile(rows, offs, CHECK_ROWS=True).to(float8.DTYPE), float8.DTYPE)
+        return split_columns(load_tile(rows, offs, CHECK_ROWS).to(float8.DTYPE), float8.DTYPE)
     else:
         columns = tl.arange(0, rows.format.BLOCK_D // 2)
         pointers = row_pointers(rows, offs, tl.arange(0, 1)).to(tl.pointer_type(tl.int16), bitcast=True)
-        mask = row_mask(rows, offs)
+        mask = None
+        if CHECK_ROWS:
+            mask = row_mask(rows, offs)
         if rows.format.D != rows.format.BLOCK_D:
-            mask = mask & (columns[None, :] < rows.format.D // 2)
+            exists = columns[None, :] < rows.format.D // 2
+            if CHECK_ROWS:
+                exists = mask & exists
+            mask = exists
         pairs = load_where(pointers + columns[None, :], mask, 0)
         even, odd = tl.inline_asm_elementwise(
             "{ .reg .b32 first, second; .reg .b16 lower, upper, rest; "

@@ -92,6 +92,23 @@ def store_rows(outputs, rows, sums):
     tl.store(lse_rows, lse, mask=exists)
 
 
+@triton.jit
+def keys_seen_by_all(keys, first_token, last_position, right, S, IS_CAUSAL: tl.constexpr):
+    """The first cached key that a query of a block does not see: all of them see the keys before it, if they see each
+    key from the first one on.
+
+    The block's queries are those from ``first_token`` to the one at ``last_position``; one before position 0, or at S
+    or behind it, sees nothing.
+    """
+    first_position = keys.q_offset + first_token
+    end = keys.num_keys
+    if IS_CAUSAL:
+        end = tl.minimum(end, first_position + 1)
+    if right is not None:
+        end = tl.minimum(end, first_position + right + 1)
+    return tl.where((first_position >= 0) & (last_position < S), end, 0)
+
+
 @triton.jit(do_not_specialize=["left", "right", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S", "num_pages",
                                "position_limit"])  # fmt: skip
 def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
@@ -103,16 +120,16 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
                   IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
                   PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                  IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr,
-                  USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  ALIGNS_TILES: tl.constexpr, IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
+                  IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One share of all key tiles. Grid: (programs,).
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``in_elements``), new k and v (B, HKV,
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
     starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the new k. With
     a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many rows as the
-    table has. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element
-    with a stride of 0, or None; IS_ALIGNED: as in ``Float8``.
+    table has; ALIGNS_TILES: each page holds whole tiles. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in
+    units of the scales (HKV,), or of one element with a stride of 0, or None; IS_ALIGNED: as in ``Float8``.
 
     IS_CHUNK: there are many tokens, of which a block leaves out those behind its last query.
 
@@ -123,7 +140,8 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     k_cache_strides = in_elements(k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     v_cache_strides = in_elements(v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B
+        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B,
+        ALIGNS_TILES=ALIGNS_TILES,
     )  # fmt: skip
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
@@ -192,20 +210,29 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         if table_ptr is not None:
             cache_origin = Origin(batch=tl.full((), 0, tl.int64), head=head_kv, row=0)
             pages = sequence_pages(
-                table_ptr, table_strides, batch, num_pages, k_cache_strides[0], v_cache_strides[0], PAGE_SIZE
-            )
+                table_ptr, table_strides, batch, num_pages, k_cache_strides[0], v_cache_strides[0], PAGE_SIZE,
+                HOLDS_TILES=ALIGNS_TILES,
+            )  # fmt: skip
+        first_row = None
+        if ALIGNS_TILES and (starts_ptr is not None or left is not None):
+            first_row = keys.first_key
         cache = KeyRows(
-            k=head_rows(k_cache_ptr, k_cache_strides, cache_origin, keys.num_keys, row_format),
-            v=head_rows(v_cache_ptr, v_cache_strides, cache_origin, keys.num_keys, row_format),
+            k=head_rows(k_cache_ptr, k_cache_strides, cache_origin, keys.num_keys, row_format, first_row),
+            v=head_rows(v_cache_ptr, v_cache_strides, cache_origin, keys.num_keys, row_format, first_row),
             rotation=cache_rotation,
             pages=pages,
             float8=float8,
         )
-        end = tl.minimum(keys.num_keys, keys.first_key + last_tile * BLOCK_N)
+        first = keys.first_tile + tile * BLOCK_N
+        end = tl.minimum(keys.num_keys, keys.first_tile + last_tile * BLOCK_N)
         last_token = (start_m + BLOCK_M - 1) // GROUP_SIZE
         if IS_CHUNK and IS_CAUSAL and not HAS_NEW_KEYS:
             end = tl.minimum(end, keys.q_offset + last_token + 1)
-        sums = attend_cached(sums, queries, cache, keys.first_key + tile * BLOCK_N, end, offs_n)
+        seen_by_all = None
+        if IS_CHUNK and left is None and first_row is None:
+            last_position = keys.q_offset + tl.minimum(last_token, NQ - 1)
+            seen_by_all = keys_seen_by_all(keys, start_m // GROUP_SIZE, last_position, right, S, IS_CAUSAL)
+        sums = attend_cached(sums, queries, cache, first, seen_by_all, end, offs_n)
 
         if HAS_NEW_KEYS:
             if last_tile == tiles:
@@ -249,13 +276,15 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
 def combine_kernel(seqlens_ptr, starts_ptr, sinks_ptr, parts_ptr, o_ptr, lse_ptr, o_strides, left, programs,
                    B, HKV, GROUP_SIZE, NQ, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr,
-                   HAS_NEW_KEYS: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   HAS_NEW_KEYS: tl.constexpr, ALIGNS_TILES: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """Add the parts of one query row, where several programs shared its block. Grid: (B * HKV * NQ * GROUP_SIZE,).
 
     The arguments are those of ``decode_kernel``; BLOCK_PARTS parts are added at once.
     """
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B
+        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B,
+        ALIGNS_TILES=ALIGNS_TILES,
     )  # fmt: skip
     pid = tl.program_id(0)
     group_rows = NQ * GROUP_SIZE

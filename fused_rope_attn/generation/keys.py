@@ -13,7 +13,15 @@ from fused_rope_attn.generation.float8 import (
     score_halves,
     split_columns,
 )
-from fused_rope_attn.generation.pages import Pages, assert_in_pool, page_entries, rows_in_pages
+from fused_rope_attn.generation.pages import (
+    Pages,
+    assert_in_pool,
+    first_lookup,
+    next_lookup,
+    page_entries,
+    rows_in_pages,
+    tile_in_pages,
+)
 from fused_rope_attn.kernels.masks import Mask, visible
 from fused_rope_attn.kernels.norm import load_normed_tile
 from fused_rope_attn.kernels.products import ScoreScale, score_product
@@ -40,7 +48,8 @@ class Queries:
 class KeyRows:
     """Keys and values of one key head of one sequence, and the tables that rotate the keys; None: they are rotated.
 
-    In pages, ``k`` and ``v`` are the head's rows in page 0 of the pool.
+    In pages, ``k`` and ``v`` are the head's rows in page 0 of the pool, and their ``first_row`` and ``num_rows`` count
+    from the first position on.
     """
 
     k: Rows
@@ -93,17 +102,19 @@ def add_values(acc, p, v, correction, PRECISION: tl.constexpr):
 @triton.jit
 def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     """Fold one tile of keys and values into the running sums; keys exist in [first_key, num_keys), first_key or None
-    for no such bound. Of float8 caches the tiles are ``Halves``."""
-    mask = Mask(
-        num_keys=num_keys, first_key=first_key, left=queries.left, right=queries.right, IS_CAUSAL=queries.IS_CAUSAL,
-        READS_LENGTHS=True,
-    )  # fmt: skip
+    for no such bound. positions_k None: every query sees every key of the tile. Of float8 caches the tiles are
+    ``Halves``."""
     if queries.q_scale is None:
         scores = score_product(queries.q, k, queries.scale)
     else:
         scores = score_halves(queries.q, queries.q_scale, k, queries.scale)
-    sees = visible(mask, queries.positions[:, None], positions_k[None, :])
-    scores = tl.where(sees, scores, float("-inf"))
+    if positions_k is not None:
+        mask = Mask(
+            num_keys=num_keys, first_key=first_key, left=queries.left, right=queries.right,
+            IS_CAUSAL=queries.IS_CAUSAL, READS_LENGTHS=True,
+        )  # fmt: skip
+        sees = visible(mask, queries.positions[:, None], positions_k[None, :])
+        scores = tl.where(sees, scores, float("-inf"))
     p, correction, row_max, row_sum = online_softmax(
         scores, sums.row_max, sums.row_sum, queries.scale.qk_scale, HAS_EMPTY_ROWS=True
     )
@@ -118,13 +129,10 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
 
 
 @triton.jit
-def load_cached_keys(cache, rows, offs_n, start_n):
+def load_cached_keys(cache, rows, offs_n, start_n, CHECK_ROWS: tl.constexpr):
     """A tile of cached keys as products take them; ``rows`` are counted from position ``start_n``."""
     if cache.rotation is None:
-        if cache.float8 is None:
-            return load_tile(rows, offs_n, CHECK_ROWS=True)
-        else:
-            return load_halves(rows, offs_n, cache.float8)
+        return load_cached(cache, rows, offs_n, CHECK_ROWS)
     else:
         if cache.float8 is None:
             return load_rotated(rows, offs_n, cache.rotation, start_n)
@@ -133,32 +141,64 @@ def load_cached_keys(cache, rows, offs_n, start_n):
 
 
 @triton.jit
-def attend_cached(sums, queries, cache, first, last, offs_n):
-    """Fold the cached keys [first, last) into the running sums, a tile at a time; offs_n: 0 to BLOCK_N."""
+def load_cached(cache, rows, offs_n, CHECK_ROWS: tl.constexpr):
+    """A tile of a cache's rows as products take them, which are not rotated."""
+    if cache.float8 is None:
+        return load_tile(rows, offs_n, CHECK_ROWS)
+    else:
+        return load_halves(rows, offs_n, cache.float8, CHECK_ROWS)
+
+
+@triton.jit
+def cached_tile(cache, rows, page_stride, lookup, start_n, offs_n, last, ALL_EXIST: tl.constexpr):
+    """``Rows`` of the tile ``start_n + offs_n`` of a cache's keys or values, counted from ``start_n``."""
+    if cache.pages is None:
+        return rows_from(rows, start_n)
+    else:
+        return tile_in_pages(rows, page_stride, cache.pages, lookup.entries, start_n, offs_n, last, ALL_EXIST)
+
+
+@triton.jit
+def attend_tiles(sums, queries, cache, lookup, first, end, last, offs_n, SEEN_BY_ALL: tl.constexpr):
+    """Fold the tiles of [first, end) into the running sums: (the sums, the ``Lookup`` before the next tile).
+
+    SEEN_BY_ALL: every query sees every key of these tiles, which are whole. The walk goes on to ``last``.
+    """
+    k_stride, v_stride = None, None
     if cache.pages is not None:
-        entries = page_entries(cache.pages, first + offs_n, last)
-        highest = entries
-    for start_n in range(first, last, offs_n.shape[0]):
-        if cache.pages is None:
-            k_rows = rows_from(cache.k, start_n)
-        else:
+        k_stride, v_stride = cache.pages.k_stride, cache.pages.v_stride
+    for start_n in range(first, end, offs_n.shape[0]):
+        here = lookup
+        if cache.pages is not None:
             # The next tile's, so that no load of keys waits for them.
-            following = page_entries(cache.pages, start_n + offs_n.shape[0] + offs_n, last)
-            k_rows = rows_in_pages(cache.k, cache.pages.k_stride, cache.pages, entries, start_n + offs_n, last)
-        k = load_cached_keys(cache, k_rows, offs_n, start_n)
-        if cache.pages is None:
-            v_rows = rows_from(cache.v, start_n)
+            lookup = next_lookup(lookup, cache.pages, start_n + offs_n.shape[0], offs_n, last)
+        k_rows = cached_tile(cache, cache.k, k_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
+        k = load_cached_keys(cache, k_rows, offs_n, start_n, CHECK_ROWS=not SEEN_BY_ALL)
+        v_rows = cached_tile(cache, cache.v, v_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
+        v = load_cached(cache, v_rows, offs_n, CHECK_ROWS=not SEEN_BY_ALL)
+        if SEEN_BY_ALL:
+            sums = attend_tile(sums, queries, k, v, None, None, None)
         else:
-            v_rows = rows_in_pages(cache.v, cache.pages.v_stride, cache.pages, entries, start_n + offs_n, last)
-            highest = tl.maximum(highest, following)
-            entries = following
-        if cache.float8 is None:
-            v = load_tile(v_rows, offs_n, CHECK_ROWS=True)
-        else:
-            v = load_halves(v_rows, offs_n, cache.float8)
-        sums = attend_tile(sums, queries, k, v, start_n + offs_n, cache.k.num_rows, None)
+            sums = attend_tile(sums, queries, k, v, start_n + offs_n, cache.k.num_rows, cache.k.first_row)
+    return sums, lookup
+
+
+@triton.jit
+def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
+    """Fold the cached keys [first, last) into the running sums, a tile at a time; offs_n: 0 to BLOCK_N.
+
+    seen_by_all: every query sees the keys before this one; None where tiles that need no mask are not worth a loop of
+    their own.
+    """
+    lookup = first_lookup(cache.pages, first, offs_n, last)
+    if seen_by_all is not None:
+        BLOCK_N: tl.constexpr = offs_n.shape[0]
+        middle = first + tl.maximum(0, tl.minimum(seen_by_all, last) - first) // BLOCK_N * BLOCK_N
+        sums, lookup = attend_tiles(sums, queries, cache, lookup, first, middle, last, offs_n, SEEN_BY_ALL=True)
+        first = middle
+    sums, lookup = attend_tiles(sums, queries, cache, lookup, first, last, last, offs_n, SEEN_BY_ALL=False)
     if cache.pages is not None:
-        assert_in_pool(highest, cache.pages)
+        assert_in_pool(lookup.highest, cache.pages)
     return sums
 
 

@@ -77,17 +77,18 @@ class StepCall:
         many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
         if many_rows:
             block_n = min(block_n, 64)
+        options = {**config.launch_options}
+        if many_rows:  # so many rows of sums take the registers of twice as many threads
+            options["num_warps"] = max(8, config.num_warps)
+        at_once = max(1, config.programs_per_sm * config.num_warps // options["num_warps"])
         heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
         # No more programs than there can be shares.
         most = heads * max(1, -(-problem.len_k // block_n))
-        programs = min(config.programs_per_sm * device.num_sms(q.device), -(-most // config.least_tiles))
+        programs = min(at_once * device.num_sms(q.device), -(-most // config.least_tiles))
         self.o_strides = output_strides(q)
         self.workspace = programs * 2 * block_m * (problem.head_dim + 2)
         of_cache = cache_arguments(given)
         page_size = cache_of(problem).page_size
-        options = {**config.launch_options}
-        if many_rows:  # so many rows of sums take the registers of twice as many threads
-            options["num_warps"] = max(8, config.num_warps)
         if page_size is not None:  # keeps the assertion that a page is in the pool, and no others
             options |= {"debug": True, "sanitize_overflow": False}
         new_strides = [x.stride() for x in (given.k, given.v)] if appends else []
@@ -101,6 +102,7 @@ class StepCall:
             "BLOCK_D": pad_d,
             "BLOCK_B": 32 if problem.batch <= 32 else 256,
             "LEAST_TILES": config.least_tiles,
+            "ALIGNS_TILES": page_size is not None and page_size % block_n == 0,
             "HAS_NEW_KEYS": appends,
             "PDL": config.pdl,
         }

@@ -1,15 +1,16 @@
 """Caches in pages: where the rows of a sequence lie in a pool of pages, by its row of the block table.
 
-A tile of rows looks up the page of each of its rows: neighbouring rows mostly share one, and the second to sixteenth
-lookup is in the L1. A row costs a lookup and a multiplication more than in a contiguous cache, and the loop looks up
-the next tile's pages before it needs them, so that no load of keys waits for a load of entries.
+Where a page holds whole tiles, a tile of rows has one entry of the block table, and its rows are as evenly spaced as
+those of a contiguous cache. Elsewhere a tile looks up the page of each of its rows: neighbouring rows mostly share one,
+and the second to sixteenth lookup is in the L1. The loop looks up the next tile's pages before it needs them, so that
+no load of keys waits for a load of entries.
 """
 
 import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.tiles import Rows
+from fused_rope_attn.kernels.tiles import Rows, rows_from
 from fused_rope_attn.runtime.device import is_interpreted
 
 
@@ -23,28 +24,91 @@ class Pages:
     k_stride: tl.tensor  # elements from one page to the next, int64
     v_stride: tl.tensor
     SIZE: tl.constexpr  # rows of a page
+    HOLDS_TILES: tl.constexpr  # no tile of cached keys goes past the end of a page
+
+
+@record
+class Lookup:
+    """Where a walk over the tiles of a sequence is: the entries of its next tile (``tile_entries``), and the highest of
+    all that it has looked up."""
+
+    entries: tl.tensor
+    highest: tl.tensor
 
 
 @triton.jit
-def sequence_pages(table_ptr, table_strides, sequence, num_pages, k_stride, v_stride, SIZE: tl.constexpr):
+def sequence_pages(table_ptr, table_strides, sequence, num_pages, k_stride, v_stride, SIZE: tl.constexpr,
+                   HOLDS_TILES: tl.constexpr = False):  # fmt: skip
     """``Pages`` of one sequence (int64), by its row of the block table (B, pages) int32.
 
     k_stride and v_stride are those of the pools' first axes.
     """
     return Pages(
         entries_ptr=table_ptr + sequence * table_strides[0], entry_stride=table_strides[1], num_pages=num_pages,
-        k_stride=k_stride, v_stride=v_stride, SIZE=SIZE,
+        k_stride=k_stride, v_stride=v_stride, SIZE=SIZE, HOLDS_TILES=HOLDS_TILES,
     )  # fmt: skip
 
 
 @triton.jit
 def page_entries(pages, positions, end):
-    """Entry of the block table for each of the rows ``positions`` before ``end``; 0 for others, which reads nothing.
+    """Entry of the block table for a row, or each of a vector of rows, before ``end``; 0 for others, which reads
+    nothing.
 
     Unsigned, so that an entry is in the pool where it is less than the pool's number of pages.
     """
     entries = pages.entries_ptr + positions // pages.SIZE * pages.entry_stride
     return tl.load(entries, mask=positions < end, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def tile_entries(pages, start, offs, end):
+    """``page_entries`` of the tile ``start + offs``: one where pages hold whole tiles, else one for each row."""
+    if pages.HOLDS_TILES:
+        return page_entries(pages, start, end)
+    else:
+        return page_entries(pages, start + offs, end)
+
+
+@triton.jit
+def first_lookup(pages, start, offs, end):
+    """``Lookup`` before the tile ``start + offs``; of a contiguous cache, without pages, one that says nothing."""
+    if pages is None:
+        entries = tl.full((), 0, tl.uint32)
+    else:
+        entries = tile_entries(pages, start, offs, end)
+    return Lookup(entries=entries, highest=entries)
+
+
+@triton.jit
+def next_lookup(lookup, pages, start, offs, end):
+    """``Lookup`` before the tile ``start + offs``, after the one that ``lookup`` is before."""
+    entries = tile_entries(pages, start, offs, end)
+    return Lookup(entries=entries, highest=tl.maximum(lookup.highest, entries))
+
+
+@triton.jit
+def tile_in_pages(rows, page_stride, pages, entries, start, offs, end, ALL_EXIST: tl.constexpr):
+    """``Rows`` of the tile ``start + offs``, counted from ``start``, with ``entries`` of ``tile_entries``.
+
+    rows: those of the head in page 0, of which [first_row, end) exist. ALL_EXIST: so do all of the tile's, and a page
+    outside the pool is read as its last one, until the assertion stops the call.
+    """
+    if ALL_EXIST:
+        entries = tl.minimum(entries, (pages.num_pages - 1).to(tl.uint32))
+    if pages.HOLDS_TILES:
+        in_pool = entries < pages.num_pages.to(tl.uint32)
+        page = start // pages.SIZE * pages.SIZE
+        first_row = rows.first_row
+        if first_row is not None:
+            first_row -= page
+        rows_of_page = Rows(
+            ptr=rows.ptr + entries.to(tl.int64) * page_stride, stride_row=rows.stride_row,
+            stride_column=rows.stride_column, num_rows=tl.where(in_pool, end - page, 0), first_row=first_row,
+            format=rows.format,
+        )  # fmt: skip
+        return rows_from(rows_of_page, start - page)
+    else:
+        return rows_in_pages(rows, page_stride, pages, entries, start + offs, end)
 
 
 @triton.jit
@@ -68,8 +132,8 @@ def rows_in_pages(rows, page_stride, pages, entries, positions, end):
 if is_interpreted():
 
     def assert_in_pool(entries, pages):
-        """All of ``entries`` are pages of the pool. The interpreter skips Triton's own assertions."""
-        highest = int(tl.max(entries, 0).handle.data.item())
+        """All of ``entries``, or the one, are pages of the pool. The interpreter skips Triton's own assertions."""
+        highest = int(entries.handle.data.max())
         if highest >= int(pages.num_pages.handle.data.item()):
             raise AssertionError("block_table must hold pages of the pool for every row that exists")
 
@@ -77,8 +141,10 @@ else:
 
     @triton.jit
     def assert_in_pool(entries, pages):
-        """All of ``entries`` are pages of the pool; the launch has ``debug`` on, which keeps assertions in."""
-        highest = tl.max(entries, 0)
+        """All of ``entries``, or the one, are pages of the pool; the launch has ``debug`` on, which keeps this."""
+        highest = entries
+        if len(entries.shape) > 0:
+            highest = tl.max(entries, 0)
         tl.device_assert(
             highest < pages.num_pages.to(tl.uint32), "block_table must hold pages of the pool for every row that exists"
         )

@@ -28,6 +28,7 @@ class Caches:
     HAS_NEW_KEYS: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_B: tl.constexpr  # sequences that are looked at together
+    ALIGNS_TILES: tl.constexpr  # tiles begin at multiples of BLOCK_N
 
 
 @record
@@ -37,6 +38,7 @@ class CachedKeys:
     num_keys: tl.tensor
     q_offset: tl.tensor  # position of the first query
     first_key: tl.tensor  # the first one that a query sees
+    first_tile: tl.tensor  # where the first tile begins, at the first key or before it
 
 
 @record
@@ -60,13 +62,17 @@ def cached_keys(caches, sequence):
     if not caches.HAS_NEW_KEYS:
         q_offset = num_keys - caches.NQ
     first = first_key(caches.starts_ptr, sequence, q_offset, num_keys, caches.left)
-    return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first)
+    first_tile = first
+    if caches.ALIGNS_TILES:
+        # Where no key is seen there is no tile, or its page would be looked up.
+        first_tile = tl.where(first < num_keys, first // caches.BLOCK_N * caches.BLOCK_N, num_keys)
+    return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first, first_tile=first_tile)
 
 
 @triton.jit
 def count_key_tiles(keys, BLOCK_N: tl.constexpr):
     """Tiles of the cached keys that a block reads; one where there are none, so that every block is in a share."""
-    return tl.maximum(1, tl.cdiv(keys.num_keys - keys.first_key, BLOCK_N))
+    return tl.maximum(1, tl.cdiv(keys.num_keys - keys.first_tile, BLOCK_N))
 
 
 @triton.jit

@@ -37,6 +37,24 @@ def test_a_page_outside_the_pool(sequence, page, wrong, backend):
         torch.testing.assert_close(given[name][kept], x[kept], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("appends", [True, False])
+def test_pages_of_keys_that_do_not_exist_are_not_looked_up(appends):
+    """A key before ``kv_starts`` may lie on a page outside the pool, or be NaN on the page of the first one."""
+    plain = DecodeCheck("pages", (4, 2), 2, 48, 16, (40, 20), page_size=16, append=appends)
+    given = arguments(plain, kv_starts=torch.tensor([21, 20], dtype=torch.int32))
+    expected = with_kvcache(
+        **given | {name: given[name].clone() for name in ("k_cache", "v_cache")}, backend="reference"
+    )
+    table = given["block_table"]
+    for name in ("k_cache", "v_cache"):
+        given[name][table[0, 1].item(), :, :5] = math.nan
+    table[0, 0] = -1
+    table[1, 0] = 10**6
+    found = with_kvcache(**given, backend="triton")
+    torch.testing.assert_close(found, expected)
+    assert torch.isfinite(found[0][0]).all() and (appends or not found[0][1].any())
+
+
 @kernel_or_reference("reference", "triton")
 def test_two_sequences_share_a_prefix(backend):
     given = arguments()

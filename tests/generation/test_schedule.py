@@ -1,5 +1,7 @@
 """How the generation step's programs share the work: tiles of keys, blocks of query rows, configurations."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -16,7 +18,9 @@ from tests.support.marks import interpreted
 @triton.jit
 def schedule_kernel(lens_ptr, total_ptr, found_ptr, B, NQ, S, left, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
     """The total of tiles, and for each tile its sequence and the tiles before that, by both functions."""
-    caches = Caches(lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B)
+    caches = Caches(
+        lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B, ALIGNS_TILES=False
+    )
     total, _ = tiles_before(caches, 0)
     tl.store(total_ptr, total)
     for tile in range(total):
@@ -53,8 +57,8 @@ def test_configurations_for_every_call():
     for arch in (*ARCHS, "interpreter"):
         for head_dim in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
             for element_size in (2, 4):
-                for rotated in (True, False):
-                    config = configs.decode(arch, element_size, head_dim, rotated)
+                for rotated, paged, small in itertools.product((True, False), repeat=3):
+                    config = configs.decode(arch, element_size, head_dim, rotated, paged, small)
                     assert config.pdl == (arch in ("sm_90", "sm_100", "sm_120"))
     assert all(row.note for row in configs.DECODE)
 
