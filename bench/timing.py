@@ -225,20 +225,31 @@ class DeviceClock:
 
 
 class GpuClock(DeviceClock):
-    """Device time of single calls by events, each with a cold L2."""
+    """Device time of single calls by events, each with a cold L2.
 
-    def __init__(self, device: torch.device):
+    reads: the L2 is filled by reading. Else it is filled by writing, and a call that fills it anew has as many bytes
+    written back to memory beside its own.
+    """
+
+    def __init__(self, device: torch.device, *, reads: bool = False):
         super().__init__(device)
-        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-        self._flush.zero_()
-        self.flush_ms = min(self.sample(self._flush.zero_, 3))
+        self._bytes = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._sum = torch.empty((), dtype=torch.int64, device=device)
+        self._reads = reads
+        self.flush_ms = min(self.sample(self._flush, 3))
+
+    def _flush(self) -> None:
+        if self._reads:
+            torch.sum(self._bytes, 0, out=self._sum)
+        else:
+            self._bytes.zero_()
 
     def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
         """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
         for start, end in zip(starts, ends):
-            self._flush.zero_()
+            self._flush()
             start.record()
             fn()
             end.record()

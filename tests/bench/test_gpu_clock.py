@@ -75,6 +75,16 @@ def test_gpu_clock_samples_and_counts(gpu_clock):
     gpu_clock.release()
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_cache_is_flushed_by_reading_or_by_writing(gpu_clock, monkeypatch, reads):
+    seen = []
+    monkeypatch.setattr(torch, "sum", lambda x, dim, out: seen.append("read"))
+    clock = timing.GpuClock(torch.device("cpu"), reads=reads)
+    clock._bytes.fill_(1)
+    clock.sample(lambda: None, 1)
+    assert bool(seen) == reads and clock._bytes.any() == reads
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_host_time_is_taken_in_bursts_that_wait_for_nothing(gpu_clock, monkeypatch, collects):
     """The device is waited for between bursts, out of the time that is taken, and no garbage is collected in them."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import report
+from bench import report, timing
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import dtype_name, length_name, short_dtype, words
 from bench.suite import Entry, Row, Suite, Times, Trial, pick, provider_table
@@ -20,7 +20,6 @@ from bench.suites.generation import report as generation_report
 from bench.suites.generation.pages import FLOAT8_SCALE
 from bench.suites.generation.providers import COPY, COPY_BYTES, OURS, PROVIDERS, RAW, READ, DecodeProvider
 from bench.suites.generation.step import Step
-from bench.timing import bandwidths
 from fused_rope_attn import rope_tables
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.cache_reference import quantise
@@ -161,10 +160,11 @@ class DecodeTrial(Trial):
             "bare": provider.bare,
             "stored": bool(getattr(provider, "page_size", None) or getattr(provider, "float8", False)),
             "pass": "decode",
+            "flush": "read",
         }
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        rows = bandwidths(self._case.bytes, measured, COPY)
+        rows = timing.bandwidths(self._case.bytes, measured, COPY)
         for name in rows:
             if PROVIDERS[name].float8 if name in PROVIDERS else False:  # reads half as many bytes
                 rows[name]["gb_s"] /= 2
@@ -198,6 +198,12 @@ class Generation(Suite):
     all_passes = ()
     passes = ("decode",)
     mode = "both"
+
+    @classmethod
+    def clock(cls, device: torch.device) -> Any:
+        """A step reads and hardly writes: what a flush left to be written back would be a good part of its time."""
+        return timing.GpuClock(device, reads=True)
+
     rounds = 3
 
     @classmethod
