@@ -152,17 +152,19 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             if row.rotated is None and not rotated and not featured and not full:
                 continue
             dtype = torch.float32 if row.element_size == 4 else torch.bfloat16
-            config = configs.decode(arch, row.element_size, row.head_dim, rotated, row.paged is True, row.small is True)
-            page_size = 64 if row.paged else None
+            config = configs.decode(arch, row.element_size, row.head_dim, rotated, row.most_page, row.small is True)
+            page_size = None if row.most_page is None else 16
             job = DecodeJob(
                 arch, config, dtype, row.head_dim, rotated, page_size=page_size, float8=row.element_size == 1
             )
             jobs.append(job)
-            in_pages = configs.decode(arch, row.element_size, row.head_dim, rotated, True, row.small is True)
-            in_pages = row.element_size < 4 and row.head_dim == 128 and config == in_pages
-            if arch == "sm_90" and in_pages and (rotated or full):
-                jobs.append(replace(job, page_size=16))
-                jobs.append(replace(job, page_size=16, norms=True))
+            if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128 and (rotated or full):
+                # A page of 128 rows holds whole tiles, one of 16 does not.
+                for rows in (16, 128):
+                    if configs.decode(arch, row.element_size, 128, rotated, rows, row.small is True) == config:
+                        jobs.append(replace(job, page_size=rows))
+                        if rows == 16 or full:
+                            jobs.append(replace(job, page_size=rows, norms=True))
                 chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
                 if row.element_size == 2 or full:
                     jobs.append(replace(job, config=chunk, page_size=16, len_q=300))

@@ -1,7 +1,7 @@
 """Launch configurations of the generation step: records and the committed table. Data, with a reason for each row.
 
-Rows are found by (architecture, element size, head dimension, rotated cache, pages, small cache); the first row that
-matches wins.
+Rows are found by (architecture, element size, head dimension, rotated cache, page size, small cache); the first row
+that matches wins.
 ``python -m bench decode --tune`` proposes rows.
 """
 
@@ -61,8 +61,8 @@ class DecodeRow:
     """One line of ``DECODE``: the configuration (``pdl`` is added by architecture) for what the other fields select.
 
     element_size: of q, or 1 where q has two bytes and the caches are float8. rotated: whether the cached keys are.
-    paged: whether the caches are pages. small: whether they have SMALL_CACHE rows at most. None matches both. The other
-    fields as in ``Row``.
+    most_page: the caches are pages of so many rows at most. small: whether caches have SMALL_CACHE rows at most. None
+    matches everything. The other fields as in ``Row``.
     """
 
     archs: tuple[str, ...]
@@ -71,28 +71,31 @@ class DecodeRow:
     config: DecodeConfig
     note: str
     rotated: bool | None = None
-    paged: bool | None = None
+    most_page: int | None = None
     small: bool | None = None
 
     def matches(
-        self, arch: str, element_size: int, head_dim: int, rotated: bool, paged: bool = False, small: bool = False
-    ) -> bool:
+        self, arch: str, element_size: int, head_dim: int, rotated: bool, page_size: int | None = None,
+        small: bool = False,
+    ) -> bool:  # fmt: skip
         return (
             arch in self.archs
             and element_size == self.element_size
             and head_dim <= self.head_dim
             and self.rotated in (None, rotated)
-            and self.paged in (None, paged)
+            and (self.most_page is None or page_size is not None and page_size <= self.most_page)
             and self.small in (None, small)
         )
 
 
-_TUNED_DECODE = (
-    "bench decode --tune on an H200, 2026-11-21: 1 to 3 % before two programs of 64 keys from 128 MiB of cache on"
+_TUNED = (
+    "H200, 2026-11-22: as fast as one program of 128 keys at equal lengths, up to 4 % faster with 64 sequences, "
+    "and .80 of its time where lengths are mixed"
 )
-_PAGES_TUNED = "on an H200, 2026-11-22: pages of 16 and 64 cost 7 and 4 %, in tiles of 64 keys 10 and 4 %"
-_FLOAT8_TUNED = "on an H200, 2026-11-22: .58 of bf16's time at B8-32K, tiles of 128 by 4 warps .60 to .62"
-_FLOAT8_SMALL = "on an H200, 2026-11-22: .86 of bf16's time at B8-4K, where many programs of 2 warps take .98"
+_SMALL_PAGES = "H200, 2026-11-22: pages of 16 cost 3 to 8 %, with tiles of 64 keys 6 to 10 %"
+_FLOAT8_TUNED = "H200, 2026-11-22, B8-32K: .57 of bf16's time with triton 3.9.0, .63 with 3.6.0"
+_FLOAT8_PAGES = "H200, 2026-11-22, B8-32K: .63 of bf16's time with triton 3.6.0, tiles of 128 keys .69"
+_FLOAT8_SMALL = "H200, 2026-11-22, B8-4K: .85 of bf16's time in pages, programs of 2 warps .98"
 _IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
 _FLOAT8 = "two programs with as many bytes in flight each as one of 2-byte elements, by arithmetic; untimed"
 _ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
@@ -107,15 +110,16 @@ _SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(HOPPER, 2, 64, DecodeConfig(128, 4, 3), _IN_FLIGHT, True),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 2, 3, programs_per_sm=4), _PAGES_TUNED, True, paged=True),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(128, 4, 3, programs_per_sm=1), _TUNED_DECODE, True),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 2, 3, programs_per_sm=4), _SMALL_PAGES, True, most_page=63),
+    DecodeRow(HOPPER, 2, 128, DecodeConfig(64, 4, 3), _TUNED, True),
     DecodeRow(HOPPER, 2, 256, DecodeConfig(32, 4, 4), _IN_FLIGHT, True),
     DecodeRow(HOPPER, 2, 64, DecodeConfig(64, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 2, 256, DecodeConfig(16, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 1, 64, DecodeConfig(128, 4, 4), _FLOAT8),
     DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8_SMALL, True, small=True),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 2, 3, programs_per_sm=4), _FLOAT8_TUNED, True),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 2, 3, programs_per_sm=4), _FLOAT8_PAGES, True, most_page=127),
+    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8_TUNED, True),
     DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
     DecodeRow(HOPPER, 1, 256, DecodeConfig(32, 4, 4), _FLOAT8),
     DecodeRow(_SMALL_FLOAT8, 1, 64, DecodeConfig(64, 4, 3), UNTIMED),
@@ -163,7 +167,7 @@ def chunk(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeC
 
 @functools.cache
 def decode(
-    arch: str, element_size: int, head_dim: int, rotated: bool, paged: bool = False, small: bool = False
+    arch: str, element_size: int, head_dim: int, rotated: bool, page_size: int | None = None, small: bool = False
 ) -> DecodeConfig:
     """The configuration of the generation step for these properties, as ``DecodeRow`` names them."""
-    return replace(find_row(DECODE, arch, element_size, head_dim, rotated, paged, small).config, pdl=arch in PDL)
+    return replace(find_row(DECODE, arch, element_size, head_dim, rotated, page_size, small).config, pdl=arch in PDL)

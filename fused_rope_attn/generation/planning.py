@@ -44,9 +44,8 @@ def step_config(problem: Problem) -> configs.DecodeConfig:
     size = 1 if cache_of(problem).is_float8 and problem.dtype.itemsize == 2 else problem.dtype.itemsize
     asked = (arch, size, problem.head_dim, cache_of(problem).is_rotated)
     chunk = configs.chunk(*asked) if problem.len_q * problem.group_size >= configs.CHUNK_ROWS else None
-    paged = cache_of(problem).page_size is not None
     small = problem.batch * problem.heads_kv * problem.len_k <= configs.SMALL_CACHE
-    return chunk or configs.decode(*asked, paged, small)
+    return chunk or configs.decode(*asked, cache_of(problem).page_size, small)
 
 
 def plan_for(problem: Problem, reason: str) -> Plan:
