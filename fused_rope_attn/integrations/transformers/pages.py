@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fused_rope_attn.integrations.transformers.obstacles import (
     implementation_of,
+    is_causal,
     layer_of,
     obstacle_of_any_kind,
     uses_flash,
@@ -25,7 +26,7 @@ from fused_rope_attn.integrations.transformers.obstacles import (
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 
 # Kernels read pages of this many rows or more.
-_FEWEST_ROWS = 16
+FEWEST_ROWS = 16
 # Before, the rings of layers with a window were read from the oldest key on, which the window no longer holds.
 _RINGS_ARE_READ_IN_ORDER = Version(transformers.__version__) >= Version("5.17")
 
@@ -125,7 +126,7 @@ class PagedPass:
 
     def _find(self, pool: Pool) -> Pages | None:
         sequences, tokens = self.cu_seqlens_q.shape[0] - 1, self._position_ids.shape[-1]
-        if self.max_seqlen_q != 1 or sequences != tokens or pool.page_size < _FEWEST_ROWS:
+        if self.max_seqlen_q != 1 or sequences != tokens or pool.page_size < FEWEST_ROWS:
             return None
         ends, most = self.keys_of(pool.kind)
         lengths = ends[1:] - ends[:-1] - 1
@@ -162,27 +163,52 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
         return "continuous batching in a graph of torch.compile"
     if torch.is_grad_enabled():
         return "continuous batching with gradients enabled"
-    if torch.is_autocast_enabled(torch.device(given["cache"].device).type):
+    cache = given["cache"]
+    if torch.is_autocast_enabled(torch.device(cache.device).type):
         return "continuous batching under autocast"
     if not causal:
         return "bidirectional attention in continuous batching"
-    cache = given["cache"]
     if not _is_known(cache):
         return f"a paged cache of type {type(cache).__name__}, as transformers {transformers.__version__} makes it,"
     missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index") if name not in given]
     if missing:
         return f"continuous batching without {', '.join(missing)}"
-    flash = uses_flash(attentions[0].config)
-    capped = any(_softcap(module) for module in attentions)
-    if capped and not (flash and hasattr(cache, "layer_to_allocator")):
-        implementation = implementation_of(attentions[0].config)
-        return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
-    rows = _misfit(cache, attentions)
-    if rows:
-        return rows
-    if given.get("block_table") is not None and pool_of(cache, layer_of(attentions[0])).page_size < _FEWEST_ROWS:
-        return f"a block table of pages of fewer than {_FEWEST_ROWS} tokens"
+    # Newer versions hand the cap to flash-attention; all others forget it.
+    flash = uses_flash(attentions[0].config) and hasattr(cache, "layer_to_allocator")
+    if not flash and any(map(_softcap, attentions)):
+        return _uncapped(attentions)
+    for module in attentions:
+        window, pool = _window(module), pool_of(cache, layer_of(module))
+        if window != pool.window:
+            return f"a layer with a window of {window} tokens, of which the paged cache holds {pool.window or 'all'},"
+    if given.get("block_table") is not None and pool_of(cache, layer_of(attentions[0])).page_size < FEWEST_ROWS:
+        return f"a block table of pages of fewer than {FEWEST_ROWS} tokens"
     return ""
+
+
+def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
+    """What of ``obstacle_to_pages`` holds for every pass, before there is one."""
+    causal = is_causal(attentions, config, {})
+    reason = obstacle_of_any_kind(attentions, config, {}, causal)
+    if reason:
+        return reason
+    if not causal:
+        return "bidirectional attention in continuous batching"
+    if any(map(_softcap, attentions)):
+        return _uncapped(attentions)
+    windows = {_window(module) for module in attentions} - {None}
+    held = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        expected = {held}
+    else:
+        expected = {held if types[layer_of(module)] == "sliding_attention" else None for module in attentions}
+    return "" if windows == expected - {None} else "windows that are not those of the paged cache"
+
+
+def _uncapped(attentions: list[nn.Module]) -> str:
+    implementation = implementation_of(attentions[0].config)
+    return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
 
 
 def _is_known(cache: Any) -> bool:
@@ -195,13 +221,8 @@ def _softcap(module: nn.Module) -> bool:
     return bool(convention.softcap and module.attn_logit_softcapping)
 
 
-def _misfit(cache: Any, attentions: list[nn.Module]) -> str:
-    """Why layers are not those that the cache was made for; "" where they are."""
-    for module in attentions:
-        window, pool = state_of(module, PATCH).convention.window(module), pool_of(cache, layer_of(module))
-        if window != pool.window:
-            return f"a layer with a window of {window} tokens, of which the paged cache holds {pool.window or 'all'},"
-    return ""
+def _window(module: nn.Module) -> int | None:
+    return state_of(module, PATCH).convention.window(module)
 
 
 # Of a cache: the pools of its layers. They are views of the cache's memory, which stays the same as long as it lives.

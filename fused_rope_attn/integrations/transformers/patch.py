@@ -27,6 +27,7 @@ from fused_rope_attn.integrations.transformers.hooks import (
     describe_before_masks,
     makes_masks,
 )
+from fused_rope_attn.integrations.transformers.serving import INIT, Serving, forget_kept_manager
 from fused_rope_attn.integrations.transformers.shards import Shards, shards_of
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
@@ -126,6 +127,10 @@ def patch_model(
             previous = module.__dict__.get(PREPARE)
             if not isinstance(previous, Preparation):
                 setattr(module, PREPARE, Preparation(module, previous))
+        if hasattr(type(module), INIT) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
+            previous = module.__dict__.get(INIT)
+            if not isinstance(previous, Serving):
+                setattr(module, INIT, Serving(module, previous))
         _remove_hooks(module, check_labels)
         if shards is not None and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
             if "labels" in names_of_parameters(module):
@@ -150,9 +155,11 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             if _is_fused(module.__dict__.get(slot)):
                 _restore(module, slot, patch.previous)
             delattr(module, PATCH)
-        preparation = module.__dict__.get(PREPARE)
-        if isinstance(preparation, Preparation):
-            _restore(module, PREPARE, preparation.previous)
+        for name, kind_of_object in ((PREPARE, Preparation), (INIT, Serving)):
+            ours = module.__dict__.get(name)
+            if isinstance(ours, kind_of_object):
+                _restore(module, name, ours.previous)
+        forget_kept_manager(module)
         for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
             if state_of(module, kind) is not None:
                 delattr(module, kind)

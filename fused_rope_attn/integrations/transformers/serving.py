@@ -1,0 +1,124 @@
+"""``init_continuous_batching`` of a patched model: transformers' own manager, told that attention reads pages itself.
+
+transformers builds masks over all requests for the attention of SDPA and of eager mode, and gives tables of pages, CUDA
+graphs and batches that are prepared while others run to flash-attention alone. Which of the two a manager does it reads
+from the name of the config's attention implementation. A patched model needs no masks, and reads pages: for as long as
+a manager is in use, its config has a name of this project that says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from fused_rope_attn.integrations.transformers.batch import Batch
+from fused_rope_attn.integrations.transformers.obstacles import implementation_of
+from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle
+from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
+
+INIT = "init_continuous_batching"
+# The name by which managers know attention that needs no mask. No function is registered under it: whatever would take
+# a module's own forward is refused.
+PAGES = "paged|fused_rope_flash"
+# What managers with masks are made for. Where flash-attention was asked for, all is as it should be.
+_MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
+# Before, managers had neither tables of pages nor CUDA graphs, or others than those that are known here.
+_KNOWN = Version(transformers.__version__) >= Version("5.17")
+# Pages of a request where nobody says how long requests are, as transformers has it for flash-attention.
+_PAGES_OF_A_REQUEST = 32
+
+
+class Serving:
+    """An object, not a method, because a method of an instance is pickled as its class's own.
+
+    previous: the instance attribute that was the method before; None where the class's own was in use.
+    """
+
+    def __init__(self, model: nn.Module, previous: Any):
+        self.model = model
+        self.previous = previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(type(self.model), INIT).__get__(self.model) if self.previous is None else self.previous
+        config: Any = self.model.config
+        before, kept = implementation_of(config), _kept_manager(self.model)
+        made_with_masks = kept is not None and not _is_ours(kept)
+        if before == PAGES or made_with_masks or not self._reads_pages(before):
+            return own(*args, **kwargs)
+        config._attn_implementation = PAGES
+        try:
+            manager = own(*args, **kwargs)
+        except BaseException:
+            config._attn_implementation = before
+            raise
+        manager._original_attn_impl = before  # which the manager gives back when it stops
+        if kept is None:
+            manager._fused_rope_pages = True
+            self._give_tables(manager, *args, **kwargs)
+        return manager
+
+    def _reads_pages(self, implementation: str) -> bool:
+        """Whether every pass over a paged cache will be served, as far as can be seen before."""
+        if not _KNOWN or implementation not in _MASKED:
+            return False
+        decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
+        if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:
+            return False
+        config: Any = self.model.config
+        return not lasting_obstacle(decoders[0].attentions, config.get_text_config())
+
+    def _give_tables(
+        self,
+        manager: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        **_: Any,
+    ) -> None:
+        """Tables of pages for passes of single tokens, which managers have for flash-attention 2 and 3 alone."""
+        asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
+        config = manager.continuous_batching_config
+        size = getattr(config, "page_size", None) or config.block_size
+        if asked == 0 or size < FEWEST_ROWS or any(_window(module) for module in _attentions(self.model)):
+            return
+        longest = 0
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+        pages = math.ceil(longest / size) + 1 if longest else _PAGES_OF_A_REQUEST
+        config.max_blocks_per_request = asked or pages + pages % 2
+
+
+def forget_kept_manager(model: nn.Module) -> None:
+    """Take away a manager that a model keeps for its next batch, and that relies on the model being patched."""
+    kept: Any = _kept_manager(model)
+    if _is_ours(kept):
+        model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+
+
+def refuse_what_lacks_masks(config: Any, batch: Batch) -> None:
+    """Raise where a pass without masks would need the modules' own forward, which knows nothing of pages."""
+    if batch.original and implementation_of(config) == PAGES:
+        raise NotImplementedError(
+            f"{batch.original} is not served by the fused kernels, and this continuous batching was begun without the "
+            "masks of the model's own attention: call unpatch_model(model) before it begins"
+        )
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if state_of(module, PATCH) is not None]
+
+
+def _window(module: nn.Module) -> int | None:
+    return state_of(module, PATCH).convention.window(module)
+
+
+def _kept_manager(model: nn.Module) -> Any:
+    return getattr(model, "_cached_continuous_batching_manager", None)
+
+
+def _is_ours(manager: Any) -> bool:
+    return getattr(manager, "_fused_rope_pages", False)
