@@ -42,6 +42,15 @@ _NORMED_HEADER = [
     "model", "work", "over Liger, heads", "over norms outside", "over Liger, all norms", "MiB, norms outside", "MiB"
 ]  # fmt: skip
 
+_SERVED = (
+    "Continuous batching: requests of mixed lengths, all at once, to a manager of transformers that runs and is warm; "
+    "new tokens per second, and the managers' own defaults otherwise (masks for `eager` and `sdpa`; CUDA graphs, and "
+    "passes that are prepared while others run, for `flash_attention_2` and `patch_model`)."
+)
+_SERVED_HEADER = [
+    "model", "work", "eager", "sdpa", "flash_attention_2", "`patch_model`", "over eager", "over sdpa", "over flash"
+]  # fmt: skip
+
 
 def results(rows: list[Row]) -> str:
     """The generated tables of the documents: tokens per second at each work. ValueError without rows."""
@@ -52,8 +61,11 @@ def results(rows: list[Row]) -> str:
     groups = {key: group for key, group in groups.items() if OURS in group}
     if not groups:
         raise ValueError("no rows of bench models with our own times")
-    lines, normed = [], []
+    lines, normed, served = [], [], []
     for (model, work), group in groups.items():
+        if work.startswith("serve"):
+            served.append(_served(model, work, group))
+            continue
         mine, rivals = group[OURS], [group.get("sdpa"), group.get("liger")]
         speeds = [f"{row['tokens_s']:.0f}" if row else "-" for row in (*rivals, mine)]
         gains = [_gain(group, name, OURS) for name in ("sdpa", "liger")]
@@ -64,15 +76,25 @@ def results(rows: list[Row]) -> str:
             gains.append(_gain(group, "liger_all", OURS_BESIDE_LIGER))
             normed.append([model, work, *gains, f"{outside['peak_mib']:.0f}", f"{mine['peak_mib']:.0f}"])
     ours = [group[OURS] for group in groups.values()]
-    tables = [markdown(_HEADER, lines)]
+    tables = [markdown(_HEADER, lines)] if lines else []
     if normed:
         tables.append(f"{_NORMED}\n\n{markdown(_NORMED_HEADER, normed)}")
+    if served:
+        tables.append(f"{_SERVED}\n\n{markdown(_SERVED_HEADER, served)}")
     return "\n\n".join(tables) + (
         "\n\nTokens per second in eager mode, random bfloat16 weights, one after the other in one process; ×: their "
         "time over ours, below 1 a loss; MiB: peak memory beyond the weights. train: forward, loss and backward; "
         "prefill: into an empty dynamic cache; decode: one token onto one. With few tokens the host is the limit, and "
         f"most of its time is the model's own. {provenance(ours, 'transformers', 'liger-kernel')}"
     )
+
+
+def _served(model: str, work: str, group: dict[str, Row]) -> list[str]:
+    mine = group[OURS]
+    left_out = f" ({mine['layers_left_out']} layers left out)" if mine["layers_left_out"] else ""
+    names = ("eager", "sdpa", "flash_2")
+    speeds = [f"{group[name]['tokens_s']:.0f}" if name in group else "-" for name in (*names, OURS)]
+    return [model + left_out, work, *speeds, *(_gain(group, name, OURS) for name in names)]
 
 
 def _gain(group: dict[str, Row], name: str, ours: str) -> str:
