@@ -40,15 +40,15 @@ class Served:
         self._implementation = ""
         model.eval()
 
-    def begin(self) -> None:
-        """Make and start the manager, by whoever runs the model's attention now."""
+    def begin(self, **chosen: Any) -> None:
+        """Make and start the manager, by whoever runs the model's attention now. chosen: further options of it."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         model: Any = self.model
         implementation = model.config._attn_implementation
         fields = ContinuousBatchingConfig.__dataclass_fields__
         pages = sum(math.ceil((len(prompt) + NEW_TOKENS) / _PAGE) for prompt in self.prompts)
-        options = {
+        options: dict[str, Any] = {
             "page_size" if "page_size" in fields else "block_size": _PAGE,
             "num_blocks": pages + len(self.prompts),
             "max_batch_tokens": max(_MOST_TOKENS, self.work.batch),
@@ -62,7 +62,7 @@ class Served:
             model.set_attn_implementation(f"paged|{implementation}")
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
         self._manager = model.init_continuous_batching(
-            generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options)
+            generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options | chosen)
         )
         self._manager.warmup()
         self._manager.start()

@@ -29,6 +29,8 @@ from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 FEWEST_ROWS = 16
 # Before, the rings of layers with a window were read from the oldest key on, which the window no longer holds.
 _RINGS_ARE_READ_IN_ORDER = Version(transformers.__version__) >= Version("5.17")
+# Before, paged flash-attention was not told of it; SDPA and eager mode never are.
+_FLASH_GETS_THE_SOFTCAP = Version(transformers.__version__) >= Version("5.23")
 
 
 class Pool(NamedTuple):
@@ -173,10 +175,9 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
     missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index") if name not in given]
     if missing:
         return f"continuous batching without {', '.join(missing)}"
-    # Newer versions hand the cap to flash-attention; all others forget it.
-    flash = uses_flash(attentions[0].config) and hasattr(cache, "layer_to_allocator")
-    if not flash and any(map(_softcap, attentions)):
-        return _uncapped(attentions)
+    reason = _left_out(attentions)
+    if reason:
+        return reason
     for module in attentions:
         window, pool = _window(module), pool_of(cache, layer_of(module))
         if window != pool.window:
@@ -194,8 +195,9 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
         return reason
     if not causal:
         return "bidirectional attention in continuous batching"
-    if any(map(_softcap, attentions)):
-        return _uncapped(attentions)
+    reason = _left_out(attentions)
+    if reason:
+        return reason
     windows = {_window(module) for module in attentions} - {None}
     held = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -206,9 +208,14 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
     return "" if windows == expected - {None} else "windows that are not those of the paged cache"
 
 
-def _uncapped(attentions: list[nn.Module]) -> str:
+def _left_out(attentions: list[nn.Module]) -> str:
+    """What the models have and transformers' own attention leaves out over a paged cache; "" where it computes all."""
     implementation = implementation_of(attentions[0].config)
-    return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
+    if any(map(_softcap, attentions)) and not (uses_flash(attentions[0].config) and _FLASH_GETS_THE_SOFTCAP):
+        return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
+    if "sdpa" in implementation and any(state_of(module, PATCH).convention.sinks for module in attentions):
+        return f"continuous batching with sinks, which transformers' {implementation!r} leaves out,"
+    return ""
 
 
 def _is_known(cache: Any) -> bool:

@@ -1,0 +1,50 @@
+"""Continuous batching of patched models on a GPU: kernels, CUDA graphs, and passes prepared while others run."""
+
+import pytest
+import torch
+
+from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from tests.support.hf_models import make_model
+from tests.support.hf_serving import answers, prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+# No graphs: windows are read from their rings. Graphs: they are gathered, and other models have tables of pages.
+GRAPHS = [{"use_cuda_graph": False}, {}]
+# Layers that are all alike, windows, both, norms of heads, sinks, and heads of which a part is rotated.
+MODELS = [("llama", 8), ("llama", 16), ("mistral", 16), ("gemma3", 64), ("qwen3", 16), ("gpt_oss", 16), ("glm4", 64)]
+
+
+@pytest.mark.parametrize(("name", "page"), MODELS)
+def test_tokens_are_those_of_the_model_unpatched(name, page):
+    model = make_model(name).cuda()
+    given = prompts((5, 17, 40, 1, 23, 33, 150), seed=page)
+    expected = answers(model, given, page=page, use_cuda_graph=False)
+    patch_model(model)
+    for options in GRAPHS:
+        assert answers(model, given, page=page, **options) == expected, options
+    assert not any(row.own for row in patch_report(model))
+    assert answers(unpatch_model(model), given, page=page, use_cuda_graph=False) == expected
+
+
+def test_halves():
+    """Two-byte numbers round away which token is the largest: the first tokens' logits are near."""
+    model = make_model("llama").cuda().half()
+    given = prompts((5, 17, 40, 100))
+    expected = answers(model, given, new=1)
+    got = answers(patch_model(model), given, new=1)
+    assert sum(a == b for a, b in zip(got, expected)) >= len(given) - 1
+
+
+def test_many_requests_come_and_go():
+    """More requests than a pass has room for, in pages that are freed and given to others."""
+    model = make_model("llama").cuda()
+    lengths = torch.randint(1, 120, (80,), generator=torch.Generator().manual_seed(5)).tolist()
+    given = prompts(lengths)
+    expected = answers(model, given, blocks=80, most_tokens=96, max_requests_per_batch=24, use_cuda_graph=False)
+    for options in (*GRAPHS, {"use_cuda_graph": True, "use_async_batching": False}):
+        got = answers(patch_model(model), given, blocks=80, most_tokens=96, max_requests_per_batch=24, **options)
+        assert got == expected, options
