@@ -19,7 +19,7 @@ from bench.suites.models.shapes import NEW_TOKENS, Work
 from fused_rope_attn.integrations.transformers import is_patched
 
 # Tokens that a pass takes at most, and tokens of a page.
-_MOST_TOKENS, _PAGE = 4096, 256
+_MOST_TOKENS, PAGE = 4096, 256
 
 
 class Served:
@@ -47,9 +47,9 @@ class Served:
         model: Any = self.model
         implementation = model.config._attn_implementation
         fields = ContinuousBatchingConfig.__dataclass_fields__
-        pages = sum(math.ceil((len(prompt) + NEW_TOKENS) / _PAGE) for prompt in self.prompts)
+        pages = sum(math.ceil((len(prompt) + NEW_TOKENS) / PAGE) for prompt in self.prompts)
         options: dict[str, Any] = {
-            "page_size" if "page_size" in fields else "block_size": _PAGE,
+            "page_size" if "page_size" in fields else "block_size": PAGE,
             "num_blocks": pages + len(self.prompts),
             "max_batch_tokens": max(_MOST_TOKENS, self.work.batch),
             "max_requests_per_batch": self.work.batch,
