@@ -64,9 +64,12 @@ def patch_model(
 
     Bidirectional models (``config.is_causal = False``) are served as such. What the kernels do not serve takes the
     module's own forward, with a warning that gives the reason: attention weights (``output_attentions``), attention
-    dropout in training, 4-D and punctured attention masks, caches of unknown types and paged ones, and attention
-    functions that somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
+    dropout in training, 4-D and punctured attention masks, caches of unknown types, and attention functions that
+    somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
     Outputs of padding tokens are unspecified, as they are in transformers.
+
+    Continuous batching (``generate_batch``) is served. Managers that are made while the model is patched rely on it
+    (transformers 5.17 and later): they build no masks, and unpatching the model ends the one that it keeps.
 
     Of a vision model the language model is patched, with ``unsupported="skip"``. Passes of Gemma 3 with an image in
     them take the module's own forward, because the tokens of an image see each other in both directions.
