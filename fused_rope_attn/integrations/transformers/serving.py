@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.batch import Batch
+from fused_rope_attn.integrations.transformers.families import looks_like_attention
 from fused_rope_attn.integrations.transformers.obstacles import implementation_of
 from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
@@ -55,6 +56,9 @@ class Serving:
         except BaseException:
             config._attn_implementation = before
             raise
+        if _compiles(manager):  # the model's own attention runs in compiled passes
+            config._attn_implementation = before
+            return own(*args, **kwargs)
         manager._original_attn_impl = before  # which the manager gives back when it stops
         if kept is None:
             manager._fused_rope_pages = True
@@ -67,6 +71,8 @@ class Serving:
             return False
         decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
         if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:
+            return False
+        if any(looks_like_attention(m) and state_of(m, PATCH) is None for m in self.model.modules()):
             return False
         config: Any = self.model.config
         return not lasting_obstacle(decoders[0].attentions, config.get_text_config())
@@ -118,6 +124,11 @@ def _window(module: nn.Module) -> int | None:
 
 def _kept_manager(model: nn.Module) -> Any:
     return getattr(model, "_cached_continuous_batching_manager", None)
+
+
+def _compiles(manager: Any) -> bool:
+    config = manager.continuous_batching_config
+    return config.varlen_compile_config is not None or config.decode_compile_config is not None
 
 
 def _is_ours(manager: Any) -> bool:

@@ -113,11 +113,23 @@ def test_managers_of_patched_models(monkeypatch):
     # 23 + 14 tokens in pages of 16, and one more.
     assert found == {(serving.PAGES, True, 4), (serving.PAGES, True, 0)}
     assert made[0][1] is False
-    # Something else in the model reads masks.
+    # Something else in the model reads masks, or has attention that is not patched.
     model.model._fused_rope_decoder.reads_masks = True
     made.clear()
     assert answers(model, given, "sdpa") == expected and made[0][1] is False
+    model.model._fused_rope_decoder.reads_masks = False
+    model.tower = torch.nn.ModuleList([make_model("llama").model.layers[0].self_attn])
+    assert answers(model, given, "sdpa") == expected and made[1][1] is False
     assert not any(row.own for row in patch_report(model))
+
+
+@needs_tables
+def test_a_manager_that_compiles():
+    """Compiled passes take the model's own attention, which needs masks."""
+    model = patch_model(make_model("llama"))
+    config = transformers.ContinuousBatchingConfig(varlen_compile_config=transformers.CompileConfig())
+    manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), config)
+    assert model.config._attn_implementation == "paged|eager" and not serving._is_ours(manager)
 
 
 @needs_tables

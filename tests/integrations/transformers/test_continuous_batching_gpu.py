@@ -26,13 +26,15 @@ def test_tokens_are_those_of_the_model_unpatched(name, page):
     assert answers(unpatch_model(model), given, page=page, use_cuda_graph=False) == expected
 
 
-def test_halves():
-    """Two-byte numbers round away which token is the largest: the first tokens' logits are near."""
-    model = make_model("llama").cuda().half()
-    given = prompts((5, 17, 40, 100))
-    expected = answers(model, given, new=1)
-    got = answers(patch_model(model), given, new=1)
-    assert sum(a == b for a, b in zip(got, expected)) >= len(given) - 1
+def test_two_bytes():
+    """Rounding may change which token is the largest, and with it all that follow, but rarely."""
+    model = make_model("llama", head_dim=64).cuda().bfloat16()
+    given = prompts((5, 17, 40, 100, 300, 290, 33, 64))
+    expected = torch.tensor(answers(model, given, new=4))
+    patch_model(model)
+    for options in GRAPHS:
+        got = torch.tensor(answers(model, given, new=4, **options))
+        assert (got == expected).double().mean() > 0.8, options
 
 
 def test_many_requests_come_and_go():
