@@ -8,9 +8,10 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api
 
 from fused_rope_attn.integrations.transformers import batch, patch_model, patch_report, serving, unpatch_model
+from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import make_model
 from tests.support.hf_runs import assert_close
-from tests.support.hf_serving import NEW_TOKENS, NEWER, answers, prompts
+from tests.support.hf_serving import NEW_TOKENS, answers, prompts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -114,10 +115,10 @@ def test_managers_of_patched_models(monkeypatch):
     assert found == {(serving.PAGES, True, 4), (serving.PAGES, True, 0)}
     assert made[0][1] is False
     # Something else in the model reads masks, or has attention that is not patched.
-    model.model._fused_rope_decoder.reads_masks = True
+    state_of(model.model, DECODER).reads_masks = True
     made.clear()
     assert answers(model, given, "sdpa") == expected and made[0][1] is False
-    model.model._fused_rope_decoder.reads_masks = False
+    state_of(model.model, DECODER).reads_masks = False
     model.tower = torch.nn.ModuleList([make_model("llama").model.layers[0].self_attn])
     assert answers(model, given, "sdpa") == expected and made[1][1] is False
     assert not any(row.own for row in patch_report(model))
@@ -129,7 +130,8 @@ def test_a_manager_that_compiles():
     model = patch_model(make_model("llama"))
     config = transformers.ContinuousBatchingConfig(varlen_compile_config=transformers.CompileConfig())
     manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), config)
-    assert model.config._attn_implementation == "paged|eager" and not serving._is_ours(manager)
+    assert model.config._attn_implementation == "paged|eager"
+    manager.destroy()
 
 
 @needs_tables
@@ -187,7 +189,3 @@ def test_what_nobody_computes(monkeypatch):
     )  # fmt: skip
     assert len(outputs) == 3
     assert all("such a thing is not served" in output.error for output in outputs.values())
-
-
-def test_versions_that_can_be_told():
-    assert serving._KNOWN is TOLD and (NEWER or not TOLD)
