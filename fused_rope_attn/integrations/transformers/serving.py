@@ -9,6 +9,8 @@ a manager is in use, its config has a name of this project that says so.
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -62,6 +64,7 @@ class Serving:
         manager._original_attn_impl = before  # which the manager gives back when it stops
         if kept is None:
             manager._fused_rope_pages = True
+            manager._create_batch_processor = _Creation(manager)
             self._give_tables(manager, *args, **kwargs)
         return manager
 
@@ -96,6 +99,50 @@ class Serving:
             longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
         pages = math.ceil(longest / size) + 1 if longest else _PAGES_OF_A_REQUEST
         config.max_blocks_per_request = asked or pages + pages % 2
+
+
+class _Creation:
+    """``_create_batch_processor`` of a manager: the processor goes on where its CUDA graphs fail."""
+
+    def __init__(self, manager: Any):
+        self.own = manager._create_batch_processor
+
+    def __call__(self) -> Any:
+        processor = self.own()
+        runner = processor.model_runner
+        if "_capture_graph" not in runner.__dict__:
+            runner._capture_graph = Capture(runner)
+        return processor
+
+
+class Capture:
+    """``_capture_graph`` of a model runner, after which it runs without graphs where the model cannot be captured.
+
+    For attention that needs masks, managers do without graphs unless they are asked for them: a model that synchronises
+    somewhere, in its experts or in tables that grow, is served there, and is to be served here.
+    """
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.own = runner._capture_graph
+
+    def __call__(self, forward: Callable[..., None], *args: Any) -> None:
+        done = []
+
+        def counted(*given: Any) -> None:
+            forward(*given)
+            done.append(given)
+
+        try:
+            self.own(counted, *args)
+        except Exception as error:
+            if not done:  # the pass itself has failed, which runs once before it is captured
+                raise
+            self.runner.use_cuda_graph_varlen = self.runner.use_cuda_graph_decode = False
+            warnings.warn(
+                f"continuous batching: CUDA graphs of this model cannot be captured ({error}); it runs without them",
+                stacklevel=2,
+            )
 
 
 def forget_kept_manager(model: nn.Module) -> None:

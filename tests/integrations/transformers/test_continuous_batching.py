@@ -189,3 +189,25 @@ def test_what_nobody_computes(monkeypatch):
     )  # fmt: skip
     assert len(outputs) == 3
     assert all("such a thing is not served" in output.error for output in outputs.values())
+
+
+class Runner:
+    """A model runner whose passes cannot be captured, or not even be run."""
+
+    use_cuda_graph_varlen = use_cuda_graph_decode = True
+
+    def _capture_graph(self, forward, stream, *args):
+        forward(*args)
+        raise RuntimeError("a copy during capture")
+
+
+def test_models_that_graphs_cannot_capture():
+    """The pass has been computed before it is captured; nothing is captured from then on."""
+    runner, seen = Runner(), []
+    with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
+        serving.Capture(runner)(seen.append, None, 1)
+    assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
+    runner = Runner()
+    with pytest.raises(ZeroDivisionError):
+        serving.Capture(runner)(lambda x: 1 // x, None, 0)
+    assert runner.use_cuda_graph_decode
