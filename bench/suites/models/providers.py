@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -115,6 +115,7 @@ def _flash_missing() -> str | None:
 
 _PASSES = ("train", "prefill", "decode")
 _ALL = (*_PASSES, "serve")
+_GRAPHS = {"use_cuda_graph": True}
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Provider:
     """A way to run a model's attention: ``on(model)`` is in force while a round of it runs.
 
     norms: it is about norms of heads, for models that have them. against: whom of ours its time is set against. kinds:
-    of works that it takes part in.
+    of works that it takes part in. manager: what it asks of the manager of continuous batching.
     """
 
     name: str
@@ -132,13 +133,22 @@ class Provider:
     norms: bool = False
     against: str = OURS
     kinds: tuple[str, ...] = _PASSES
+    manager: Mapping[str, Any] = field(default_factory=dict)
 
 
 PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("eager", "eager", lambda model: _attention(model, "eager"), kinds=("serve",)),
+        Provider(
+            "eager_graphs", "eager, CUDA graphs", lambda model: _attention(model, "eager"), kinds=("serve",),
+            manager=_GRAPHS,
+        ),
         Provider("sdpa", "sdpa", lambda model: _attention(model, "sdpa"), kinds=_ALL),
+        Provider(
+            "sdpa_graphs", "sdpa, CUDA graphs", lambda model: _attention(model, "sdpa"), kinds=("serve",),
+            manager=_GRAPHS,
+        ),
         Provider(
             "flash_2", "flash_attention_2", lambda model: _attention(model, "flash_attention_2"), _flash_missing,
             kinds=_ALL,

@@ -43,44 +43,33 @@ _NORMED_HEADER = [
 ]  # fmt: skip
 
 _SERVED = (
-    "Continuous batching: requests of mixed lengths, all at once, to a manager of transformers that runs and is warm; "
-    "new tokens per second, and the managers' own defaults otherwise (masks for `eager` and `sdpa`; CUDA graphs, and "
-    "passes that are prepared while others run, for `flash_attention_2` and `patch_model`)."
+    "New tokens per second of requests that come all at once, with prompts from a sixteenth of the work's length to all "
+    "of it, to a manager of transformers that runs and is warm. With its own defaults a manager captures CUDA graphs and prepares passes while others run "
+    "for flash-attention, and for `patch_model`; `eager` and `sdpa` have graphs where they are asked for."
 )
-_SERVED_HEADER = [
-    "model", "work", "eager", "sdpa", "flash_attention_2", "`patch_model`", "over eager", "over sdpa", "over flash"
-]  # fmt: skip
+_UNPATCHED = {
+    "eager": "eager", "eager_graphs": "eager, graphs", "sdpa": "sdpa", "sdpa_graphs": "sdpa, graphs",
+    "flash_2": "flash_attention_2",
+}  # fmt: skip
 
 
 def results(rows: list[Row]) -> str:
-    """The generated tables of the documents: tokens per second at each work. ValueError without rows."""
-    groups: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        if row.get("bench") == "models" and "ms" in row:
-            groups.setdefault((row["case"], f"{row['pass']}, {row['shape']}"), {})[row["provider"]] = row
-    groups = {key: group for key, group in groups.items() if OURS in group}
-    if not groups:
-        raise ValueError("no rows of bench models with our own times")
-    lines, normed, served = [], [], []
+    """The generated tables of the documents: tokens per second at each work but ``serve``. ValueError without rows."""
+    groups = _groups(rows, served=False)
+    lines, normed = [], []
     for (model, work), group in groups.items():
-        if work.startswith("serve"):
-            served.append(_served(model, work, group))
-            continue
         mine, rivals = group[OURS], [group.get("sdpa"), group.get("liger")]
         speeds = [f"{row['tokens_s']:.0f}" if row else "-" for row in (*rivals, mine)]
         gains = [_gain(group, name, OURS) for name in ("sdpa", "liger")]
-        left_out = f" ({mine['layers_left_out']} layers left out)" if mine["layers_left_out"] else ""
-        lines.append([model + left_out, work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
+        lines.append([_named(model, mine), work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
         if outside := group.get("own_norms"):
             gains = [_gain(group, name, OURS) for name in ("liger_norm", "own_norms")]
             gains.append(_gain(group, "liger_all", OURS_BESIDE_LIGER))
             normed.append([model, work, *gains, f"{outside['peak_mib']:.0f}", f"{mine['peak_mib']:.0f}"])
     ours = [group[OURS] for group in groups.values()]
-    tables = [markdown(_HEADER, lines)] if lines else []
+    tables = [markdown(_HEADER, lines)]
     if normed:
         tables.append(f"{_NORMED}\n\n{markdown(_NORMED_HEADER, normed)}")
-    if served:
-        tables.append(f"{_SERVED}\n\n{markdown(_SERVED_HEADER, served)}")
     return "\n\n".join(tables) + (
         "\n\nTokens per second in eager mode, random bfloat16 weights, one after the other in one process; ×: their "
         "time over ours, below 1 a loss; MiB: peak memory beyond the weights. train: forward, loss and backward; "
@@ -89,12 +78,36 @@ def results(rows: list[Row]) -> str:
     )
 
 
-def _served(model: str, work: str, group: dict[str, Row]) -> list[str]:
-    mine = group[OURS]
-    left_out = f" ({mine['layers_left_out']} layers left out)" if mine["layers_left_out"] else ""
-    names = ("eager", "sdpa", "flash_2")
-    speeds = [f"{group[name]['tokens_s']:.0f}" if name in group else "-" for name in (*names, OURS)]
-    return [model + left_out, work, *speeds, *(_gain(group, name, OURS) for name in names)]
+def serving(rows: list[Row]) -> str:
+    """The generated table of continuous batching; of the unpatched ones those that were measured anywhere. ValueError
+    without rows."""
+    groups = _groups(rows, served=True)
+    names = [name for name in _UNPATCHED if any(name in group for group in groups.values())]
+    lines = []
+    for (model, work), group in groups.items():
+        mine, rivals = group[OURS], [name for name in names if name in group]
+        speeds = [f"{group[name]['tokens_s']:.0f}" if name in group else "-" for name in (*names, OURS)]
+        best = max(rivals, key=lambda name: group[name]["tokens_s"], default="")
+        lines.append([_named(model, mine), work, *speeds, _gain(group, best, OURS)])
+    header = ["model", "work", *(_UNPATCHED[name] for name in names), "`patch_model`", "over the best"]
+    ours = [group[OURS] for group in groups.values()]
+    return f"{markdown(header, lines)}\n\n{_SERVED} {provenance(ours, 'transformers')}"
+
+
+def _groups(rows: list[Row], served: bool) -> dict[tuple[str, str], dict[str, Row]]:
+    """Rows with times by (model, work) and by provider, where there are ours."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row.get("bench") == "models" and "ms" in row and row["pass"].startswith("serve") is served:
+            groups.setdefault((row["case"], f"{row['pass']}, {row['shape']}"), {})[row["provider"]] = row
+    groups = {key: group for key, group in groups.items() if OURS in group}
+    if not groups:
+        raise ValueError("no rows of bench models with our own times")
+    return groups
+
+
+def _named(model: str, row: Row) -> str:
+    return model + (f" ({row['layers_left_out']} layers left out)" if row["layers_left_out"] else "")
 
 
 def _gain(group: dict[str, Row], name: str, ours: str) -> str:

@@ -127,9 +127,8 @@ class ModelTrial(Trial):
                 yield
 
         with provider.on(self._model):
-            served.begin()
+            served.begin(**provider.manager)
         with active():
-            served()
             facts: Row = {"peak_mib": self._clock.peak_mib(served)}
         self._first = served.result if self._first is None else self._first
         facts["off_first"] = (self._first != served.result).double().mean().item()
