@@ -43,9 +43,10 @@ _NORMED_HEADER = [
 ]  # fmt: skip
 
 _SERVED = (
-    "New tokens per second of requests that come all at once, with prompts from a sixteenth of the work's length to all "
-    "of it, to a manager of transformers that runs and is warm. With its own defaults a manager captures CUDA graphs and prepares passes while others run "
-    "for flash-attention, and for `patch_model`; `eager` and `sdpa` have graphs where they are asked for."
+    "New tokens per second of requests that come all at once, with prompts from a sixteenth of the work's length to "
+    "all of it, to a manager of transformers that runs and is warm. With its own defaults a manager captures CUDA "
+    "graphs and prepares passes while others run for flash-attention, and for `patch_model`; `eager` and `sdpa` have "
+    "graphs where they are asked for."
 )
 _UNPATCHED = {
     "eager": "eager", "eager_graphs": "eager, graphs", "sdpa": "sdpa", "sdpa_graphs": "sdpa, graphs",
