@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
 
 NEWER = Version(transformers.__version__) >= Version("5")
-NEW_TOKENS = 14
+NEW_TOKENS = 10
 # Prompts of this many tokens: single ones, parts of pages, and whole ones.
 LENGTHS = (5, 17, 40, 1, 23, 33)
 
@@ -29,15 +29,7 @@ def answers(model, given, implementation="eager", page=16, most_tokens=64, block
     greedy = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}
     try:
         if NEWER:
-            from transformers import ContinuousBatchingConfig
-
-            fields = ContinuousBatchingConfig.__dataclass_fields__
-            size = "page_size" if "page_size" in fields else "block_size"
-            if "auto_switch_to_flash" in fields:
-                options["auto_switch_to_flash"] = False
-            config = ContinuousBatchingConfig(
-                **{size: page}, num_blocks=blocks, max_batch_tokens=most_tokens, **options
-            )  # fmt: skip
+            config = options_of(page, most_tokens, blocks, **options)
             outputs = model.generate_batch(
                 given, generation_config=GenerationConfig(**greedy), continuous_batching_config=config
             )
@@ -51,6 +43,17 @@ def answers(model, given, implementation="eager", page=16, most_tokens=64, block
     found = sorted(outputs.items(), key=lambda item: int(item[0].rsplit("_", 1)[1]))
     assert len(found) == len(given) and all(output.error is None for _, output in found), found
     return [output.generated_tokens for _, output in found]
+
+
+def options_of(page=16, most_tokens=64, blocks=64, **options):
+    """A ContinuousBatchingConfig, of transformers 5."""
+    from transformers import ContinuousBatchingConfig
+
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    options["page_size" if "page_size" in fields else "block_size"] = page
+    if "auto_switch_to_flash" in fields:
+        options["auto_switch_to_flash"] = False
+    return ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=most_tokens, **options)
 
 
 def _memory_of_a_cpu(device):

@@ -49,7 +49,7 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
     if batch.original:
-        refuse_what_lacks_masks(decoder.config, batch)
+        refuse_what_lacks_masks(decoder.config, given, batch)
         tell(state.passes, batch.original)
         return args, kwargs | {BATCH: batch}
     if state.reads_masks:

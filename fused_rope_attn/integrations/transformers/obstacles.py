@@ -22,6 +22,9 @@ from fused_rope_attn.runtime.device import is_capturing
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
+# The name of a patched model's attention while a manager of continuous batching is in use that makes no masks
+# (``serving``). No function is registered under it: whatever would take a module's own forward is refused.
+PAGES = "paged|fused_rope_flash"
 # The attention functions of transformers that compute what the fused kernels do, under whatever name they are
 # registered; kernels of its hub are arguments of the second. Not among them are its block-sparse ones.
 _ATTENTION = {
@@ -61,7 +64,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     implementation = implementation_of(attentions[0].config)
     if given.get("cache") is not None:
         return "a paged cache (continuous batching)"
-    if "paged" in implementation:
+    if "paged" in implementation and implementation != PAGES:
         return f"attn_implementation={implementation!r} without the paged cache that it takes (continuous batching)"
     reason = obstacle_of_any_kind(attentions, config, given, causal)
     if reason:

@@ -19,14 +19,11 @@ from torch import nn
 
 from fused_rope_attn.integrations.transformers.batch import Batch
 from fused_rope_attn.integrations.transformers.families import looks_like_attention
-from fused_rope_attn.integrations.transformers.obstacles import implementation_of
+from fused_rope_attn.integrations.transformers.obstacles import PAGES, implementation_of
 from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
 
 INIT = "init_continuous_batching"
-# The name by which managers know attention that needs no mask. No function is registered under it: whatever would take
-# a module's own forward is refused.
-PAGES = "paged|fused_rope_flash"
 # What managers with masks are made for. Where flash-attention was asked for, all is as it should be.
 _MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
 # Before, managers had neither tables of pages nor CUDA graphs, or others than those that are known here.
@@ -152,9 +149,14 @@ def forget_kept_manager(model: nn.Module) -> None:
         model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
 
 
-def refuse_what_lacks_masks(config: Any, batch: Batch) -> None:
-    """Raise where a pass without masks would need the modules' own forward, which knows nothing of pages."""
-    if batch.original and implementation_of(config) == PAGES:
+def refuse_what_lacks_masks(config: Any, given: dict[str, Any], batch: Batch) -> None:
+    """Raise where a pass would need the modules' own forward, and the manager has made it without masks.
+
+    given: the arguments of the decoder's forward by their names.
+    """
+    implementation = implementation_of(config)
+    unmasked = given.get("cache") is not None and given.get("attention_mask") is None
+    if batch.original and (implementation == PAGES or unmasked and implementation in _MASKED):
         raise NotImplementedError(
             f"{batch.original} is not served by the fused kernels, and this continuous batching was begun without the "
             "masks of the model's own attention: call unpatch_model(model) before it begins"

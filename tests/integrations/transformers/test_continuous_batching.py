@@ -11,7 +11,7 @@ from fused_rope_attn.integrations.transformers import batch, patch_model, patch_
 from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import make_model
 from tests.support.hf_runs import assert_close
-from tests.support.hf_serving import NEW_TOKENS, answers, prompts
+from tests.support.hf_serving import NEW_TOKENS, answers, options_of, prompts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -125,10 +125,33 @@ def test_managers_of_patched_models(monkeypatch):
 
 
 @needs_tables
+@torch.no_grad()
+def test_other_calls_beside_a_manager():
+    """The model is served as ever. A second manager outlives the name that the first gives back."""
+    model, tokens = make_model("llama"), torch.arange(20).reshape(2, 10)
+    expected = model(tokens).logits
+    greedy = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    config = options_of()
+    patch_model(model)
+    with model.continuous_batching_context_manager(greedy, continuous_batching_config=config) as first:
+        assert model.config._attn_implementation == serving.PAGES
+        assert_close(model(tokens).logits, expected, 1e-5)
+        second = model.init_continuous_batching(greedy, config)
+        second.start()
+        first.stop(block=True)
+        assert model.config._attn_implementation == "eager"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch, "obstacle_to_pages", lambda *args: "such a thing")
+            second.add_requests([[1, 2, 3]])
+            assert "such a thing is not served" in second.get_result(timeout=10).error
+        second.destroy()
+
+
+@needs_tables
 def test_a_manager_that_compiles():
     """Compiled passes take the model's own attention, which needs masks."""
     model = patch_model(make_model("llama"))
-    config = transformers.ContinuousBatchingConfig(varlen_compile_config=transformers.CompileConfig())
+    config = options_of(varlen_compile_config=transformers.CompileConfig())
     manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), config)
     assert model.config._attn_implementation == "paged|eager"
     manager.destroy()
@@ -140,7 +163,7 @@ def test_a_manager_that_is_kept():
     model, given = make_model("llama"), prompts((5, 20))
     expected = answers(model, given)
     greedy = transformers.GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
-    config = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    config = options_of()
 
     def keep():
         outputs = model.generate_batch(given, greedy, config, persistent_manager=True)
@@ -185,7 +208,7 @@ def test_what_nobody_computes(monkeypatch):
     monkeypatch.setattr(batch, "obstacle_to_pages", lambda *args: "such a thing")
     outputs = model.generate_batch(
         given, transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1),
-        transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
+        options_of(),
     )  # fmt: skip
     assert len(outputs) == 3
     assert all("such a thing is not served" in output.error for output in outputs.values())
