@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from tests.support.hf_models import MODELS as FAMILIES
 from tests.support.hf_models import make_model
 from tests.support.hf_serving import answers, prompts
 
@@ -47,3 +48,18 @@ def test_many_requests_come_and_go():
     for options in (*GRAPHS, {"use_cuda_graph": True, "use_async_batching": False}):
         got = answers(patch_model(model), given, blocks=80, most_tokens=96, max_requests_per_batch=24, **options)
         assert got == expected, options
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name, monkeypatch):
+    """On the CPU, and here because they are too many for a small machine."""
+    monkeypatch.setattr("gc.collect", lambda *given: 0)
+    model, given = make_model(name), prompts((5, 17, 40))
+    try:
+        expected = answers(model, given, new=6)
+    except (AssertionError, ValueError) as error:
+        pytest.skip(f"not served unpatched: {str(error)[:60]}")
+    # Layers that are neither convolutions nor recurrent, of which managers know nothing, are all supported.
+    assert answers(patch_model(model), given, new=6) == expected
+    capped = name in ("gemma2", "vaultgemma")
+    assert all(bool(row.own) is capped and bool(row.served) is not capped for row in patch_report(model))
