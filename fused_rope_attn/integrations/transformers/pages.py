@@ -198,14 +198,12 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
     reason = _left_out(attentions)
     if reason:
         return reason
-    windows = {_window(module) for module in attentions} - {None}
-    held = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        expected = {held}
-    else:
-        expected = {held if types[layer_of(module)] == "sliding_attention" else None for module in attentions}
-    return "" if windows == expected - {None} else "windows that are not those of the paged cache"
+    held, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for module in attentions:
+        expected = held if types is None or types[layer_of(module)] == "sliding_attention" else None
+        if _window(module) != expected:
+            return "windows that are not those of the paged cache"
+    return ""
 
 
 def _left_out(attentions: list[nn.Module]) -> str:
@@ -220,7 +218,9 @@ def _left_out(attentions: list[nn.Module]) -> str:
 
 def _is_known(cache: Any) -> bool:
     own = type(cache).__module__.startswith("transformers.generation.continuous_batching")
-    return own and (hasattr(cache, "layer_to_allocator") or hasattr(cache, "layer_index_to_group_indices"))
+    if hasattr(cache, "layer_to_allocator"):
+        return own and all(hasattr(pool, "_kv_token_views") for pool in cache.layer_to_allocator.values())
+    return own and hasattr(cache, "layer_index_to_group_indices")
 
 
 def _softcap(module: nn.Module) -> bool:

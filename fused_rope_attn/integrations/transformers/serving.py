@@ -28,6 +28,8 @@ INIT = "init_continuous_batching"
 _MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
 # Before, managers had neither tables of pages nor CUDA graphs, or others than those that are known here.
 _KNOWN = Version(transformers.__version__) >= Version("5.17")
+# What is changed of a manager. One that lacks it is another version's, and keeps its masks.
+_ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
 # Pages of a request where nobody says how long requests are, as transformers has it for flash-attention.
 _PAGES_OF_A_REQUEST = 32
 
@@ -55,7 +57,8 @@ class Serving:
         except BaseException:
             config._attn_implementation = before
             raise
-        if _compiles(manager):  # the model's own attention runs in compiled passes
+        # The model's own attention runs in compiled passes.
+        if _compiles(manager) or not all(hasattr(manager, name) for name in _ATTRIBUTES):
             config._attn_implementation = before
             return own(*args, **kwargs)
         manager._original_attn_impl = before  # which the manager gives back when it stops
@@ -106,8 +109,8 @@ class _Creation:
 
     def __call__(self) -> Any:
         processor = self.own()
-        runner = processor.model_runner
-        if "_capture_graph" not in runner.__dict__:
+        runner: Any = getattr(processor, "model_runner", None)
+        if hasattr(runner, "_capture_graph") and "_capture_graph" not in runner.__dict__:
             runner._capture_graph = Capture(runner)
         return processor
 
