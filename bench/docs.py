@@ -29,6 +29,7 @@ CURRENT: dict[str, Path] = {
     "rotation": RESULTS / "rope-h200-2026-11-21.jsonl",
     "generation": RESULTS / "decode-h200-2026-11-21.jsonl",
     "models": RESULTS / "models-h200-2026-11-21.jsonl",
+    "serving": RESULTS / "serve-h200-2026-11-22.jsonl",
     "cp": RESULTS / "cp-h200-2026-11-22.jsonl",
     "corope": RESULTS / "corope-h200-2026-11-21.jsonl",
 }
@@ -66,6 +67,7 @@ BLOCKS: tuple[Block, ...] = (
     Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),
     Block("rope:results", BENCHMARKS, "rotation", "rotation.tables", "results"),
     Block("models:results", BENCHMARKS, "models", "models.report", "results"),
+    Block("models:serving", BENCHMARKS, "serving", "models.report", "serving"),
     Block("cp:results", BENCHMARKS, "cp", "context_parallel.tables", "results"),
     Block("corope:results", BENCHMARKS, "corope", "corope", "results"),
 )

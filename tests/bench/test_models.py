@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from bench import report
 from bench.__main__ import main
-from bench.suites.models import providers, shapes, suite
+from bench.suites.models import providers, serving, shapes, suite
 from bench.suites.models import report as models_report
 from fused_rope_attn.integrations.transformers import patch_report
 from tests.support.bench import run as run_suite
@@ -97,7 +97,7 @@ class LigerRMSNorm(torch.nn.Module):
 def test_models_with_norms_of_heads(model, liger):
     """A layer has two norms of heads, and Qwen 3 two others, Gemma 3 four; one more is behind the layers."""
     chosen = [replace(provider, missing=lambda: None) for provider in providers.PROVIDERS.values()]
-    chosen = [provider for provider in chosen if provider.name != "flash_2"]
+    chosen = [provider for provider in chosen if provider.name != "flash_2" and provider.kinds != ("serve",)]
     rows, _ = run(chosen, [shapes.Work("train", 1, 16)], model)
     found = {row["provider"]: row for row in rows}
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 7
@@ -127,6 +127,28 @@ def test_models_without_norms_of_heads():
     rows, _ = run([providers.PROVIDERS["own_norms"], providers.PROVIDERS["fused"]], [shapes.Work("train", 1, 16)])
     assert [row["status"] for row in rows] == ["unsupported", "ok"]
     assert "norms outside" not in models_report.summary(rows) + models_report.results(rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*paged.*:FutureWarning")
+def test_requests_of_mixed_lengths(monkeypatch):
+    """Continuous batching: whoever takes part answers alike, and each is timed with a manager of its own."""
+    monkeypatch.setattr(serving, "PAGE", 16)
+    monkeypatch.setattr("gc.collect", lambda *given: 0)  # which managers call again and again
+    for module in (serving, shapes):
+        monkeypatch.setattr(module, "NEW_TOKENS", 5)
+    names = ("eager", "sdpa_graphs", "own_norms", "fused")
+    work = shapes.Work("serve", 3, 24)
+    rows, _ = run([providers.PROVIDERS[name] for name in names], [work])
+    found = {row["provider"]: row for row in rows}
+    assert [found[name]["status"] for name in names] == ["ok", "ok", "unsupported", "ok"]
+    assert all(found[name]["off_first"] == 0.0 for name in ("eager", "sdpa_graphs", "fused"))
+    assert work.tokens == 3 * shapes.NEW_TOKENS
+    assert found["eager"]["tokens_s"] == pytest.approx(work.tokens / found["eager"]["ms"] * 1e3)
+    text = models_report.serving(rows)
+    assert "manager of transformers" in text and "| Tiny (3 layers left out) | serve-24, B3 N24 |" in text
+    assert "| eager | sdpa, graphs | `patch_model` | over the best |" in text and "Liger" not in text
+    with pytest.raises(ValueError, match="no rows"):
+        models_report.results(rows)
 
 
 def test_what_a_deadline_leaves():

@@ -17,8 +17,10 @@ OPERATORS = torch.ops.fused_rope_attn
 # The generation step with a choice of the backend, which is not public.
 with_kvcache = run_step
 write = run_write
-# The names by which a patched model calls the package, in fused_rope_attn.integrations.transformers.attention.
-OPERATORS_OF_A_PATCHED_MODEL = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache")
+# The names by which a patched model calls the package, in integrations.transformers.attention and .paged.
+OPERATORS_OF_A_PATCHED_MODEL = (
+    "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "write_kvcache",
+)  # fmt: skip
 
 
 def described(inputs, case, *, strategy="auto", backend="triton"):
@@ -162,10 +164,10 @@ def count_prepared_steps():
 
 def count_tables_that_turn_nothing(monkeypatch):
     """A list that gets an entry for each pair of tables that a patched model makes to turn nothing."""
-    from fused_rope_attn.integrations.transformers import attention
+    from fused_rope_attn.integrations.transformers import rotations
 
-    made, identity = [], attention._identity
-    monkeypatch.setattr(attention, "_identity", lambda *given: made.append(given) or identity(*given))
+    made, identity = [], rotations.identity
+    monkeypatch.setattr(rotations, "identity", lambda *given: made.append(given) or identity(*given))
     return made
 
 

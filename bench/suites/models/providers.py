@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -113,11 +113,17 @@ def _flash_missing() -> str | None:
     return None if is_flash_attn_2_available() else "flash-attn is not installed"
 
 
+_PASSES = ("train", "prefill", "decode")
+_ALL = (*_PASSES, "serve")
+_GRAPHS = {"use_cuda_graph": True}
+
+
 @dataclass(frozen=True)
 class Provider:
     """A way to run a model's attention: ``on(model)`` is in force while a round of it runs.
 
-    norms: it is about norms of heads, for models that have them. against: whom of ours its time is set against.
+    norms: it is about norms of heads, for models that have them. against: whom of ours its time is set against. kinds:
+    of works that it takes part in. manager: what it asks of the manager of continuous batching.
     """
 
     name: str
@@ -126,13 +132,27 @@ class Provider:
     missing: Callable[[], str | None] = never_missing
     norms: bool = False
     against: str = OURS
+    kinds: tuple[str, ...] = _PASSES
+    manager: Mapping[str, Any] = field(default_factory=dict)
 
 
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("sdpa", "sdpa", lambda model: _attention(model, "sdpa")),
-        Provider("flash_2", "flash_attention_2", lambda model: _attention(model, "flash_attention_2"), _flash_missing),
+        Provider("eager", "eager", lambda model: _attention(model, "eager"), kinds=("serve",)),
+        Provider(
+            "eager_graphs", "eager, CUDA graphs", lambda model: _attention(model, "eager"), kinds=("serve",),
+            manager=_GRAPHS,
+        ),
+        Provider("sdpa", "sdpa", lambda model: _attention(model, "sdpa"), kinds=_ALL),
+        Provider(
+            "sdpa_graphs", "sdpa, CUDA graphs", lambda model: _attention(model, "sdpa"), kinds=("serve",),
+            manager=_GRAPHS,
+        ),
+        Provider(
+            "flash_2", "flash_attention_2", lambda model: _attention(model, "flash_attention_2"), _flash_missing,
+            kinds=_ALL,
+        ),
         Provider("liger", "Liger's rotation + sdpa", _liger, LIGER.missing),
         Provider(
             "liger_norm", "Liger's norms of heads, rotation + sdpa",
@@ -143,7 +163,7 @@ PROVIDERS = {
             lambda model: _with_liger_norms(model, True, _liger), LIGER.missing, norms=True, against=OURS_BESIDE_LIGER,
         ),
         Provider("own_norms", "patch_model, norms of heads outside", _own_norms, norms=True),
-        Provider(OURS, "patch_model", _fused),
+        Provider(OURS, "patch_model", _fused, kinds=_ALL),
         Provider(
             OURS_BESIDE_LIGER, "patch_model, Liger's norms elsewhere",
             lambda model: _with_liger_norms(model, True, _fused), LIGER.missing, norms=True, against=OURS_BESIDE_LIGER,

@@ -42,23 +42,27 @@ _NORMED_HEADER = [
     "model", "work", "over Liger, heads", "over norms outside", "over Liger, all norms", "MiB, norms outside", "MiB"
 ]  # fmt: skip
 
+_SERVED = (
+    "New tokens per second of requests that come all at once, with prompts from a sixteenth of the work's length to "
+    "all of it, to a manager of transformers that runs and is warm. With its own defaults a manager captures CUDA "
+    "graphs and prepares passes while others run for flash-attention, and for `patch_model`; `eager` and `sdpa` have "
+    "graphs where they are asked for."
+)
+_UNPATCHED = {
+    "eager": "eager", "eager_graphs": "eager, graphs", "sdpa": "sdpa", "sdpa_graphs": "sdpa, graphs",
+    "flash_2": "flash_attention_2",
+}  # fmt: skip
+
 
 def results(rows: list[Row]) -> str:
-    """The generated tables of the documents: tokens per second at each work. ValueError without rows."""
-    groups: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        if row.get("bench") == "models" and "ms" in row:
-            groups.setdefault((row["case"], f"{row['pass']}, {row['shape']}"), {})[row["provider"]] = row
-    groups = {key: group for key, group in groups.items() if OURS in group}
-    if not groups:
-        raise ValueError("no rows of bench models with our own times")
+    """The generated tables of the documents: tokens per second at each work but ``serve``. ValueError without rows."""
+    groups = _groups(rows, served=False)
     lines, normed = [], []
     for (model, work), group in groups.items():
         mine, rivals = group[OURS], [group.get("sdpa"), group.get("liger")]
         speeds = [f"{row['tokens_s']:.0f}" if row else "-" for row in (*rivals, mine)]
         gains = [_gain(group, name, OURS) for name in ("sdpa", "liger")]
-        left_out = f" ({mine['layers_left_out']} layers left out)" if mine["layers_left_out"] else ""
-        lines.append([model + left_out, work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
+        lines.append([_named(model, mine), work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
         if outside := group.get("own_norms"):
             gains = [_gain(group, name, OURS) for name in ("liger_norm", "own_norms")]
             gains.append(_gain(group, "liger_all", OURS_BESIDE_LIGER))
@@ -73,6 +77,38 @@ def results(rows: list[Row]) -> str:
         "prefill: into an empty dynamic cache; decode: one token onto one. With few tokens the host is the limit, and "
         f"most of its time is the model's own. {provenance(ours, 'transformers', 'liger-kernel')}"
     )
+
+
+def serving(rows: list[Row]) -> str:
+    """The generated table of continuous batching; of the unpatched ones those that were measured anywhere. ValueError
+    without rows."""
+    groups = _groups(rows, served=True)
+    names = [name for name in _UNPATCHED if any(name in group for group in groups.values())]
+    lines = []
+    for (model, work), group in groups.items():
+        mine, rivals = group[OURS], [name for name in names if name in group]
+        speeds = [f"{group[name]['tokens_s']:.0f}" if name in group else "-" for name in (*names, OURS)]
+        best = max(rivals, key=lambda name: group[name]["tokens_s"], default="")
+        lines.append([_named(model, mine), work, *speeds, _gain(group, best, OURS)])
+    header = ["model", "work", *(_UNPATCHED[name] for name in names), "`patch_model`", "over the best"]
+    ours = [group[OURS] for group in groups.values()]
+    return f"{markdown(header, lines)}\n\n{_SERVED} {provenance(ours, 'transformers')}"
+
+
+def _groups(rows: list[Row], served: bool) -> dict[tuple[str, str], dict[str, Row]]:
+    """Rows with times by (model, work) and by provider, where there are ours."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row.get("bench") == "models" and "ms" in row and row["pass"].startswith("serve") is served:
+            groups.setdefault((row["case"], f"{row['pass']}, {row['shape']}"), {})[row["provider"]] = row
+    groups = {key: group for key, group in groups.items() if OURS in group}
+    if not groups:
+        raise ValueError("no rows of bench models with our own times")
+    return groups
+
+
+def _named(model: str, row: Row) -> str:
+    return model + (f" ({row['layers_left_out']} layers left out)" if row["layers_left_out"] else "")
 
 
 def _gain(group: dict[str, Row], name: str, ours: str) -> str:

@@ -24,7 +24,7 @@ class Model:
     left_out: int = 0
     config_class: str = ""
     norms: bool = False
-    kinds: tuple[str, ...] = ("train", "prefill", "decode")
+    kinds: tuple[str, ...] = ("train", "prefill", "decode", "serve")
 
 
 _LLAMA3 = {
@@ -79,15 +79,20 @@ MODELS = (
         },
         config_class="Gemma3TextConfig",
         norms=True,
-        kinds=("train", "prefill"),
+        kinds=("train", "prefill", "serve"),
     ),
 )
+
+
+# What each request of continuous batching is answered with.
+NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Work:
     """What is timed: ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token
-    after another to a dynamic cache of ``length`` tokens."""
+    after another to a dynamic cache of ``length`` tokens; ``serve`` answers requests of up to ``length`` tokens with
+    NEW_TOKENS each, by continuous batching."""
 
     kind: str
     batch: int
@@ -99,7 +104,9 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        return self.batch if self.kind == "decode" else self.batch * self.length
+        """New ones, where tokens are generated."""
+        per_sequence = {"decode": 1, "serve": NEW_TOKENS}.get(self.kind, self.length)
+        return self.batch * per_sequence
 
 
 WORK = (
@@ -108,6 +115,8 @@ WORK = (
     Work("prefill", 1, 4096),
     Work("prefill", 1, 16384),
     Work("decode", 8, 4096),
+    Work("serve", 64, 512),
+    Work("serve", 64, 2048),
 )
 
 

@@ -7,6 +7,8 @@ weights, inputs and clock are the same for all. Losses are printed like wins.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from bench.names import words
 from bench.suite import Entry, Row, Suite, Times, Trial, matching, pick, provider_table
 from bench.suites.models import report
 from bench.suites.models.providers import OURS, OURS_BESIDE_LIGER, PROVIDERS, Provider
+from bench.suites.models.serving import Served
 from bench.suites.models.shapes import MODELS, WORK, Model, Work, make
 from bench.timing import ratio
 
@@ -93,10 +96,15 @@ class ModelTrial(Trial):
         return (self._case.work.name,)
 
     def unsupported(self, provider: Provider) -> str | None:
+        if self._case.work.kind not in provider.kinds:
+            return f"takes no part in {self._case.work.kind}"
         return "the model has no norms of heads" if provider.norms and not self._case.model.norms else None
 
     def enter(self, provider: Provider) -> Entry:
-        """No gate: the models' own tests hold them to float64. What differs from the first provider is in the rows."""
+        """No gate: the models' own tests hold them to float64. What differs from the first provider is in the rows; of
+        served requests the share of their tokens, most of which follow a token that rounding has changed."""
+        if self._case.work.kind == "serve":
+            return self._enter_serving(provider)
         step = Step(self._model, self._case.work, self._clock.device)
         try:
             with provider.on(self._model):
@@ -109,6 +117,22 @@ class ModelTrial(Trial):
         self._first = step.result if self._first is None else self._first
         facts |= _agreement(self._first, step.result)
         return Entry(provider, Verdict(), lambda part: step, facts, lambda: provider.on(self._model))
+
+    def _enter_serving(self, provider: Provider) -> Entry:
+        served = Served(self._model, self._case.work)
+
+        @contextmanager
+        def active() -> Iterator[None]:
+            with provider.on(self._model), served.active():
+                yield
+
+        with provider.on(self._model):
+            served.begin(**provider.manager)
+        with active():
+            facts: Row = {"peak_mib": self._clock.peak_mib(served)}
+        self._first = served.result if self._first is None else self._first
+        facts["off_first"] = (self._first != served.result).double().mean().item()
+        return Entry(provider, Verdict(), lambda part: served, facts, active)
 
     def fields(self, provider: Provider) -> Row:
         return {
@@ -162,7 +186,7 @@ class Models(Suite):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--models", default="", metavar="TEXT", help="only models whose name contains one of these")
-        add("--work", default="", metavar="TEXT", help="of train, prefill, decode (with -4K and so on)")
+        add("--work", default="", metavar="TEXT", help="of train, prefill, decode, serve (with -4K and so on)")
         add("--providers", default="", help=f"of {', '.join(PROVIDERS)} (default: all)")
 
     @classmethod

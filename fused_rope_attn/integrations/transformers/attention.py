@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from fused_rope_attn import (
-    apply_rope_qk,
     rope_attention,
     rope_attention_varlen,
     rope_attention_with_kvcache,
@@ -27,19 +26,27 @@ from fused_rope_attn.integrations.transformers.batch import (
     may_be_written,
     tokens_seen,
 )
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
+from fused_rope_attn.integrations.transformers.paged import attend_paged
+from fused_rope_attn.integrations.transformers.rotations import (
+    Tables,
+    identity,
+    kept_of,
+    options_of,
+    rotated,
+    rotated_keys,
+    tables_for,
+    unturned,
+    weights_of,
+)
 from fused_rope_attn.integrations.transformers.shards import Shared, attend_shard
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
-from fused_rope_attn.rotation.api import rotate
-from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
 # The keyword under which a decoder's Batch travels to its attention modules: transformers hands unknown ones through.
 BATCH = "fused_rope_batch"
 # Of attention modules that were called without their decoder: how often their own forward ran, by reason.
 _passes_of_layers: Counter[str] = Counter()
-# Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
-_MOST_TABLES = 8
 
 
 def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -68,19 +75,21 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
 
     convention = patch.convention
     q, k, v, *gate = convention.project(module, hidden_states)
-    q, k, norms = _normed(module, convention, q, k, past is not None)
+    q, k, norms = _normed(module, convention, q, k, past is not None or batch.paged is not None)
     if convention.query_scale is not None:
         q = q * convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
-    kept = _kept(batch)
-    tables = _tables(module, convention, kwargs.get("position_embeddings"), q, kept)
+    kept = kept_of(batch)
+    tables = tables_for(module, convention, kwargs.get("position_embeddings"), q, kept)
     if convention.after_rotation is not None:
-        q, k = convention.after_rotation(module, *_rotated(q, k, tables, norms))
+        q, k = convention.after_rotation(module, *rotated(q, k, tables, norms))
         norms = None
-        tables = _identity(q.shape[2], q.device)
+        tables = identity(q.shape[2], q.device)
     if batch.shared is not None:
         options = _features(module, convention, q, batch) | {"deterministic": patch.deterministic}
-        rotation = tables.options | _options(norms)
+        rotation = tables.options | options_of(norms)
         o = attend_shard(batch.shared, q, k, v, *_joined(tables, batch, kept), rotation, options)
+    elif batch.paged is not None:
+        o = attend_paged(module, q, k, v, tables, norms, batch, _features(module, convention, q, batch))
     elif past is None:
         o = _attend(module, convention, q, k, v, tables, norms, batch, packed=batch.cu_seqlens is not None)
     elif tokens_seen(past, module.layer_idx) == 0:
@@ -122,57 +131,7 @@ def _batch_of_a_layer(module: AttentionModule, more: bool, kwargs: dict[str, Any
     return batch
 
 
-class _Tables:
-    """cos and sin (1|B, N, R/2) of a batch's tokens, and the options that say how they turn a module's heads."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
-        self.arrays = cos, sin
-        self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
-        self._long: tuple[Tensor, Tensor] | None = None
-        self.joined: tuple[Tensor, Tensor] | None = None  # of the rows of all ranks that share the sequence
-
-    def long(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Tables of one row as tables of many rows (1|B, rows, R/2), all the same."""
-        if self._long is None or self._long[0].shape[1] != rows:
-            cos, sin = self.arrays
-            self._long = cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
-        return self._long
-
-
-def _tables(module: AttentionModule, convention: Convention, embeddings: Any, q: Tensor, kept: Kept | None) -> _Tables:
-    """Tables for q (B, HQ, N, D) of (cos, sin) as the model's rotary embedding gives them.
-
-    A layer that does not rotate leaves them unread; they may then be None.
-    """
-    if not convention.rotates(module, embeddings):
-        return _identity(q.shape[2], q.device)
-    if kept is None:
-        return _tables_of(convention, embeddings, q.dtype, convention.sections(module))
-    # One pair serves all layers, or, as in Gemma 3, all of one kind.
-    cos, sin = embeddings
-    sections = convention.sections(module)
-    key = (id(cos), id(sin), q.dtype, convention.half_width, convention.interleaved, sections)
-    entry = kept.tables.get(key)
-    if entry is None:
-        if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
-            kept.tables.clear()
-        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype, sections), embeddings)
-    return entry[0]
-
-
-def _tables_of(
-    convention: Convention, embeddings: tuple[Tensor, Tensor], dtype: torch.dtype, sections: tuple[int, ...] | None
-) -> _Tables:
-    cos, sin = (convention.half_width(table) for table in embeddings)
-    # transformers 5 has the rotary embedding choose among the tables of a token's three positions, 4.57 each module.
-    if sections is not None and cos.ndim == 4:
-        cos, sin = by_section(cos, sections), by_section(sin, sections)
-    if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
-        cos, sin = cos.float(), sin.float()
-    return _Tables(cos, sin, convention.interleaved)
-
-
-def _joined(tables: _Tables, batch: Batch, kept: Kept | None) -> tuple[Tensor, Tensor]:
+def _joined(tables: Tables, batch: Batch, kept: Kept | None) -> tuple[Tensor, Tensor]:
     """cos and sin of all ranks' rows, joined once for all layers of a pass, where they may be kept and attention reads
     them by position; else this rank's."""
     shared = cast(Shared, batch.shared)
@@ -182,53 +141,6 @@ def _joined(tables: _Tables, batch: Batch, kept: Kept | None) -> tuple[Tensor, T
         cos, sin = (cp_unshard(table, 1, **shared.shards.options) for table in tables.arrays)
         tables.joined = cos, sin
     return tables.joined
-
-
-def _identity(rows: int, device: torch.device) -> _Tables:
-    """Tables that turn nothing: one pair by the angle 0, exact in every dtype."""
-    cos, sin = torch.ones((1, 1, 1), device=device), torch.zeros((1, 1, 1), device=device)
-    return _Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
-
-
-def _kept(batch: Batch) -> Kept | None:
-    # A graph that looked at what eager passes keep would be made anew for each of them.
-    return None if torch.compiler.is_compiling() else batch.kept
-
-
-def _unturned(device: torch.device, batch: Batch) -> _Tables:
-    """One row that turns nothing, the same for all layers of a pass."""
-    kept = _kept(batch)
-    if kept is None:
-        return _identity(1, device)
-    if device not in kept.unturned:
-        kept.unturned[device] = _identity(1, device)
-    return kept.unturned[device]
-
-
-def _options(norms: HeadNorms | None) -> dict[str, Any]:
-    """Norms as keywords of the operators."""
-    return {} if norms is None else norms.options
-
-
-def _weights(norms: HeadNorms | None) -> tuple[Tensor, ...]:
-    return () if norms is None else (norms.q_norm, norms.k_norm)
-
-
-def _rotated(q: Tensor, k: Tensor, tables: _Tables, norms: HeadNorms | None) -> tuple[Tensor, ...]:
-    """Normed and rotated q, k (B, H, N, D), by a launch."""
-    options = tables.options | _options(norms)
-    return apply_rope_qk(q, k, *tables.arrays, **options)
-
-
-def _rotated_keys(k: Tensor, tables: _Tables, norms: HeadNorms | None, out: Tensor | None = None) -> Tensor:
-    """Normed and rotated k (B, HKV, N, D), of arguments that attention has checked."""
-    options = RotationOptions(tables.options["rotary_dim"], tables.options["interleaved"], inverse=False, layout="bhsd")
-    outs = None if out is None else [out]
-    tensors = RotationTensors([k], outs, *tables.arrays, position_ids=None, cu_seqlens=None)
-    if norms is not None:
-        options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
-        tensors = tensors._replace(weights=[norms.k_norm])
-    return rotate(options, tensors)[0]
 
 
 def _features(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
@@ -260,7 +172,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: _Tables,
+    tables: Tables,
     norms: HeadNorms | None,
     batch: Batch,
     packed: bool,
@@ -269,20 +181,20 @@ def _attend(
     options = tables.options | _features(module, convention, q, batch)
     options["deterministic"] = getattr(module, PATCH).deterministic
     if not packed:
-        options |= _options(norms)
+        options |= options_of(norms)
         return cast(Tensor, rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **options))
     size, _, length, _ = q.shape
     if batch.rotates_first:
-        q, k = _rotated(q, k, tables, norms)
-        unturned = _unturned(q.device, batch)
-        cos, sin = unturned.long(batch.max_seqlen)
-        options, norms = options | unturned.options, None
+        q, k = rotated(q, k, tables, norms)
+        still = unturned(q.device, batch)
+        cos, sin = still.long(batch.max_seqlen)
+        options, norms = options | still.options, None
     else:
         # Tables by position, which all sequences share: scores depend on distances alone.
         cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tables.arrays)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
-    options |= _options(norms)
+    options |= options_of(norms)
     o = cast(Tensor, rope_attention_varlen(q, k, v, cos, sin, cu_seqlens, cu_seqlens, longest, longest, **options))
     return o.unflatten(0, (size, length)).transpose(1, 2)
 
@@ -294,7 +206,7 @@ def _cache_options(kwargs: dict) -> tuple:
 
 
 def _begin_cache(
-    k: Tensor, v: Tensor, tables: _Tables, norms: HeadNorms | None, past: Cache, layer_idx: int, in_place: bool,
+    k: Tensor, v: Tensor, tables: Tables, norms: HeadNorms | None, past: Cache, layer_idx: int, in_place: bool,
     cache_options: tuple,
 ) -> None:  # fmt: skip
     """Put a batch's keys, normed and rotated, and its values into a cache that holds none. Attention has checked them.
@@ -302,15 +214,15 @@ def _begin_cache(
     in_place: where the cache allows it, and not by its ``update``.
     """
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *_weights(norms)))
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *weights_of(norms)))
     # The model may have made the cache itself, after its batch was described: Batch.rows knows nothing of it.
     if not in_place or type(layer) is not DynamicLayer or wanted or not may_be_written(past):
-        past.update(_rotated_keys(k, tables, norms), v, layer_idx, *cache_options)
+        past.update(rotated_keys(k, tables, norms), v, layer_idx, *cache_options)
         return
     length = k.shape[2]
     room, room_of_values = rooms.new_room(k, length), rooms.new_room(v, length)
     keys, values = rooms.first_rows(room, length), rooms.first_rows(room_of_values, length)
-    _rotated_keys(k, tables, norms, out=keys)
+    rotated_keys(k, tables, norms, out=keys)
     values.copy_(v)
     rooms.begin(layer, keys, values, room)
 
@@ -321,7 +233,7 @@ def attend_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: _Tables,
+    tables: Tables,
     norms: HeadNorms | None,
     past: Cache,
     batch: Batch,
@@ -334,15 +246,15 @@ def attend_cache(
     a few tokens by the generation step, which writes static caches itself, many by ``rope_attention``.
     """
     layer, features = past.layers[module.layer_idx], _features(module, convention, q, batch)
-    step = _is_step(q, k, v, layer, features["sinks"], *_weights(norms))
+    step = _is_step(q, k, v, layer, features["sinks"], *weights_of(norms))
     # Attention knows table rows by their place in the cache, transformers gives the new tokens'. One token's row can
     # stand for all places; several tokens are normed and rotated beforehand, and attention turns nothing.
     single = step and q.shape[2] == 1
     if single:
-        inside, options = tables, features | _options(norms)
+        inside, options = tables, features | options_of(norms)
     else:
-        q, k = _rotated(q, k, tables, norms)
-        inside, options = _unturned(q.device, batch), features
+        q, k = rotated(q, k, tables, norms)
+        inside, options = unturned(q.device, batch), features
     options |= inside.options
     if step and batch.cached is not None:
         tokens, static = q.shape[2], type(layer) is StaticLayer
@@ -364,7 +276,7 @@ def attend_cache(
                 rooms.settle(layer, keys, values, caches[0])
             return cast(Tensor, o)
     if single:
-        k = _rotated_keys(k, tables, norms)
+        k = rotated_keys(k, tables, norms)
     keys, values = past.update(k, v, module.layer_idx, *cache_options)
     kv_starts, arrays = _starts_among(keys, past, module.layer_idx, batch), inside.long(keys.shape[2])
     if step:

@@ -24,6 +24,7 @@ from fused_rope_attn.integrations.transformers.obstacles import (
     uses_flash,
     uses_masks_by_default,
 )
+from fused_rope_attn.integrations.transformers.pages import PagedPass, obstacle_to_pages
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.device import is_capturing
@@ -66,6 +67,7 @@ class Batch(NamedTuple):
     inclusive_window: a bidirectional window of w reaches keys at distance w, too; else w - 1, as a causal one.
     shared: of a shard of sequences that several ranks share; all else but ``kept`` and ``causal`` then says nothing.
     rotates_first: the sequences in cu_seqlens have table rows of their own: q and k are rotated before attention.
+    paged: of a pass of continuous batching; all else but ``kept`` then says nothing.
     """
 
     original: str = ""
@@ -82,6 +84,7 @@ class Batch(NamedTuple):
     inclusive_window: bool = False
     rotates_first: bool = False
     shared: Shared | None = None
+    paged: PagedPass | None = None
 
 
 PLAIN = Batch()
@@ -96,6 +99,9 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     """
     refuse_what_nobody_computes(attentions, given)
     causal = is_causal(attentions, config, given)
+    if given.get("cache") is not None:
+        reason = obstacle_to_pages(attentions, config, given, causal)
+        return Batch(reason) if reason else Batch(paged=PagedPass(given), kept=Kept())
     reason = obstacle(attentions, config, given, causal)
     if reason:
         return Batch(reason)

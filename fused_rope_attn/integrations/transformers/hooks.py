@@ -12,6 +12,7 @@ from fused_rope_attn.integrations.transformers.attention import BATCH
 from fused_rope_attn.integrations.transformers.batch import Batch, Kept, describe
 from fused_rope_attn.integrations.transformers.families import name_of
 from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
+from fused_rope_attn.integrations.transformers.serving import refuse_what_lacks_masks
 from fused_rope_attn.integrations.transformers.shards import describe_shard, refuse_unshifted_labels
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
@@ -48,6 +49,7 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
     if batch.original:
+        refuse_what_lacks_masks(decoder.config, given, batch)
         tell(state.passes, batch.original)
         return args, kwargs | {BATCH: batch}
     if state.reads_masks:

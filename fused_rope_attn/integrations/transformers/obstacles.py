@@ -22,9 +22,16 @@ from fused_rope_attn.runtime.device import is_capturing
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
+# The name of a patched model's attention while a manager of continuous batching is in use that makes no masks
+# (``serving``). No function is registered under it: whatever would take a module's own forward is refused.
+PAGES = "paged|fused_rope_flash"
 # The attention functions of transformers that compute what the fused kernels do, under whatever name they are
 # registered; kernels of its hub are arguments of the second. Not among them are its block-sparse ones.
-_ATTENTION = {"sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward"}
+_ATTENTION = {
+    "sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward",
+    # Over the paged caches of continuous batching, where it has functions of its own.
+    "eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward",
+}  # fmt: skip
 
 
 def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, Any]) -> None:
@@ -37,7 +44,7 @@ def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, An
         )
     mask = given.get("attention_mask")
     if isinstance(mask, BlockMask):
-        implementation = _implementation(attentions[0].config)
+        implementation = implementation_of(attentions[0].config)
         if implementation.removeprefix("paged|") != "flex_attention":
             raise ValueError(
                 "attention_mask is a BlockMask, which attn_implementation='flex_attention' takes, but the model's is "
@@ -54,19 +61,14 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         given: the arguments of the decoder's forward by their names.
         causal: as ``is_causal`` says of these.
     """
-    implementation = _implementation(attentions[0].config)
-    if given.get("cache") is not None or "paged" in implementation:
+    implementation = implementation_of(attentions[0].config)
+    if given.get("cache") is not None:
         return "a paged cache (continuous batching)"
-    foreign = _foreign_function(attentions[0], implementation)
-    if foreign:
-        return foreign
-    wanted = given.get("output_attentions")
-    if getattr(config, "output_attentions", False) if wanted is None else wanted:
-        return "output_attentions=True"
-    if any(module.training and attention_dropout(module) for module in attentions):
-        return "attention dropout in training"
-    if causal is None:
-        return "attention that is causal in some modules and not in others"
+    if "paged" in implementation and implementation != PAGES:
+        return f"attn_implementation={implementation!r} without the paged cache that it takes (continuous batching)"
+    reason = obstacle_of_any_kind(attentions, config, given, causal)
+    if reason:
+        return reason
     if not causal and not _READS_IS_CAUSAL and all(module.is_causal for module in attentions):
         return f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)"
     if given.get("head_mask") is not None:
@@ -81,6 +83,21 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     past = given.get("past_key_values")
     if past is not None and not _is_known(past, attentions):
         return f"a cache of type {type(past).__name__}"
+    return ""
+
+
+def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
+    """As ``obstacle``: what neither asks for the mask nor for the cache."""
+    foreign = _foreign_function(attentions[0], implementation_of(attentions[0].config))
+    if foreign:
+        return foreign
+    wanted = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if wanted is None else wanted:
+        return "output_attentions=True"
+    if any(module.training and attention_dropout(module) for module in attentions):
+        return "attention dropout in training"
+    if causal is None:
+        return "attention that is causal in some modules and not in others"
     return ""
 
 
@@ -104,7 +121,9 @@ def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -
     A call's ``is_causal`` comes before the config's, and the config's before the modules' own (Gemma 3's
     ``use_bidirectional_attention``).
     """
-    wanted = given.get("is_causal", getattr(config, "is_causal", None))
+    wanted = getattr(config, "is_causal", None)
+    if given.get("cache") is None:  # continuous batching says by it whether it has put the causal mask into the mask
+        wanted = given.get("is_causal", wanted)
     own = {bool(module.is_causal) for module in attentions}
     if len(own) > 1 or wanted is True and own == {False}:
         return None
@@ -137,12 +156,12 @@ def is_blind(x: Tensor) -> bool:
 
 def uses_flash(config: Any) -> bool:
     """Whether the modules' own attention would be one of the flash-attention implementations."""
-    return "flash" in _implementation(config)
+    return "flash" in implementation_of(config)
 
 
 def uses_masks_by_default(config: Any) -> bool:
     """Whether the modules' own attention is causal where no mask is given: flash-attention and SDPA are."""
-    return _implementation(config) not in ("eager", "flex_attention")
+    return implementation_of(config) not in ("eager", "flex_attention")
 
 
 def _unwrapped(function: Any) -> Any:
@@ -156,7 +175,7 @@ def _described(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{name}"
 
 
-def _implementation(config: Any) -> str:
+def implementation_of(config: Any) -> str:
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 

@@ -27,6 +27,7 @@ from fused_rope_attn.integrations.transformers.hooks import (
     describe_before_masks,
     makes_masks,
 )
+from fused_rope_attn.integrations.transformers.serving import INIT, Serving, forget_kept_manager
 from fused_rope_attn.integrations.transformers.shards import Shards, shards_of
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
@@ -63,9 +64,12 @@ def patch_model(
 
     Bidirectional models (``config.is_causal = False``) are served as such. What the kernels do not serve takes the
     module's own forward, with a warning that gives the reason: attention weights (``output_attentions``), attention
-    dropout in training, 4-D and punctured attention masks, caches of unknown types and paged ones, and attention
-    functions that somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
+    dropout in training, 4-D and punctured attention masks, caches of unknown types, and attention functions that
+    somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
     Outputs of padding tokens are unspecified, as they are in transformers.
+
+    Continuous batching (``generate_batch``) is served. Managers that are made while the model is patched rely on it
+    (transformers 5.17 and later): they build no masks, and unpatching the model ends the one that it keeps.
 
     Of a vision model the language model is patched, with ``unsupported="skip"``. Passes of Gemma 3 with an image in
     them take the module's own forward, because the tokens of an image see each other in both directions.
@@ -126,6 +130,10 @@ def patch_model(
             previous = module.__dict__.get(PREPARE)
             if not isinstance(previous, Preparation):
                 setattr(module, PREPARE, Preparation(module, previous))
+        if hasattr(type(module), INIT) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
+            previous = module.__dict__.get(INIT)
+            if not isinstance(previous, Serving):
+                setattr(module, INIT, Serving(module, previous))
         _remove_hooks(module, check_labels)
         if shards is not None and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
             if "labels" in names_of_parameters(module):
@@ -150,9 +158,11 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             if _is_fused(module.__dict__.get(slot)):
                 _restore(module, slot, patch.previous)
             delattr(module, PATCH)
-        preparation = module.__dict__.get(PREPARE)
-        if isinstance(preparation, Preparation):
-            _restore(module, PREPARE, preparation.previous)
+        for name, kind_of_object in ((PREPARE, Preparation), (INIT, Serving)):
+            ours = module.__dict__.get(name)
+            if isinstance(ours, kind_of_object):
+                _restore(module, name, ours.previous)
+        forget_kept_manager(module)
         for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
             if state_of(module, kind) is not None:
                 delattr(module, kind)

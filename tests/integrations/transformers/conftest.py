@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from fused_rope_attn.integrations.transformers import attention
+from fused_rope_attn.integrations.transformers import attention, paged
 from fused_rope_attn.runtime.device import is_interpreted
 from tests.support.generation import interpreted_step
 from tests.support.internals import OPERATORS_OF_A_PATCHED_MODEL, rotate_without_the_kernel
@@ -22,17 +22,19 @@ def calls(monkeypatch):
     """How often each operator ran in the place of a module's own attention."""
     counts = {}
 
-    def count(name):
-        operator = getattr(attention, name)
+    def count(module, name):
+        operator = getattr(module, name)
 
         def counted(*args, **kwargs):
             counts[name] = counts.get(name, 0) + 1
             return operator(*args, **kwargs)
 
-        monkeypatch.setattr(attention, name, counted)
+        monkeypatch.setattr(module, name, counted)
 
-    for name in OPERATORS_OF_A_PATCHED_MODEL:
-        count(name)
+    for module in (attention, paged):
+        for name in OPERATORS_OF_A_PATCHED_MODEL:
+            if hasattr(module, name):
+                count(module, name)
     return counts
 
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from fused_rope_attn.integrations.transformers import attention, patch_model
+from fused_rope_attn.integrations.transformers import attention, patch_model, rotations
 from fused_rope_attn.integrations.transformers.batch import PLAIN, describe
 from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
@@ -34,15 +34,15 @@ def angles(rows, kinds=(), dtype=torch.float32):
     return x.cos().to(dtype), x.sin().to(dtype)
 
 
-def noted(monkeypatch, name):
+def noted(monkeypatch, name, module=attention):
     """The keywords of every call of an operator."""
-    calls, own = [], getattr(attention, name)
+    calls, own = [], getattr(module, name)
 
     def note(*args, **kwargs):
         calls.append(kwargs)
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(attention, name, note)
+    monkeypatch.setattr(module, name, note)
     return calls
 
 
@@ -174,10 +174,10 @@ def test_where_to_write_is_told_to_caches_that_ask_for_it(llama):
 @torch.no_grad()
 def test_one_token_is_rotated_by_the_step(llama, monkeypatch, calls):
     """Several are rotated before, by a kernel of their own, once in each layer."""
-    rotations = noted(monkeypatch, "apply_rope_qk")
+    launches = noted(monkeypatch, "apply_rope_qk", rotations)
     for tokens, before in ((1, 0), (2, 2)):
         parts(llama, make_cache(llama, "dynamic"), make_ids(2, 5 + tokens), ends=(5, 5 + tokens))
-        assert len(rotations) == before
+        assert len(launches) == before
     assert calls == {"rope_attention": 4, "rope_attention_with_kvcache": 4}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import attention, patch_model, rooms
+from fused_rope_attn.integrations.transformers import patch_model, rooms, rotations
 from tests.support.hf_caches import make_cache, parts, steps
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -130,14 +130,14 @@ def test_a_dynamic_cache_with_an_update_of_its_own():
 def test_nothing_outlives_its_pass(monkeypatch):
     """Tables die with their pass, rooms with the tensors in them."""
     model, ids = patch_model(make_model("gemma3")), make_ids(2, 14)
-    tables, own = [], attention._tables_of
+    tables, own = [], rotations._tables_of
 
     def noted(*args):
         made = own(*args)
         tables.append([weakref.ref(x) for x in made.arrays])
         return made
 
-    monkeypatch.setattr(attention, "_tables_of", noted)
+    monkeypatch.setattr(rotations, "_tables_of", noted)
     past = make_cache(model, "dynamic")
     model(ids[:, :9], past_key_values=past)
     steps(model, past, ids, 9)

@@ -99,13 +99,13 @@ def test_other_names_of_known_functions_are_served(registered, calls):
     assert calls == {"rope_attention": 2}
 
 
-def test_paged_caches_are_named_as_what_they_are(calls):
-    """Continuous batching hands over a cache of its own, and calls the implementation paged."""
+def test_paged_implementations_without_their_cache(calls):
+    """Continuous batching hands over a cache, and calls the implementation paged."""
     model, ids = make_model("llama"), make_ids(2, LENGTH)
     expected = run(model, ids)[0]
     patch_model(model)
     model.config._attn_implementation = "paged|eager"
-    with pytest.warns(UserWarning, match=r"a paged cache \(continuous batching\)"):
+    with pytest.warns(UserWarning, match="'paged.eager' without the paged cache that it takes"):
         try:
             model(ids)
         except Exception:

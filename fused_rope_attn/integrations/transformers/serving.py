@@ -1,0 +1,187 @@
+"""``init_continuous_batching`` of a patched model: transformers' own manager, told that attention reads pages itself.
+
+transformers builds masks over all requests for the attention of SDPA and of eager mode, and gives tables of pages, CUDA
+graphs and batches that are prepared while others run to flash-attention alone. Which of the two a manager does it reads
+from the name of the config's attention implementation. A patched model needs no masks, and reads pages: for as long as
+a manager is in use, its config has a name of this project that says so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from fused_rope_attn.integrations.transformers.batch import Batch
+from fused_rope_attn.integrations.transformers.families import looks_like_attention
+from fused_rope_attn.integrations.transformers.obstacles import PAGES, implementation_of
+from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle
+from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
+
+INIT = "init_continuous_batching"
+# What managers with masks are made for. Where flash-attention was asked for, all is as it should be.
+_MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
+# Before, managers had neither tables of pages nor CUDA graphs, or others than those that are known here.
+_KNOWN = Version(transformers.__version__) >= Version("5.17")
+# What is changed of a manager. One that lacks it is another version's, and keeps its masks.
+_ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
+# Pages of a request where nobody says how long requests are, as transformers has it for flash-attention.
+_PAGES_OF_A_REQUEST = 32
+
+
+class Serving:
+    """An object, not a method, because a method of an instance is pickled as its class's own.
+
+    previous: the instance attribute that was the method before; None where the class's own was in use.
+    """
+
+    def __init__(self, model: nn.Module, previous: Any):
+        self.model = model
+        self.previous = previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(type(self.model), INIT).__get__(self.model) if self.previous is None else self.previous
+        config: Any = self.model.config
+        before, kept = implementation_of(config), _kept_manager(self.model)
+        made_with_masks = kept is not None and not _is_ours(kept)
+        if before == PAGES or made_with_masks or not self._reads_pages(before):
+            return own(*args, **kwargs)
+        config._attn_implementation = PAGES
+        try:
+            manager = own(*args, **kwargs)
+        except BaseException:
+            config._attn_implementation = before
+            raise
+        # The model's own attention runs in compiled passes.
+        if _compiles(manager) or not all(hasattr(manager, name) for name in _ATTRIBUTES):
+            config._attn_implementation = before
+            return own(*args, **kwargs)
+        manager._original_attn_impl = before  # which the manager gives back when it stops
+        if kept is None:
+            manager._fused_rope_pages = True
+            manager._create_batch_processor = _Creation(manager)
+            self._give_tables(manager, *args, **kwargs)
+        return manager
+
+    def _reads_pages(self, implementation: str) -> bool:
+        """Whether every pass over a paged cache will be served, as far as can be seen before."""
+        if not _KNOWN or implementation not in _MASKED:
+            return False
+        decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
+        if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:
+            return False
+        if any(looks_like_attention(m) and state_of(m, PATCH) is None for m in self.model.modules()):
+            return False
+        config: Any = self.model.config
+        return not lasting_obstacle(decoders[0].attentions, config.get_text_config())
+
+    def _give_tables(
+        self,
+        manager: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        **_: Any,
+    ) -> None:
+        """Tables of pages for passes of single tokens, which managers have for flash-attention 2 and 3 alone."""
+        asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
+        config = manager.continuous_batching_config
+        size = getattr(config, "page_size", None) or config.block_size
+        if asked == 0 or size < FEWEST_ROWS or any(_window(module) for module in _attentions(self.model)):
+            return
+        longest = 0
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+        pages = math.ceil(longest / size) + 1 if longest else _PAGES_OF_A_REQUEST
+        config.max_blocks_per_request = asked or pages + pages % 2
+
+
+class _Creation:
+    """``_create_batch_processor`` of a manager: the processor goes on where its CUDA graphs fail."""
+
+    def __init__(self, manager: Any):
+        self.own = manager._create_batch_processor
+
+    def __call__(self) -> Any:
+        processor = self.own()
+        runner: Any = getattr(processor, "model_runner", None)
+        if hasattr(runner, "_capture_graph") and "_capture_graph" not in runner.__dict__:
+            runner._capture_graph = Capture(runner)
+        return processor
+
+
+class Capture:
+    """``_capture_graph`` of a model runner, after which it runs without graphs where the model cannot be captured.
+
+    For attention that needs masks, managers do without graphs unless they are asked for them: a model that synchronises
+    somewhere, in its experts or in tables that grow, is served there, and is to be served here.
+    """
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.own = runner._capture_graph
+
+    def __call__(self, forward: Callable[..., None], *args: Any) -> None:
+        done = []
+
+        def counted(*given: Any) -> None:
+            forward(*given)
+            done.append(given)
+
+        try:
+            self.own(counted, *args)
+        except Exception as error:
+            if not done:  # the pass itself has failed, which runs once before it is captured
+                raise
+            self.runner.use_cuda_graph_varlen = self.runner.use_cuda_graph_decode = False
+            warnings.warn(
+                f"continuous batching: CUDA graphs of this model cannot be captured ({error}); it runs without them",
+                stacklevel=2,
+            )
+
+
+def forget_kept_manager(model: nn.Module) -> None:
+    """Take away a manager that a model keeps for its next batch, and that relies on the model being patched."""
+    kept: Any = _kept_manager(model)
+    if _is_ours(kept):
+        model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+
+
+def refuse_what_lacks_masks(config: Any, given: dict[str, Any], batch: Batch) -> None:
+    """Raise where a pass would need the modules' own forward, and the manager has made it without masks.
+
+    given: the arguments of the decoder's forward by their names.
+    """
+    implementation = implementation_of(config)
+    unmasked = given.get("cache") is not None and given.get("attention_mask") is None
+    if batch.original and (implementation == PAGES or unmasked and implementation in _MASKED):
+        raise NotImplementedError(
+            f"{batch.original} is not served by the fused kernels, and this continuous batching was begun without the "
+            "masks of the model's own attention: call unpatch_model(model) before it begins"
+        )
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if state_of(module, PATCH) is not None]
+
+
+def _window(module: nn.Module) -> int | None:
+    return state_of(module, PATCH).convention.window(module)
+
+
+def _kept_manager(model: nn.Module) -> Any:
+    return getattr(model, "_cached_continuous_batching_manager", None)
+
+
+def _compiles(manager: Any) -> bool:
+    config = manager.continuous_batching_config
+    return config.varlen_compile_config is not None or config.decode_compile_config is not None
+
+
+def _is_ours(manager: Any) -> bool:
+    return getattr(manager, "_fused_rope_pages", False)
