@@ -214,7 +214,7 @@ def _describe(
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
     every = shares(size, sharding, local, total, problem.causal, problem.window)
-    chosen = choose(problem, method, members, sharding, every)
+    chosen = choose(problem, method, members, every)
     return members, str(sharding), int(total), None, tables_are_local, problem, tensors, chosen
 
 
@@ -237,7 +237,7 @@ def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, opti
     q, k, v = autocast(q, k, v)
     packed = plan.cu_seqlens, plan.max_seqlen
     problem, tensors = _checked(q, k, v, cos, sin, causal, options, plan.max_seqlen, "thd", packed)
-    chosen = choose(problem, method, plan.group, plan.sharding, plan.shares(problem.causal, problem.window))
+    chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
     return plan.group, plan.sharding, plan.total, plan, False, problem, tensors, chosen
 
 

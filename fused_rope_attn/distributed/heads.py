@@ -9,7 +9,7 @@ import torch
 
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.distributed import local
-from fused_rope_attn.distributed.gather import Call
+from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.groups import Exchange, Group, join_rows
 from fused_rope_attn.distributed.layout import chunks_of, owner_of
 from fused_rope_attn.runtime.layouts import like_input

@@ -21,8 +21,8 @@ def check(size, sharding, chunk, total, causal, window):
     owned = [chunks_of(rank, size, sharding) for rank in range(size)]
     local = chunk * len(owned[0])
     served = []
-    for rank, share in enumerate(shares(size, sharding, local, total, causal, window)):
-        buffer = [c * chunk + row for c, rows in share.buffer for row in range(rows)]
+    for rank, share in enumerate(shares(size, sharding, local, total, causal, window).shares):
+        buffer = [run.chunk * chunk + run.first + row for run in share.buffer for row in range(run.rows)]
         assert len(buffer) == share.length == len(set(buffer))
         positions = [c * chunk + row for c in owned[rank] for row in range(chunk)]
         for piece in share.pieces:
@@ -58,10 +58,14 @@ def test_every_row_once_and_all_that_it_sees(causal, window, sharding):
             check(size, sharding, chunk, total, causal, window)
 
 
-def test_narrow_windows_need_few_chunks():
-    for rank, share in enumerate(shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))):
-        expected = {c for own in chunks_of(rank, 4, "zigzag") for c in (own, own - 1) if c >= 0}
-        assert share.chunks == expected
+def test_narrow_windows_need_few_keys():
+    every = shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))
+    for rank, share in enumerate(every.shares):
+        own = chunks_of(rank, 4, "zigzag")
+        expected = {c: (256, 256) for mine in own for c in (mine - 1,) if c >= 0} | dict.fromkeys(own, (0, 512))
+        assert {run.chunk: (run.first, run.rows) for run in share.buffer} == expected
+        local = [every.is_local(rank, piece) for piece in share.pieces]
+        assert local == {0: [True, False], 3: [False, True]}.get(rank, [False, False])
 
 
 def test_owners():
