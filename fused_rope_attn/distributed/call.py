@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fused_rope_attn.distributed.groups import Group
-from fused_rope_attn.distributed.layout import Run, Share, Shares
+from fused_rope_attn.distributed.layout import Message, Share, Shares
 
 
 class Call(NamedTuple):
@@ -36,11 +36,12 @@ class Call(NamedTuple):
     def owned(self) -> tuple[int, ...]:
         return self.shares.owned_by(self.group.rank)
 
-    def sent_to(self, place: int) -> list[Run | None]:
-        """By rank: which rows it needs of this rank's chunk number ``place``, as that rank's buffer has them."""
-        return [self.shares.needed.get((rank, self.owned[place])) for rank in range(self.group.size)]
+    @property
+    def sent(self) -> list[list[Message]]:
+        """What this rank sends, by receiver."""
+        return [self.shares.messages.get((self.group.rank, rank), []) for rank in range(self.group.size)]
 
-    def received_from(self, place: int) -> list[Run | None]:
-        """By rank: which rows this rank needs of that one's chunk number ``place``, as this rank's buffer has them."""
-        needed, own = self.shares.needed, self.group.rank
-        return [needed.get((own, self.shares.owned_by(rank)[place])) for rank in range(self.group.size)]
+    @property
+    def received(self) -> list[list[Message]]:
+        """What this rank receives, by sender."""
+        return [self.shares.messages.get((rank, self.group.rank), []) for rank in range(self.group.size)]

@@ -8,6 +8,8 @@ the network nor the number of processes costs a bit, and repeats are equal.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fused_rope_attn.attention.planning import Plan
@@ -21,24 +23,31 @@ from fused_rope_attn.distributed.layout import Piece
 from fused_rope_attn.runtime.layouts import like_input
 
 # Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
-SECTION_BYTES = 4 << 20
+SECTION_BYTES = 8 << 20
 
 
-def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool = False) -> list[tuple[int, int]]:
-    """[first, last) of the key heads that travel together.
+Heads = tuple[int, int]  # [first, last) of the key heads
 
-    bytes_of_head: what a rank receives of a head. Nothing runs beside the first ones' way here, and in backward beside
-    the last ones' way back: these are few, and the rest is one section, of which backward makes two, so that fewer
-    gradients are held at a time. All are one where their messages would be short, and where the first ones' way is
-    ``hidden``, because every rank has work that needs no other's keys.
+
+def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool) -> list[Heads]:
+    """The key heads that travel together.
+
+    bytes_of_head: what a rank receives of a head. Nothing runs beside the first ones' way here, unless it is
+    ``hidden``, because every rank has work that needs no other's keys; and nothing beside the last ones' way back. So
+    these are few, and the rest is one section. All heads are one section where messages would be short.
     """
     few = max(1, -(-SECTION_BYTES // max(1, bytes_of_head)))
-    if 4 * few > heads or (hidden and not backward):
-        return [(0, heads)]
-    limits = [0, few, heads]
-    if backward:
-        limits = [0, few, heads // 2, heads - few, heads]
-    return [(first, last) for first, last in zip(limits, limits[1:]) if first < last]
+    limits = {0, heads}
+    if 4 * few <= heads:
+        limits |= set() if hidden else {few}
+        limits |= {heads - few} if backward else set()
+    return list(itertools.pairwise(sorted(limits)))
+
+
+def returns_of(sections: list[Heads]) -> list[Heads]:
+    """The key heads whose gradients travel together: the last section's, which nothing runs beside, and the others'."""
+    parts = [(0, sections[-1][0]), sections[-1]]
+    return [(first, last) for first, last in parts if first < last]
 
 
 def _tables(call: Call, tensors: Tensors) -> list[tuple[torch.Tensor, ...]]:
@@ -95,7 +104,7 @@ class _Pieces:
         return piece, heads, problem, tensors
 
 
-def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[tuple[int, int], Keys]]:
+def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[Heads, Keys]]:
     """Every section with its keys on their way: all at once, so that none waits for an attention to end."""
     k, v = tensors.k, tensors.v
     batch, heads, _, columns = k.shape
@@ -111,9 +120,22 @@ def _lanes_of(call: Call, section: int) -> list[tuple[int, int]]:
     return [(section % 2, order[0])] if len(order) == 1 else list(enumerate(order))
 
 
+def _waits(call: Call, index: int) -> bool:
+    """Whether a piece waits for others' keys. Those that need none wait as well, unless all ranks have such work: else
+    they would come before the pieces with most work, whose ends they are to fill."""
+    is_local = call.shares.is_local(call.group.rank, call.own.pieces[index])
+    return not (is_local and call.shares.all_have_local_work)
+
+
 def _uncovered(call: Call, rows: int) -> bool:
     """Whether some local rows are no piece's."""
     return sum(piece.rows[1] - piece.rows[0] for piece in call.own.pieces) < rows
+
+
+def _end(arriving: list[tuple[Heads, Keys]]) -> None:
+    """Wait for exchanges also of a rank that only sends."""
+    for _, keys in arriving:
+        keys.wait()
 
 
 def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +152,7 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
         for number, (section, keys) in enumerate(arriving):
             for lane, index in _lanes_of(call, number):
                 with lanes.lane(lane):
-                    if not call.shares.is_local(call.group.rank, call.own.pieces[index]):
+                    if _waits(call, index):
                         keys.wait()
                     piece, heads, one, given = pieces.build(index, section, keys)
                     rows = slice(*piece.rows)
@@ -140,9 +162,7 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
                     if room is None:
                         o[:, heads, rows].copy_(o_part[:, :, :count])
                     lse[:, heads, rows].copy_(lse_part[:, :, :count])
-    for _, keys in arriving:
-        # Also of keys that this rank only sends.
-        keys.wait()
+    _end(arriving)
     return o, lse
 
 
@@ -157,33 +177,45 @@ def backward(
     if _uncovered(call, dq.shape[2]):
         dq.zero_()
     arriving = _begin(call, tensors, backward=True)
-    leaving = [KeyGradients(call, tensors.k[:, first:last]) for (first, last), _ in arriving]
+    leaving = [
+        (limits, KeyGradients(call, tensors.k[:, slice(*limits)]))
+        for limits in returns_of([section for section, _ in arriving])
+    ]
     pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
     weights = _WeightGradients(tensors, lse.dtype)
     with Lanes(dq.device) as lanes:
-        for number, ((section, keys), sums) in enumerate(zip(arriving, leaving)):
+        for number, (section, keys) in enumerate(arriving):
+            (first, last), sums = next(x for x in leaving if x[0][0] <= section[0] < x[0][1])
+            own = slice(section[0] - first, section[1] - first)
             order = _lanes_of(call, number)
             for lane, index in order:
                 with lanes.lane(lane):
-                    keys.wait()
+                    if _waits(call, index):
+                        keys.wait()
                     piece, heads, one, given = pieces.build(index, section, keys)
                     rows = slice(*piece.rows)
                     do_part, o_part = (pieces.queries(x, piece, heads) for x in (do, o))
                     # To the kernels a ghost saw nothing.
                     lse_part = pieces.queries(lse, piece, heads, float("-inf")).contiguous()
-                    rooms = None if piece.ghosts else dq[:, heads, rows], *sums.room(index)
+                    rooms = None if piece.ghosts else dq[:, heads, rows], *sums.room(index, own)
                     found = local.backward(plan, one, given, do_part, o_part, lse_part, rooms=rooms)
                     if piece.ghosts:
                         dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
                     if lane == 1:
                         # What it adds to is written.
                         lanes.wait_for_main()
-                    sums.add(index, found)
+                    sums.add(index, own, found)
                     weights.keep(found, heads)
-            with lanes.lane(order[-1][0] if order else 0):
-                sums.send()
-    for ((first, last), _), sums in zip(arriving, leaving):
-        sums.wait(dk[:, first:last], dv[:, first:last])
+            if section[1] == last < tensors.k.shape[1]:
+                # The last section's work runs beside.
+                with lanes.lane(1):
+                    lanes.wait_for_main()
+                    sums.send()
+                lanes.pause()
+    leaving[-1][1].send()
+    _end(arriving)
+    for limits, sums in leaving:
+        sums.wait(dk[:, slice(*limits)], dv[:, slice(*limits)])
     return weights.join(dq, dk, dv)
 
 

@@ -11,7 +11,6 @@ import torch
 from fused_rope_attn.attention.problem import Gradients
 from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.groups import Exchange
-from fused_rope_attn.distributed.layout import Run
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -24,9 +23,17 @@ def _rows_first(x: torch.Tensor) -> torch.Tensor:
     return x.permute(2, 0, 1, 3)
 
 
-def _parts(buffer: torch.Tensor, runs: list[Run | None]) -> list[torch.Tensor]:
-    """The buffer's rows of each run, which are contiguous; none for None."""
-    return [buffer[:0] if run is None else buffer[run.start : run.end] for run in runs]
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` of rows of the same dtype, in words of 8 bytes where both are made of them: PyTorch's
+    copy of what is not contiguous moves one element at a time."""
+    if _has_words(target) and _has_words(source):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
+
+
+def _has_words(x: torch.Tensor) -> bool:
+    words = 8 // x.element_size()
+    return x.stride(-1) == 1 and not any(n % words for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
 
 
 class Keys:
@@ -40,19 +47,17 @@ class Keys:
             if run is not None:
                 first = place * call.chunk
                 for i, x in enumerate((k, v)):
-                    self.buffer[run.start : run.end, i].copy_(_rows_first(x[:, :, first : first + run.rows]))
-        self.exchanges = []
-        for place in call.shares.exchanged:
-            own = call.shares.own.get(call.owned[place])
-            mine = _parts(self.buffer, [own])[0]
-            inputs = [mine[:0] if run is None else mine[run.first :][: run.rows] for run in call.sent_to(place)]
-            outputs = _parts(self.buffer, call.received_from(place))
-            self.exchanges.append(Exchange(call.group, outputs, inputs))
+                    _copy(self.buffer[run.start : run.end, i], _rows_first(x[:, :, first : first + run.rows]))
+        self.exchange: Exchange | None = None
+        if call.shares.messages:
+            inputs = [[self.buffer[m.sent :][: m.rows] for m in part] for part in call.sent]
+            outputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
+            self.exchange = Exchange(call.group, outputs, inputs, self.buffer, several=call.shares.several)
 
     def wait(self) -> None:
         """Let the current stream go on when all keys are there."""
-        for exchange in self.exchanges:
-            exchange.wait()
+        if self.exchange is not None:
+            self.exchange.wait()
 
     @property
     def k(self) -> torch.Tensor:
@@ -77,14 +82,8 @@ class KeyGradients:
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.call = call
         self.buffer = torch.empty(call.own.length, 2, batch, heads, columns, dtype=dtype, device=like.device)
-        self.received = [
-            [
-                self.buffer.new_empty(0 if run is None else run.rows, *self.buffer.shape[1:])
-                for run in call.sent_to(place)
-            ]
-            for place in range(len(call.owned))
-        ]
-        self.exchanges: list[Exchange] = []
+        self.received = [[self.buffer.new_empty(m.rows, *self.buffer.shape[1:]) for m in part] for part in call.sent]
+        self.exchange: Exchange | None = None
         # By piece: the keys that it has in common with those before it.
         self.common: dict[int, list[tuple[int, int]]] = {}
         written: list[tuple[int, int]] = []
@@ -96,52 +95,63 @@ class KeyGradients:
         for first, last in _gaps(written, (0, call.own.length)):
             self.buffer[first:last].zero_()
 
-    def room(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where the kernels write dk and dv (B, H, keys, D) of a piece of this number; None for a place of its own."""
+    def room(self, index: int, heads: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the kernels write dk and dv (B, H, keys, D) of a piece of this number and of some of these heads; None
+        for a place of its own."""
         if self.common[index]:
             return None, None
-        part = self.buffer[slice(*self.call.own.pieces[index].keys)]
+        part = self.buffer[slice(*self.call.own.pieces[index].keys), :, :, heads]
         return _heads_first(part[:, 0]), _heads_first(part[:, 1])
 
-    def add(self, index: int, found: Gradients) -> None:
+    def add(self, index: int, heads: slice, found: Gradients) -> None:
         """Add what a piece has written to a place of its own, if it has. The pieces before it are done."""
-        begin, end = self.call.own.pieces[index].keys
         if not self.common[index]:
             return
+        keys = self.call.own.pieces[index].keys
+        new = _gaps(self.common[index], keys)
         for i, gradient in enumerate((found.dk, found.dv)):
-            rows = _rows_first(gradient)
+            target, rows = self.buffer[:, i, :, heads], _rows_first(gradient)
             for first, last in self.common[index]:
-                self.buffer[first:last, i].add_(rows[first - begin : last - begin])
-            for first, last in _gaps(self.common[index], (begin, end)):
-                self.buffer[first:last, i].copy_(rows[first - begin : last - begin])
+                target[first:last].add_(rows[first - keys[0] : last - keys[0]])
+            for first, last in new:
+                target[first:last].copy_(rows[first - keys[0] : last - keys[0]])
 
     def send(self) -> None:
         """Begin the exchange: all pieces are done."""
-        for place in self.call.shares.exchanged:
-            inputs = _parts(self.buffer, self.call.received_from(place))
-            self.exchanges.append(Exchange(self.call.group, self.received[place], inputs))
+        call = self.call
+        if call.shares.messages:
+            inputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
+            self.exchange = Exchange(call.group, self.received, inputs, self.buffer, several=call.shares.several)
 
     def wait(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Write the sums over all ranks to dk and dv (B, H, N / P, D), rounded once: of this rank's part and then the
         others', in the order of the ranks."""
-        for exchange in self.exchanges:
-            exchange.wait()
-        for place, received in enumerate(self.received):
-            own = self.call.shares.own.get(self.call.owned[place])
-            total = _parts(self.buffer, [own])[0]
-            count, first = len(total), place * self.call.chunk
-            terms = [(run, part) for run, part in zip(self.call.sent_to(place), received) if run is not None]
+        if self.exchange is not None:
+            self.exchange.wait()
+        arrived = [x for pair in zip(self.call.sent, self.received) for x in zip(*pair)]
+        for place, chunk in enumerate(self.call.owned):
+            own, first = self.call.shares.own.get(chunk), place * self.call.chunk
+            targets = [x[:, :, first : first + self.call.chunk] for x in (dk, dv)]
+            if own is None:
+                targets[0].zero_(), targets[1].zero_()
+                continue
+            terms = [
+                (max(m.sent, own.start), min(m.sent + m.rows, own.end), part[max(0, own.start - m.sent) :])
+                for m, part in arrived
+                if m.sent < own.end and own.start < m.sent + m.rows
+            ]
             # The last addition rounds, where it is one of all rows.
-            last = terms.pop()[1] if terms and terms[-1][0].rows == count else None
-            for run, part in terms:
-                total[run.first : run.first + run.rows].add_(part)
-            for i, x in enumerate((dk, dv)):
-                target = x[:, :, first : first + count]
+            last = terms.pop()[2][: own.rows] if terms and terms[-1][:2] == (own.start, own.end) else None
+            for begin, end, part in terms:
+                self.buffer[begin:end].add_(part[: end - begin])
+            total = self.buffer[own.start : own.end]
+            for i, target in enumerate(targets):
+                target[:, :, own.rows :].zero_()
+                target = target[:, :, : own.rows]
                 if last is None:
                     target.copy_(_heads_first(total[:, i]))
                 else:
                     torch.add(_heads_first(total[:, i]), _heads_first(last[:, i]), out=target)
-                x[:, :, first + count : first + self.call.chunk].zero_()
 
 
 def _gaps(ranges: list[tuple[int, int]], within: tuple[int, int]) -> list[tuple[int, int]]:

@@ -8,6 +8,9 @@ import torch
 
 from fused_rope_attn.runtime import device
 
+# About 20 us, in cycles of a GPU's clock.
+PAUSE_CYCLES = 40_000
+
 
 class Lanes:
     """Lane 0 is the current stream, lane 1 the one beside it; where there is no GPU both are nothing.
@@ -36,4 +39,14 @@ class Lanes:
         """Lane 1 goes on when what lane 0 was given so far is over."""
         if self.streams is not None:
             main, side = self.streams
+            side.wait_stream(main)
+
+    def pause(self) -> None:
+        """Both lanes meet and go on a moment later, so that an exchange that was begun before finds free
+        multiprocessors. Launched with them, it may find none on one rank until their launches end, and on the others
+        occupies some until then, waiting for that rank."""
+        if self.streams is not None and PAUSE_CYCLES:
+            main, side = self.streams
+            main.wait_stream(side)
+            device.pause(PAUSE_CYCLES)
             side.wait_stream(main)

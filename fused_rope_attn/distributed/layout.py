@@ -85,33 +85,49 @@ class Share(NamedTuple):
         return sorted(range(len(self.pieces)), key=lambda i: -self.pieces[i].queries * self.pieces[i].num_keys)
 
 
+class Message(NamedTuple):
+    """Adjacent rows of keys that one rank sends another, by their first rows in the buffers of both."""
+
+    sent: int
+    received: int
+    rows: int
+
+
 class Shares:
     """Every rank's ``Share`` of one sequence, by rank, and what follows from them for all calls of it.
 
-    own: by chunk, what its owner's buffer has of it, which is all rows that exist. needed: by (rank, chunk), the rows
-    of another rank's chunk that this rank's buffer has. exchanged: of the places of chunks among their owners' chunks,
-    those of which any rank needs another's rows. most_received: rows of keys that the rank with most of them gets from
-    others. all_have_local_work: whether every rank that waits for others' keys has a piece that needs none of them.
+    own: by chunk, what its owner's buffer has of it, which is all rows that exist. messages: by (sender, receiver).
+    several: whether any pair of ranks has more than one. most_received: rows of keys that the rank with most of them
+    gets from others. all_have_local_work: whether every rank that waits for others' keys has a piece that needs none of
+    them.
     """
 
     def __init__(self, shares: tuple[Share, ...], sharding: str):
         self.shares, self.sharding = shares, sharding
         self.own: dict[int, Run] = {}
-        self.needed: dict[tuple[int, int], Run] = {}
+        for rank, share in enumerate(shares):
+            self.own.update({run.chunk: run for run in share.buffer if run.chunk in self.owned_by(rank)})
+        self.messages: dict[tuple[int, int], list[Message]] = {}
         self.most_received = 0
         self.all_have_local_work = True
         for rank, share in enumerate(shares):
-            received, owned = 0, self.owned_by(rank)
+            received = 0
             for run in share.buffer:
-                if run.chunk in owned:
-                    self.own[run.chunk] = run
+                sender = owner_of(run.chunk, len(shares))[0]
+                if sender == rank:
+                    continue
+                received += run.rows
+                known = self.messages.setdefault((sender, rank), [])
+                message = Message(self.own[run.chunk].start + run.first, run.start, run.rows)
+                last = known[-1] if known else None
+                if last and (last.sent + last.rows, last.received + last.rows) == (message.sent, message.received):
+                    known[-1] = last._replace(rows=last.rows + message.rows)
                 else:
-                    self.needed[rank, run.chunk] = run
-                    received += run.rows
+                    known.append(message)
             self.most_received = max(self.most_received, received)
             if received and not any(self.is_local(rank, piece) for piece in share.pieces):
                 self.all_have_local_work = False
-        self.exchanged = sorted({owner_of(chunk, len(shares))[1] for _, chunk in self.needed})
+        self.several = any(len(messages) > 1 for messages in self.messages.values())
 
     def owned_by(self, rank: int) -> tuple[int, ...]:
         """A rank's chunks, in the order of its local rows."""

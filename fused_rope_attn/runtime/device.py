@@ -110,6 +110,11 @@ def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:
     return torch.cuda.stream(stream)
 
 
+def pause(cycles: int) -> None:
+    """Let the current stream do nothing for so many cycles of the GPU's clock."""
+    torch.cuda._sleep(cycles)
+
+
 class _NoGuard:
     def __enter__(self) -> None:
         return None
