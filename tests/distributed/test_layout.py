@@ -21,9 +21,22 @@ def check(size, sharding, chunk, total, causal, window):
     owned = [chunks_of(rank, size, sharding) for rank in range(size)]
     local = chunk * len(owned[0])
     served = []
-    for rank, share in enumerate(shares(size, sharding, local, total, causal, window).shares):
-        buffer = [run.chunk * chunk + run.first + row for run in share.buffer for row in range(run.rows)]
+    every = shares(size, sharding, local, total, causal, window)
+    buffers = [
+        [run.chunk * chunk + run.first + row for run in share.buffer for row in range(run.rows)]
+        for share in every.shares
+    ]
+    for rank, (share, buffer) in enumerate(zip(every.shares, buffers)):
         assert len(buffer) == share.length == len(set(buffer))
+        # Each row is the rank's own, or comes once from where it is another's.
+        arrived = [row for row in buffer if row // chunk in owned[rank]]
+        for (sender, receiver), messages in every.messages.items():
+            for message in messages if receiver == rank else ():
+                sent = buffers[sender][message.sent :][: message.rows]
+                assert sent == buffer[message.received :][: message.rows]
+                assert all(row // chunk in owned[sender] for row in sent)
+                arrived += sent
+        assert sorted(arrived) == sorted(buffer)
         positions = [c * chunk + row for c in owned[rank] for row in range(chunk)]
         for piece in share.pieces:
             keys = buffer[piece.keys[0] : piece.keys[1]]
