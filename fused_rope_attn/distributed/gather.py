@@ -205,7 +205,7 @@ def backward(
                         # What it adds to is written.
                         lanes.wait_for_main()
                     sums.add(index, own, found)
-                    weights.keep(found, heads)
+                    weights.keep(found, heads, lanes)
             if section[1] == last < tensors.k.shape[1]:
                 # The last section's work runs beside.
                 with lanes.lane(1):
@@ -226,10 +226,12 @@ class _WeightGradients:
         self.tensors, self.dtype = tensors, dtype
         self.parts: list[tuple[Gradients, slice]] = []
 
-    def keep(self, gradients: Gradients, heads: slice) -> None:
-        """Take those of a piece of these query heads."""
+    def keep(self, gradients: Gradients, heads: slice, lanes: Lanes) -> None:
+        """Take those of a piece of these query heads, from the lane that makes them."""
         weights = gradients._replace(dq=None, dk=None, dv=None)
-        if any(x is not None for x in weights):
+        given = [x for x in weights if x is not None]
+        lanes.lend_to_main(given)
+        if given:
             self.parts.append((weights, heads))
 
     def join(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:

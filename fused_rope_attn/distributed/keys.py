@@ -33,7 +33,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _has_words(x: torch.Tensor) -> bool:
     words = 8 // x.element_size()
-    return x.stride(-1) == 1 and not any(n % words for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
+    if x.stride(-1) != 1 or x.data_ptr() % 8:
+        return False
+    return not any(n % words for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
 
 
 class Keys:
@@ -114,7 +116,7 @@ class KeyGradients:
             for first, last in self.common[index]:
                 target[first:last].add_(rows[first - keys[0] : last - keys[0]])
             for first, last in new:
-                target[first:last].copy_(rows[first - keys[0] : last - keys[0]])
+                _copy(target[first:last], rows[first - keys[0] : last - keys[0]])
 
     def send(self) -> None:
         """Begin the exchange: all pieces are done."""

@@ -41,6 +41,12 @@ class Lanes:
             main, side = self.streams
             side.wait_stream(main)
 
+    def lend_to_main(self, tensors: list[torch.Tensor]) -> None:
+        """Let the current stream read, when the lanes have met, what either lane has allocated."""
+        if self.streams is not None:
+            for x in tensors:
+                x.record_stream(self.streams[0])
+
     def pause(self) -> None:
         """Both lanes meet and go on a moment later, so that an exchange that was begun before finds free
         multiprocessors. Launched with them, it may find none on one rank until their launches end, and on the others
