@@ -70,8 +70,8 @@ def rope_attention_cp(
 
     The other arguments, the results and the errors are those of ``rope_attention``. Gradients are those of the sum of
     all ranks' losses; those of sinks and of the norms' weights are this rank's part, for DDP or FSDP to add. o and lse
-    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in the
-    order of the ranks.
+    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in a
+    fixed order.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also where only

@@ -71,6 +71,7 @@ class _Agreement:
         ranks = dist.get_process_group_ranks(group.processes)
         self.group, self.store = group, store
         self.calls = 0
+        self.connected = False
         self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
         self.pickled: dict[tuple, bytes] = {}
 
@@ -215,14 +216,12 @@ class Exchange:
         self.outputs, self.inputs, self.flat = [], [], None
 
 
-_connected: set[Any] = set()
-
-
 def _connect(group: Group, device: torch.device) -> None:
     """Let NCCL connect all ranks of a group: sends and receives alone, of which a rank may have none, may not."""
-    if group.processes not in _connected:
+    agreement = _agreement(group)
+    if not agreement.connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group.processes)
-        _connected.add(group.processes)
+        agreement.connected = True
 
 
 def others(parts: Sequence[torch.Tensor], rank: int) -> list[list[torch.Tensor]]:
