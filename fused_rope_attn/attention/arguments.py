@@ -5,11 +5,12 @@ That is arguments by their parameters' names, and shapes and strides on which th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.attention.problem import Problem, Rooms, Tensors
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import output_strides, table_strides
 
@@ -78,3 +79,9 @@ def gradient_strides(given: Tensors, o: torch.Tensor, is_rotated: bool) -> tuple
     """
     q, k = (o, given.v) if is_rotated else (given.q, given.k)
     return output_strides(q), output_strides(k), output_strides(given.v)
+
+
+def room_strides(rooms: Rooms, own: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
+    """Strides of results: those of the rooms that the caller gives, else their own."""
+    given = rooms or (None,) * len(own)
+    return tuple(strides if room is None else tuple(room.stride()) for room, strides in zip(given, own))

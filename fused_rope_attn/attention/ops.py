@@ -14,6 +14,7 @@ from fused_rope_attn.attention.problem import (
     Gradients,
     Outputs,
     Problem,
+    Rooms,
     Saving,
     Tensors,
     flatten,
@@ -115,20 +116,24 @@ def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bo
         return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
 
 
-def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors) -> Outputs:
-    """A forward pass without autograd by the kernels of a plan, for what makes one call of several."""
+def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, room: torch.Tensor | None = None) -> Outputs:
+    """A forward pass without autograd by the kernels of a plan, for what makes one call of several.
+
+    room: where o is to be written, None for memory of its own.
+    """
     door = _doors(isinstance(plan.forward, configs.ForwardConfig))[0]
     tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
-        return door(problem.for_launch(), tensors, plan.forward, Saving.NOTHING)(tensors)
+        return door(problem.for_launch(), (*tensors, room), plan.forward, Saving.NOTHING)(tensors, room)
 
 
-def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
-    """The backward pass of ``forward_by``."""
+def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, lse, rooms: Rooms) -> Gradients:
+    """The backward pass of ``forward_by``. rooms: where dq, dk and dv are to be written."""
     door = _doors(isinstance(plan.backward, configs.BackwardConfig))[1]
     tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
-        return door(problem.for_launch(), (do, o, *tensors), plan.backward, False)(tensors, do, o, lse)
+        prepared = door(problem.for_launch(), (do, o, *tensors, *rooms), plan.backward, False)
+        return prepared(tensors, do, o, lse, rooms)
 
 
 def _forward_impl(*arguments):

@@ -78,6 +78,19 @@ class Gradients(NamedTuple):
     dk_norm: Any = None
 
 
+# Where a caller wants results written: o of a forward pass; dq, dk and dv of a backward pass; None for memory of their
+# own.
+Rooms = tuple[Any, ...]
+NO_ROOM: Rooms = (None,)
+NO_ROOMS: Rooms = (None, None, None)
+
+
+def split_rooms(tensors: tuple) -> tuple[Tensors, Rooms]:
+    """(the call's tensors, the rooms behind them, if there are any) of the tensors by which launches are prepared."""
+    count = len(Tensors._fields)
+    return Tensors(*tensors[:count]), tensors[count:]
+
+
 class Cache(NamedTuple):
     """What a generation step has and attention has not: whether the cached keys are rotated, and whether it appends.
 

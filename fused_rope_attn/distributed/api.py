@@ -70,8 +70,8 @@ def rope_attention_cp(
 
     The other arguments, the results and the errors are those of ``rope_attention``. Gradients are those of the sum of
     all ranks' losses; those of sinks and of the norms' weights are this rank's part, for DDP or FSDP to add. o and lse
-    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in the
-    order of the ranks.
+    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in a
+    fixed order.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also where only
@@ -214,7 +214,7 @@ def _describe(
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
     every = shares(size, sharding, local, total, problem.causal, problem.window)
-    chosen = choose(problem, method, members, sharding, every)
+    chosen = choose(problem, method, members, every)
     return members, str(sharding), int(total), None, tables_are_local, problem, tensors, chosen
 
 
@@ -237,7 +237,7 @@ def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, opti
     q, k, v = autocast(q, k, v)
     packed = plan.cu_seqlens, plan.max_seqlen
     problem, tensors = _checked(q, k, v, cos, sin, causal, options, plan.max_seqlen, "thd", packed)
-    chosen = choose(problem, method, plan.group, plan.sharding, plan.shares(problem.causal, problem.window))
+    chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
     return plan.group, plan.sharding, plan.total, plan, False, problem, tensors, chosen
 
 

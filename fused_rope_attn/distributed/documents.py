@@ -15,6 +15,7 @@ from fused_rope_attn.distributed.layout import (
     SHARDINGS,
     Range,
     Share,
+    Shares,
     chunk_count,
     chunks_of,
     share_of_ranges,
@@ -39,7 +40,7 @@ class DocumentPlan:
         self.group, self.sharding = group, sharding
         self.max_seqlen = max((b - a for a, b in zip(limits, limits[1:])), default=0)
         self.number = next(_numbers)
-        self._shares: dict[tuple, tuple[Share, ...]] = {}
+        self._shares: dict[tuple, Shares] = {}
         self._on_device: dict[tuple, tuple] = {}
         _plans[self.number] = self
         while len(_plans) > _MAX_PLANS:
@@ -50,12 +51,13 @@ class DocumentPlan:
         """Tokens of one rank."""
         return self.total // self.group.size
 
-    def shares(self, causal: bool, window: tuple[int, int] | None) -> tuple[Share, ...]:
+    def shares(self, causal: bool, window: tuple[int, int] | None) -> Shares:
         """The ``Share`` of every rank under these masks."""
         right = None if causal or window is None or window[1] < 0 else window[1]
         key = causal, right
         if key not in self._shares:
-            self._shares[key] = tuple(self._share(rank, causal, right) for rank in range(self.group.size))
+            found = [self._share(rank, causal, right) for rank in range(self.group.size)]
+            self._shares[key] = Shares(tuple(found), self.sharding)
         return self._shares[key]
 
     def cu_seqlens_of(self, share: Share, causal: bool, window: tuple[int, int] | None) -> tuple:
@@ -97,7 +99,7 @@ class DocumentPlan:
             cu_k = tuple(x - limits[0] for x in limits) + (stop - limits[0],)
             rows = i * chunk, i * chunk + end - begin
             ranges.append(Range(rows, ghosts, limits[0], stop, cu_q, cu_k))
-        return share_of_ranges(ranges, chunk, end_of_all)
+        return share_of_ranges(ranges, chunk)
 
 
 def plan_of(number: int) -> DocumentPlan:

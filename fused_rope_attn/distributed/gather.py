@@ -1,192 +1,53 @@
 """The method ``"all_gather"``: a rank gets the keys and values that its queries see, and sends their gradients back.
 
 K and V travel as they came, in the inputs' dtype, a few heads at a time: the attention of the first heads runs while
-the next ones are on their way. A rank gets only the chunks that it needs. Backward gathers them once more, which costs
-less than to keep them, and the parts of dk and dv travel in float32 and are summed in the order of the ranks, so that
-neither the network nor the number of processes costs a bit, and repeats are equal.
+the next ones are on their way. A rank gets only the rows that it needs. Backward gathers them once more, which costs
+less than to keep them, and the parts of dk and dv travel in float32 and are summed in a fixed order, so that neither
+the network nor the number of processes costs a bit, and repeats are equal.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
 
 import torch
 
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.distributed import local
-from fused_rope_attn.distributed.groups import Exchange, Group, join_rows
-from fused_rope_attn.distributed.layout import Piece, Share, chunks_of, owner_of
+from fused_rope_attn.distributed.call import Call
+from fused_rope_attn.distributed.groups import join_rows
+from fused_rope_attn.distributed.keys import KeyGradients, Keys
+from fused_rope_attn.distributed.lanes import Lanes
+from fused_rope_attn.distributed.layout import Piece
 from fused_rope_attn.runtime.layouts import like_input
 
-# Bytes of K and V of one section: below it a message is too short for the links' full rate.
+# Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
 SECTION_BYTES = 8 << 20
 
 
-class Call(NamedTuple):
-    """What the ranks share in one call.
+Heads = tuple[int, int]  # [first, last) of the key heads
 
-    shares: every rank's. sharding: how the local rows lie. chunk: rows of a chunk. tables_are_local: cos and sin have
-    the rows of the local rows. cu_seqlens: of each of this rank's pieces (cu_seqlens_q, cu_seqlens_k, the longest) on
-    the device, None without documents.
+
+def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool) -> list[Heads]:
+    """The key heads that travel together.
+
+    bytes_of_head: what a rank receives of a head. Nothing runs beside the first ones' way here, unless it is
+    ``hidden``, because every rank has work that needs no other's keys; and nothing beside the last ones' way back. So
+    these are few, and the rest is one section. All heads are one section where messages would be short.
     """
-
-    group: Group
-    sharding: str
-    chunk: int
-    shares: tuple[Share, ...]
-    tables_are_local: bool = False
-    cu_seqlens: tuple[tuple[torch.Tensor, torch.Tensor, int], ...] | None = None
-
-    @property
-    def own(self) -> Share:
-        return self.shares[self.group.rank]
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        return chunks_of(self.group.rank, self.group.size, self.sharding)
-
-    def sent_to(self, rank: int) -> list[int]:
-        """Which of this rank's chunks, by their places among them, another rank needs."""
-        if rank == self.group.rank:
-            return []
-        return [place for place, chunk in enumerate(self.owned) if chunk in self.shares[rank].chunks]
-
-    def received_from(self, rank: int) -> list[int]:
-        """Which of another rank's chunks, by their places among them, this rank needs."""
-        if rank == self.group.rank:
-            return []
-        chunks = chunks_of(rank, self.group.size, self.sharding)
-        return [place for place, chunk in enumerate(chunks) if chunk in self.own.chunks]
+    few = max(1, -(-SECTION_BYTES // max(1, bytes_of_head)))
+    limits = {0, heads}
+    if 4 * few <= heads:
+        limits |= set() if hidden else {few}
+        limits |= {heads - few} if backward else set()
+    return list(itertools.pairwise(sorted(limits)))
 
 
-def sections_of(heads: int, bytes_of_head: int, *, backward: bool) -> list[tuple[int, int]]:
-    """[first, last) of the key heads that travel together.
-
-    Nothing runs beside the first ones' way here, and in backward beside the last ones' way back: these are a quarter,
-    and the rest is one section, so that few launches have a tail. All are one where their messages would be short.
-    """
-    quarter = max(1, heads // 4, -(-SECTION_BYTES // max(1, bytes_of_head)))
-    limits = [0, quarter, heads - quarter, heads] if backward else [0, quarter, heads]
-    if 2 * quarter > heads:
-        limits = [0, heads]
-    return [(first, last) for first, last in zip(limits, limits[1:]) if first < last]
-
-
-class _Keys:
-    """The keys and values of some heads on their way to this rank."""
-
-    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor):
-        self.call, self.k, self.v = call, k, v
-        batch, heads, rows, columns = k.shape
-        parts = len(call.owned)
-        # Chunk by chunk, so that what any rank needs is contiguous: (chunks, 2, B, H, C, D).
-        sent = k.new_empty(parts, 2, batch, heads, call.chunk, columns)
-        for i, x in enumerate((k, v)):
-            sent[:, i].copy_(x.reshape(batch, heads, parts, call.chunk, columns).permute(2, 0, 1, 3, 4))
-        inputs = [_places(sent, call.sent_to(rank)) for rank in range(call.group.size)]
-        self.outputs = [sent.new_empty(len(call.received_from(r)), *sent.shape[1:]) for r in range(call.group.size)]
-        self.exchange = Exchange(call.group, self.outputs, inputs)
-
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of this rank's buffer, (B, H, rows of the buffer, D)."""
-        self.exchange.wait()
-        call, (batch, heads, _, columns) = self.call, self.k.shape
-        buffer = self.k.new_empty(2, batch, heads, call.own.length, columns)
-        first = 0
-        for chunk, rows in call.own.buffer:
-            target = buffer[:, :, :, first : first + rows]
-            rank, place = owner_of(chunk, call.group.size)
-            if rank == call.group.rank:
-                start = place * call.chunk
-                for i, x in enumerate((self.k, self.v)):
-                    target[i].copy_(x[:, :, start : start + rows])
-            else:
-                slot = call.received_from(rank).index(place)
-                target.copy_(self.outputs[rank][slot][:, :, :, :rows])
-            first += rows
-        self.outputs = []
-        return buffer[0], buffer[1]
-
-
-class _KeyGradients:
-    """Parts of dk and dv of some heads on their way to the ranks whose keys they are of."""
-
-    def __init__(self, call: Call, like: torch.Tensor, found: list[tuple[Piece, Gradients]]):
-        """like: k of these heads. found: each piece with its dk and dv."""
-        self.call = call
-        batch, heads, _, columns = like.shape
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        size = call.group.size
-        shape = (2, batch, heads, call.chunk, columns)
-        # One slot for each chunk of the buffer, those of one owner side by side.
-        inputs = []
-        for rank in range(size):
-            owned = chunks_of(rank, size, call.sharding)
-            held = [chunk for chunk in owned if chunk in call.own.chunks]
-            slots = torch.empty((len(held), *shape), dtype=dtype, device=like.device)
-            for slot, chunk in zip(slots, held):
-                self._fill(slot, chunk, found)
-            inputs.append(slots)
-        self.own = inputs[call.group.rank]
-        inputs[call.group.rank] = self.own[:0]
-        self.outputs = [self.own.new_empty(len(call.sent_to(rank)), *shape) for rank in range(size)]
-        self.exchange = Exchange(call.group, self.outputs, inputs)
-
-    def _fill(self, slot: torch.Tensor, chunk: int, found: list[tuple[Piece, Gradients]]) -> None:
-        """Write the sum of all pieces' dk and dv of a chunk to its slot (2, B, H, C, D)."""
-        first = 0
-        for other, rows in self.call.own.buffer:
-            if other == chunk:
-                break
-            first += rows
-        written = 0, 0
-        for piece, gradients in found:
-            begin, end = max(first, piece.keys[0]), min(first + rows, piece.keys[1])
-            if end <= begin:
-                continue
-            source = slice(begin - piece.keys[0], end - piece.keys[0])
-            begin, end = begin - first, end - first
-            if written == (0, 0) and (begin, end) != (0, slot.shape[3]):
-                slot.zero_()
-            for target, gradient in zip(slot[:, :, :, begin:end], (gradients.dk, gradients.dv)):
-                if written == (0, 0):
-                    target.copy_(gradient[:, :, source])
-                else:
-                    target.add_(gradient[:, :, source])
-            written = begin, end
-        if written == (0, 0):
-            slot.zero_()
-
-    def wait(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Write the sums over all ranks to dk and dv (B, H, N / P, D), rounded once."""
-        self.exchange.wait()
-        call = self.call
-        places: dict[int, list[torch.Tensor]] = {place: [] for place in range(len(call.owned))}
-        for rank, parts in enumerate(self.outputs):
-            if rank == call.group.rank:
-                held = [place for place, chunk in enumerate(call.owned) if chunk in call.own.chunks]
-                mine = self.own
-            else:
-                held, mine = call.sent_to(rank), parts
-            for place, part in zip(held, mine):
-                places[place].append(part)
-        for place, terms in places.items():
-            rows = slice(place * call.chunk, (place + 1) * call.chunk)
-            total = None
-            for part in terms:
-                total = part if total is None else total.add_(part)
-            for i, target in enumerate((dk, dv)):
-                if total is None:
-                    target[:, :, rows].zero_()
-                else:
-                    target[:, :, rows].copy_(total[i])
-        self.outputs, self.own = [], self.own[:0]
-
-
-def _places(sent: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """The chunks at these places, which are adjacent, as one contiguous view."""
-    return sent[places[0] : places[-1] + 1] if places else sent[:0]
+def returns_of(sections: list[Heads]) -> list[Heads]:
+    """The key heads whose gradients travel together: the last section's, which nothing runs beside, and the others'."""
+    parts = [(0, sections[-1][0]), sections[-1]]
+    return [(first, last) for first, last in parts if first < last]
 
 
 def _tables(call: Call, tensors: Tensors) -> list[tuple[torch.Tensor, ...]]:
@@ -201,9 +62,8 @@ def _tables(call: Call, tensors: Tensors) -> list[tuple[torch.Tensor, ...]]:
         elif piece.position is not None:
             found.append(tuple(x.narrow(-2, piece.position, piece.num_keys) for x in both))
         else:
-            runs = [x.narrow(-2, chunk * call.chunk, rows) for x in both for chunk, rows in call.own.buffer]
-            half = len(runs) // 2
-            found.append((torch.cat(runs[:half], dim=-2), torch.cat(runs[half:], dim=-2)))
+            starts = [(run.chunk * call.chunk + run.first, run.rows) for run in call.own.buffer]
+            found.append(tuple(torch.cat([x.narrow(-2, *rows) for rows in starts], dim=-2) for x in both))
     return found
 
 
@@ -221,20 +81,21 @@ class _Pieces:
             return x
         return torch.cat((x, x.new_full((*x.shape[:2], piece.ghosts, *x.shape[3:]), ghost)), dim=2)
 
-    def build(
-        self, index: int, section: tuple[int, int], k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[Piece, slice, Problem, Tensors]:
-        """(the piece, its query heads, its problem, its tensors) of one section, whose buffers are k and v."""
+    def build(self, index: int, section: tuple[int, int], found: Keys) -> tuple[Piece, slice, Problem, Tensors]:
+        """(the piece, its query heads, its problem, its tensors) of one section, whose keys are found there."""
         piece, given, group = self.call.own.pieces[index], self.tensors, self.problem.group_size
         heads = slice(section[0] * group, section[1] * group)
         keys = slice(*piece.keys)
         cos, sin = self.tables[index]
         tensors = given._replace(
-            q=self.queries(given.q, piece, heads), k=k[:, :, keys], v=v[:, :, keys], cos=cos, sin=sin,
+            q=self.queries(given.q, piece, heads), k=found.k[:, :, keys], v=found.v[:, :, keys], cos=cos, sin=sin,
             sinks=None if given.sinks is None else given.sinks[heads],
         )  # fmt: skip
         problem = self.problem._replace(
-            heads_q=heads.stop - heads.start, heads_kv=k.shape[1], len_q=piece.queries, len_k=piece.num_keys
+            heads_q=heads.stop - heads.start,
+            heads_kv=section[1] - section[0],
+            len_q=piece.queries,
+            len_k=piece.num_keys,
         )
         if self.call.cu_seqlens is not None:
             cu_q, cu_k, longest = self.call.cu_seqlens[index]
@@ -243,13 +104,38 @@ class _Pieces:
         return piece, heads, problem, tensors
 
 
-def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[tuple[int, int], _Keys]]:
+def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[Heads, Keys]]:
     """Every section with its keys on their way: all at once, so that none waits for an attention to end."""
     k, v = tensors.k, tensors.v
-    batch, heads, rows, columns = k.shape
-    bytes_of_head = 2 * batch * rows * call.group.size * columns * k.element_size()
-    sections = sections_of(heads, bytes_of_head, backward=backward)
-    return [(s, _Keys(call, k[:, s[0] : s[1]], v[:, s[0] : s[1]])) for s in sections]
+    batch, heads, _, columns = k.shape
+    bytes_of_head = 2 * batch * call.shares.most_received * columns * k.element_size()
+    hidden = call.shares.all_have_local_work
+    sections = sections_of(heads, bytes_of_head, backward=backward, hidden=hidden)
+    return [(s, Keys(call, k[:, s[0] : s[1]], v[:, s[0] : s[1]])) for s in sections]
+
+
+def _lanes_of(call: Call, section: int) -> list[tuple[int, int]]:
+    """(lane, piece) of a section, the piece with most work first; alone it takes turns with the other sections'."""
+    order = call.own.order
+    return [(section % 2, order[0])] if len(order) == 1 else list(enumerate(order))
+
+
+def _waits(call: Call, index: int) -> bool:
+    """Whether a piece waits for others' keys. Those that need none wait as well, unless all ranks have such work: else
+    they would come before the pieces with most work, whose ends they are to fill."""
+    is_local = call.shares.is_local(call.group.rank, call.own.pieces[index])
+    return not (is_local and call.shares.all_have_local_work)
+
+
+def _uncovered(call: Call, rows: int) -> bool:
+    """Whether some local rows are no piece's."""
+    return sum(piece.rows[1] - piece.rows[0] for piece in call.own.pieces) < rows
+
+
+def _end(arriving: list[tuple[Heads, Keys]]) -> None:
+    """Wait for exchanges also of a rank that only sends."""
+    for _, keys in arriving:
+        keys.wait()
 
 
 def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,21 +143,26 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
     o = like_input(tensors.q)
     wide = torch.float64 if o.dtype == torch.float64 else torch.float32
     lse = torch.empty(o.shape[:3], dtype=wide, device=o.device)
-    covered = sum(piece.rows[1] - piece.rows[0] for piece in call.own.pieces)
-    if covered < o.shape[2]:
+    if _uncovered(call, o.shape[2]):
         o.zero_()
         lse.fill_(float("-inf"))
     arriving = _begin(call, tensors, backward=False)
     pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
-    for section, keys in arriving:
-        k, v = keys.wait()
-        for index in range(len(call.own.pieces)):
-            piece, heads, one, given = pieces.build(index, section, k, v)
-            o_part, lse_part = local.forward(plan, one, given)
-            rows = slice(*piece.rows)
-            count = rows.stop - rows.start
-            o[:, heads, rows].copy_(o_part[:, :, :count])
-            lse[:, heads, rows].copy_(lse_part[:, :, :count])
+    with Lanes(o.device) as lanes:
+        for number, (section, keys) in enumerate(arriving):
+            for lane, index in _lanes_of(call, number):
+                with lanes.lane(lane):
+                    if _waits(call, index):
+                        keys.wait()
+                    piece, heads, one, given = pieces.build(index, section, keys)
+                    rows = slice(*piece.rows)
+                    count = rows.stop - rows.start
+                    room = None if piece.ghosts else o[:, heads, rows]
+                    o_part, lse_part = local.forward(plan, one, given, room)
+                    if room is None:
+                        o[:, heads, rows].copy_(o_part[:, :, :count])
+                    lse[:, heads, rows].copy_(lse_part[:, :, :count])
+    _end(arriving)
     return o, lse
 
 
@@ -283,31 +174,48 @@ def backward(
     ``problem`` as in ``forward``.
     """
     dq, dk, dv = like_input(tensors.q), like_input(tensors.k), like_input(tensors.v)
-    covered = sum(piece.rows[1] - piece.rows[0] for piece in call.own.pieces)
-    if covered < dq.shape[2]:
+    if _uncovered(call, dq.shape[2]):
         dq.zero_()
-    weights = _WeightGradients(tensors, lse.dtype)
     arriving = _begin(call, tensors, backward=True)
+    leaving = [
+        (limits, KeyGradients(call, tensors.k[:, slice(*limits)]))
+        for limits in returns_of([section for section, _ in arriving])
+    ]
     pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
-    leaving = []
-    for section, keys in arriving:
-        k, v = keys.wait()
-        found = []
-        for index in range(len(call.own.pieces)):
-            piece, heads, one, given = pieces.build(index, section, k, v)
-            rows = slice(*piece.rows)
-            do_part, o_part = (pieces.queries(x, piece, heads) for x in (do, o))
-            # To the kernels a ghost saw nothing.
-            lse_part = pieces.queries(lse, piece, heads, float("-inf")).contiguous()
-            gradients = local.backward(plan, one, given, do_part, o_part, lse_part)
-            dq[:, heads, rows].copy_(gradients.dq[:, :, : rows.stop - rows.start])
-            weights.add(gradients, heads)
-            found.append((piece, gradients))
-        leaving.append((section, _KeyGradients(call, tensors.k[:, section[0] : section[1]], found)))
-        del k, v, found
-    for section, sums in leaving:
-        heads = slice(*section)
-        sums.wait(dk[:, heads], dv[:, heads])
+    weights = _WeightGradients(tensors, lse.dtype)
+    with Lanes(dq.device) as lanes:
+        for number, (section, keys) in enumerate(arriving):
+            (first, last), sums = next(x for x in leaving if x[0][0] <= section[0] < x[0][1])
+            own = slice(section[0] - first, section[1] - first)
+            order = _lanes_of(call, number)
+            for lane, index in order:
+                with lanes.lane(lane):
+                    if _waits(call, index):
+                        keys.wait()
+                    piece, heads, one, given = pieces.build(index, section, keys)
+                    rows = slice(*piece.rows)
+                    do_part, o_part = (pieces.queries(x, piece, heads) for x in (do, o))
+                    # To the kernels a ghost saw nothing.
+                    lse_part = pieces.queries(lse, piece, heads, float("-inf")).contiguous()
+                    rooms = None if piece.ghosts else dq[:, heads, rows], *sums.room(index, own)
+                    found = local.backward(plan, one, given, do_part, o_part, lse_part, rooms=rooms)
+                    if piece.ghosts:
+                        dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
+                    if lane == 1:
+                        # What it adds to is written.
+                        lanes.wait_for_main()
+                    sums.add(index, own, found)
+                    weights.keep(found, heads, lanes)
+            if section[1] == last < tensors.k.shape[1]:
+                # The last section's work runs beside.
+                with lanes.lane(1):
+                    lanes.wait_for_main()
+                    sums.send()
+                lanes.pause()
+    leaving[-1][1].send()
+    _end(arriving)
+    for limits, sums in leaving:
+        sums.wait(dk[:, slice(*limits)], dv[:, slice(*limits)])
     return weights.join(dq, dk, dv)
 
 
@@ -315,20 +223,27 @@ class _WeightGradients:
     """This rank's parts of the gradients of sinks and of the norms' weights, summed over the pieces and sections."""
 
     def __init__(self, tensors: Tensors, dtype: torch.dtype):
-        self.tensors = tensors
-        self.sums = {
-            name: torch.zeros_like(getattr(tensors, name), dtype=dtype)
-            for name in ("sinks", "q_norm", "k_norm")
-            if getattr(tensors, name) is not None
-        }
+        self.tensors, self.dtype = tensors, dtype
+        self.parts: list[tuple[Gradients, slice]] = []
 
-    def add(self, gradients: Gradients, heads: slice) -> None:
-        """Add those of a piece of these query heads."""
-        for name, total in self.sums.items():
-            (total[heads] if name == "sinks" else total).add_(getattr(gradients, f"d{name}"))
+    def keep(self, gradients: Gradients, heads: slice, lanes: Lanes) -> None:
+        """Take those of a piece of these query heads, from the lane that makes them."""
+        weights = gradients._replace(dq=None, dk=None, dv=None)
+        given = [x for x in weights if x is not None]
+        lanes.lend_to_main(given)
+        if given:
+            self.parts.append((weights, heads))
 
     def join(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
-        found = {f"d{name}": total.to(getattr(self.tensors, name).dtype) for name, total in self.sums.items()}
+        """All gradients of this rank, once every lane is done."""
+        found = {}
+        for name in ("sinks", "q_norm", "k_norm"):
+            weight = getattr(self.tensors, name)
+            if weight is not None:
+                total = torch.zeros_like(weight, dtype=self.dtype)
+                for part, heads in self.parts:
+                    (total[heads] if name == "sinks" else total).add_(getattr(part, f"d{name}"))
+                found[f"d{name}"] = total.to(weight.dtype)
         return Gradients(dq, dk, dv, **found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -70,6 +71,7 @@ class _Agreement:
         ranks = dist.get_process_group_ranks(group.processes)
         self.group, self.store = group, store
         self.calls = 0
+        self.connected = False
         self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
         self.pickled: dict[tuple, bytes] = {}
 
@@ -149,39 +151,82 @@ def fail_together(group: Group, error: Exception) -> NoReturn:
 
 
 class Exchange:
-    """An exchange under way: ``inputs[r]`` goes to rank r and ``outputs[r]`` comes from it, all contiguous.
+    """An exchange under way: ``inputs[r]`` goes to rank r and ``outputs[r]`` comes from it, all contiguous, each any
+    number of tensors.
 
-    Those of the rank itself are empty, as any may be. Every rank of the group must begin it. It holds its tensors until
-    it is over, so that nobody else gets their memory.
+    Those of the rank itself are none or empty, as any may be. Every rank of the group must begin it. It holds its
+    tensors until it is over, so that nobody else gets their memory.
+
+    Args:
+        several: some pair of ranks exchanges several tensors at once. All ranks must say the same.
     """
 
-    def __init__(self, group: Group, outputs: list[torch.Tensor], inputs: list[torch.Tensor]):
-        self.outputs, self.inputs = list(outputs), list(inputs)
+    def __init__(
+        self,
+        group: Group,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[list[torch.Tensor]],
+        like: torch.Tensor,
+        *,
+        several: bool = False,
+    ):
+        """like: gives the device and the dtype."""
+        self.outputs, self.inputs = [x for part in outputs for x in part], [x for part in inputs for x in part]
         self.flat: torch.Tensor | None = None
-        self.work: Any = None
+        self.works: list[Any] = []
         if group.size == 1:
             return
         processes = group.processes
-        if inputs[0].device.type == "cuda":
+        if like.device.type != "cuda":
+            # gloo has the flat form only, and not for every dtype.
+            self.sizes = [x.nbytes for x in self.outputs]
+            self.flat = torch.zeros(sum(self.sizes), dtype=torch.uint8)
+            self.sent = torch.cat([self.flat[:0], *(x.reshape(-1).view(torch.uint8) for x in self.inputs)])
+            taken, given = ([sum(x.nbytes for x in part) for part in parts] for parts in (outputs, inputs))
+            self.works.append(
+                dist.all_to_all_single(self.flat, self.sent, taken, given, group=processes, async_op=True)
+            )
+        elif several:
+            # One launch of NCCL's for all of them: one behind the other would wait for the kernels between.
+            _connect(group, like.device)
+            operations = [
+                dist.P2POp(operation, x, group=processes, group_peer=rank)
+                for operation, parts in ((dist.isend, inputs), (dist.irecv, outputs))
+                for rank, part in enumerate(parts)
+                for x in part
+                if x.numel()
+            ]
+            if operations:
+                self.works += dist.batch_isend_irecv(operations)
+        else:
             # Each part goes from and to where it lies.
-            self.work = dist.all_to_all(self.outputs, self.inputs, group=processes, async_op=True)
-            return
-        # gloo has the flat form only, and not for every dtype.
-        self.sizes = [x.nbytes for x in self.outputs]
-        self.flat = torch.zeros(sum(self.sizes), dtype=torch.uint8)
-        self.sent = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.inputs])
-        given = [x.nbytes for x in self.inputs]
-        self.work = dist.all_to_all_single(self.flat, self.sent, self.sizes, given, group=processes, async_op=True)
+            none = like.new_empty(0)
+            to, from_ = ([part[0] if part else none for part in parts] for parts in (outputs, inputs))
+            self.works.append(dist.all_to_all(to, from_, group=processes, async_op=True))
 
     def wait(self) -> None:
-        """Let the current stream go on when the outputs are there; with gloo, the host."""
-        if self.work is not None:
-            self.work.wait()
+        """Let the current stream go on when the outputs are there; with gloo, the host. Several streams may wait."""
+        for work in self.works:
+            work.wait()
         if self.flat is not None:
             for x, part in zip(self.outputs, self.flat.split(self.sizes)):
                 if part.numel():
                     x.view(-1).copy_(part.view(x.dtype))
+            self.works = []
         self.outputs, self.inputs, self.flat = [], [], None
+
+
+def _connect(group: Group, device: torch.device) -> None:
+    """Let NCCL connect all ranks of a group: sends and receives alone, of which a rank may have none, may not."""
+    agreement = _agreement(group)
+    if not agreement.connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=group.processes)
+        agreement.connected = True
+
+
+def others(parts: Sequence[torch.Tensor], rank: int) -> list[list[torch.Tensor]]:
+    """One part for every rank but ``rank``, as ``Exchange`` takes them."""
+    return [[] if other == rank else [part] for other, part in enumerate(parts)]
 
 
 def join_rows(group: Group, sharding: str, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -189,9 +234,7 @@ def join_rows(group: Group, sharding: str, x: torch.Tensor, dim: int) -> torch.T
     size, rank = group.size, group.rank
     parts = len(chunks_of(rank, size, sharding))
     sent = x.unflatten(dim, (parts, -1)).movedim(dim, 0).contiguous()
-    inputs = [sent if other != rank else sent[:0] for other in range(size)]
-    outputs = [torch.empty_like(sent) if other != rank else sent[:0] for other in range(size)]
-    Exchange(group, outputs, inputs).wait()
-    outputs[rank] = sent
+    outputs = [torch.empty_like(sent) if other != rank else sent for other in range(size)]
+    Exchange(group, others(outputs, rank), others([sent] * size, rank), sent).wait()
     every = [owner_of(chunk, size) for chunk in range(parts * size)]
     return torch.cat([outputs[owner][place] for owner, place in every], dim=dim)

@@ -9,8 +9,8 @@ import torch
 
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.distributed import local
-from fused_rope_attn.distributed.gather import Call
-from fused_rope_attn.distributed.groups import Exchange, Group, join_rows
+from fused_rope_attn.distributed.call import Call
+from fused_rope_attn.distributed.groups import Exchange, Group, join_rows, others
 from fused_rope_attn.distributed.layout import chunks_of, owner_of
 from fused_rope_attn.runtime.layouts import like_input
 
@@ -109,10 +109,7 @@ def _exchange(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for x, y in zip(tensors, received):
         rank = group.rank
         y[rank].copy_(x[rank])
-        none = x[0, :0] if x.ndim > 1 else x[:0]
-        inputs = [none if other == rank else x[other] for other in range(group.size)]
-        outputs = [none if other == rank else y[other] for other in range(group.size)]
-        running.append(Exchange(group, outputs, inputs))
+        running.append(Exchange(group, others(list(y), rank), others(list(x), rank), x))
     for exchange in running:
         exchange.wait()
     return received

@@ -7,6 +7,7 @@ that under a causal mask all ranks have equal work; ``"contiguous"`` cuts P, one
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 SHARDINGS = ("zigzag", "contiguous")
@@ -54,19 +55,89 @@ class Piece(NamedTuple):
         return self.keys[1] - self.keys[0]
 
 
-class Share(NamedTuple):
-    """A rank's work: its pieces, and the rows of its buffer of keys, (chunk, how many of the chunk's rows) in order."""
+class Run(NamedTuple):
+    """Adjacent keys of a chunk in a rank's buffer: rows [first, first + rows) of the chunk, from row ``start`` of the
+    buffer on."""
 
-    buffer: tuple[tuple[int, int], ...]
+    chunk: int
+    first: int
+    rows: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows
+
+
+class Share(NamedTuple):
+    """A rank's work: its pieces, and what its buffer of keys holds, in order."""
+
+    buffer: tuple[Run, ...]
     pieces: tuple[Piece, ...]
 
     @property
     def length(self) -> int:
-        return sum(rows for _, rows in self.buffer)
+        return self.buffer[-1].end if self.buffer else 0
 
     @property
-    def chunks(self) -> frozenset[int]:
-        return frozenset(chunk for chunk, _ in self.buffer)
+    def order(self) -> list[int]:
+        """The numbers of the pieces, that with most work first."""
+        return sorted(range(len(self.pieces)), key=lambda i: -self.pieces[i].queries * self.pieces[i].num_keys)
+
+
+class Message(NamedTuple):
+    """Adjacent rows of keys that one rank sends another, by their first rows in the buffers of both."""
+
+    sent: int
+    received: int
+    rows: int
+
+
+class Shares:
+    """Every rank's ``Share`` of one sequence, by rank, and what follows from them for all calls of it.
+
+    own: by chunk, what its owner's buffer has of it, which is all rows that exist. messages: by (sender, receiver).
+    several: whether any pair of ranks has more than one. most_received: rows of keys that the rank with most of them
+    gets from others. all_have_local_work: whether every rank that waits for others' keys has a piece that needs none of
+    them.
+    """
+
+    def __init__(self, shares: tuple[Share, ...], sharding: str):
+        self.shares, self.sharding = shares, sharding
+        self.own: dict[int, Run] = {}
+        for rank, share in enumerate(shares):
+            self.own.update({run.chunk: run for run in share.buffer if run.chunk in self.owned_by(rank)})
+        self.messages: dict[tuple[int, int], list[Message]] = {}
+        self.most_received = 0
+        self.all_have_local_work = True
+        for rank, share in enumerate(shares):
+            received = 0
+            for run in share.buffer:
+                sender = owner_of(run.chunk, len(shares))[0]
+                if sender == rank:
+                    continue
+                received += run.rows
+                known = self.messages.setdefault((sender, rank), [])
+                message = Message(self.own[run.chunk].start + run.first, run.start, run.rows)
+                last = known[-1] if known else None
+                if last and (last.sent + last.rows, last.received + last.rows) == (message.sent, message.received):
+                    known[-1] = last._replace(rows=last.rows + message.rows)
+                else:
+                    known.append(message)
+            self.most_received = max(self.most_received, received)
+            if received and not any(self.is_local(rank, piece) for piece in share.pieces):
+                self.all_have_local_work = False
+        self.several = any(len(messages) > 1 for messages in self.messages.values())
+
+    def owned_by(self, rank: int) -> tuple[int, ...]:
+        """A rank's chunks, in the order of its local rows."""
+        return chunks_of(rank, len(self.shares), self.sharding)
+
+    def is_local(self, rank: int, piece: Piece) -> bool:
+        """Whether a piece of a rank needs no other rank's keys."""
+        first, last = piece.keys
+        met = [run for run in self.shares[rank].buffer if run.start < last and first < run.end]
+        return all(run.chunk in self.owned_by(rank) for run in met)
 
 
 class Range(NamedTuple):
@@ -80,29 +151,41 @@ class Range(NamedTuple):
     cu_seqlens_k: tuple[int, ...] = ()
 
 
-def share_of_ranges(ranges: list[Range], chunk: int, total: int) -> Share:
-    """The ``Share`` of these ranges: a buffer of every chunk of ``chunk`` rows that any of them meets, in order."""
-    met = sorted({c for r in ranges for c in range(r.first // chunk, (r.last - 1) // chunk + 1)})
-    buffer = tuple((c, min(chunk, total - c * chunk)) for c in met)
-    # Only the last chunk of all may have fewer rows, so that the others' places are multiples of the chunk.
-    place = {c: i * chunk for i, c in enumerate(met)}
+def _buffer(rows: list[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """The runs of these (chunk, first row, rows), one behind the other."""
+    starts = itertools.accumulate((count for _, _, count in rows), initial=0)
+    return tuple(Run(*one, start) for one, start in zip(rows, starts))
+
+
+def share_of_ranges(ranges: list[Range], chunk: int) -> Share:
+    """The ``Share`` of these ranges: a buffer of the keys that any of them needs, in order.
+
+    Of a chunk of ``chunk`` rows it has one run, from the first key that a range needs to the last.
+    """
+    limits: dict[int, tuple[int, int]] = {}
+    for r in ranges:
+        for c in range(r.first // chunk, (r.last - 1) // chunk + 1):
+            first, last = max(r.first - c * chunk, 0), min(r.last - c * chunk, chunk)
+            known = limits.get(c, (first, last))
+            limits[c] = min(first, known[0]), max(last, known[1])
+    buffer = _buffer([(c, first, last - first) for c, (first, last) in sorted(limits.items())])
     pieces = []
     for r in ranges:
-        start = place[r.first // chunk] + r.first % chunk
+        run = next(run for run in buffer if run.chunk == r.first // chunk)
+        start = run.start + r.first % chunk - run.first
         keys = (start, start + r.last - r.first)
         pieces.append(Piece(r.rows, r.ghosts, keys, r.first, r.cu_seqlens_q, r.cu_seqlens_k))
     return Share(buffer, tuple(pieces))
 
 
 @functools.lru_cache(maxsize=1024)
-def shares(
-    size: int, sharding: str, local: int, total: int, causal: bool, window: tuple[int, int] | None
-) -> tuple[Share, ...]:
+def shares(size: int, sharding: str, local: int, total: int, causal: bool, window: tuple[int, int] | None) -> Shares:
     """The ``Share`` of every rank of P = ``size``, for one sequence of ``local`` rows a rank.
 
     total: rows from there on do not exist. window: as in ``rope_attention``, None where neither side is bounded.
     """
-    return tuple(_share(rank, size, sharding, local, total, causal, window) for rank in range(size))
+    found = [_share(rank, size, sharding, local, total, causal, window) for rank in range(size)]
+    return Shares(tuple(found), sharding)
 
 
 def _share(rank, size, sharding, local, total, causal, window) -> Share:
@@ -122,7 +205,7 @@ def _share(rank, size, sharding, local, total, causal, window) -> Share:
         if not causal:
             ghosts = total - end if window[1] < 0 else min(window[1], total - end)
         ranges.append(Range((i * chunk, i * chunk + end - begin), ghosts, first, end + ghosts))
-    return share_of_ranges(ranges, chunk, total)
+    return share_of_ranges(ranges, chunk)
 
 
 def _whole(owned, chunk: int, count: int, total: int) -> Share:
@@ -132,6 +215,6 @@ def _whole(owned, chunk: int, count: int, total: int) -> Share:
     own = [c for c in owned if c in existing]
     if not own:
         return Share((), ())
-    buffer = tuple((c, existing[c]) for c in (*(c for c in existing if c not in own), *own))
+    buffer = _buffer([(c, 0, existing[c]) for c in (*(c for c in existing if c not in own), *own)])
     rows = sum(existing[c] for c in own)
     return Share(buffer, (Piece((0, rows), 0, (0, min(total, count * chunk)), None),))

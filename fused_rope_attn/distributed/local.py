@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors
 from fused_rope_attn.runtime.device import has_triton
 
 if has_triton():  # elsewhere planning sends every call to the reference
@@ -24,21 +24,27 @@ def plan_of(problem: Problem, like: torch.Tensor) -> planning.Plan | None:
     return None if chosen == "reference" else planning.plan_for(problem._replace(backend=chosen), like)
 
 
-def forward(plan: planning.Plan | None, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one piece."""
+def forward(
+    plan: planning.Plan | None, problem: Problem, tensors: Tensors, room: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one piece. room: where o is to be written; by default it gets memory of its own."""
     if plan is not None:
-        outputs = ops.forward_by(plan, problem, tensors)
+        outputs = ops.forward_by(plan, problem, tensors, room)
         return outputs.o, outputs.lse
-    return _reference(problem, tensors)
+    o, lse = _reference(problem, tensors)
+    return (o if room is None else room.copy_(o)), lse
 
 
 def backward(
     plan: planning.Plan | None, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, *, sums: bool = True,
+    lse: torch.Tensor, *, sums: bool = True, rooms: Rooms = NO_ROOMS,
 ) -> Gradients:  # fmt: skip
-    """Gradients of one piece in q's dtype, but with ``sums`` dk and dv in float32 (float64 for float64)."""
+    """Gradients of one piece in q's dtype, but with ``sums`` dk and dv in float32 (float64 for float64).
+
+    rooms: where dq, dk and dv are to be written; None for memory of its own.
+    """
     if plan is not None:
-        return ops.backward_by(plan, problem._replace(sums_keys=sums), tensors, do, o, lse)
+        return ops.backward_by(plan, problem._replace(sums_keys=sums), tensors, do, o, lse, rooms)
     with _Recording():
         wide = torch.promote_types(problem.dtype, torch.float32)
         q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
@@ -49,9 +55,9 @@ def backward(
         }
         again, _ = _reference(problem, tensors._replace(q=q, k=k, v=v, **weights))
         dq, dk, dv, *others = torch.autograd.grad(again, [q, k, v, *weights.values()], do.to(wide))
-    if not sums:
-        dk, dv = dk.to(problem.dtype), dv.to(problem.dtype)
-    return Gradients(dq.to(problem.dtype), dk, dv, **{f"d{name}": x for name, x in zip(weights, others)})
+    dtypes = (problem.dtype, wide if sums else problem.dtype, wide if sums else problem.dtype)
+    found = [x.to(dtype) if room is None else room.copy_(x) for x, dtype, room in zip((dq, dk, dv), dtypes, rooms)]
+    return Gradients(*found, **{f"d{name}": x for name, x in zip(weights, others)})
 
 
 class _Recording:

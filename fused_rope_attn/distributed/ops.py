@@ -9,8 +9,8 @@ import torch
 from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.distributed import gather, heads
+from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.documents import plan_of
-from fused_rope_attn.distributed.gather import Call
 from fused_rope_attn.distributed.groups import Group, agree, group_named
 from fused_rope_attn.distributed.layout import chunks_of, shares
 from fused_rope_attn.runtime import device
@@ -44,11 +44,11 @@ def _call(how: tuple, problem: Problem) -> Call:
     chunk = problem.len_q // len(chunks_of(0, group.size, sharding))
     if not number:
         every = shares(group.size, sharding, problem.len_q, total, problem.causal, problem.window)
-        return Call(group, sharding, chunk, every, tables_are_local)
+        return Call(group, chunk, every, tables_are_local)
     plan = plan_of(number)
     every = plan.shares(problem.causal, problem.window)
-    on_device = plan.cu_seqlens_of(every[group.rank], problem.causal, problem.window)
-    return Call(group, sharding, chunk, every, tables_are_local, on_device)
+    on_device = plan.cu_seqlens_of(every.shares[group.rank], problem.causal, problem.window)
+    return Call(group, chunk, every, tables_are_local, on_device)
 
 
 def _run_forward(how: tuple, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

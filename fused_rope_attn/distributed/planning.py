@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.distributed.groups import Group
-from fused_rope_attn.distributed.layout import Share, chunks_of
+from fused_rope_attn.distributed.layout import Shares
 
 METHODS = ("auto", "all_gather", "all_to_all")
 # Of one H200 among several of its host: both only weigh the methods against one another.
@@ -31,27 +31,21 @@ class CpPlan:
     gathered_bytes: int
 
 
-def choose(
-    problem: Problem, method: str, group: Group, sharding: str, shares: tuple[Share, ...]
-) -> CpPlan:  # fmt: skip
+def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPlan:
     """The plan of a call whose ranks have these shares. problem: with the local lengths.
 
     Raises ValueError where ``method="all_to_all"`` is asked for and the key heads cannot be divided.
     """
     size = group.size
-    chunk = problem.len_q // len(chunks_of(0, size, sharding))
     row_bytes = problem.batch * problem.head_dim * problem.dtype.itemsize
-    gathered = []
-    for rank, share in enumerate(shares):
-        own = chunks_of(rank, size, sharding)
-        gathered.append(2 * problem.heads_kv * row_bytes * chunk * sum(c not in own for c in share.chunks))
+    gathered = 2 * problem.heads_kv * row_bytes * shares.most_received
     work = [
         4.0 * problem.batch * problem.heads_q * problem.head_dim * sum(_pairs(problem, p) for p in share.pieces)
-        for share in shares
+        for share in shares.shares
     ]
     heads = 2 * problem.heads_q + 2 * problem.heads_kv
     exchanged = heads * row_bytes * problem.len_q * (size - 1) // size
-    by_gather = CpPlan("all_gather", "", max(gathered, default=0), max(work, default=0.0), max(gathered, default=0))
+    by_gather = CpPlan("all_gather", "", gathered, max(work, default=0.0), gathered)
     by_heads = CpPlan("all_to_all", "", exchanged, sum(work) / max(1, size), exchanged)
     divides = problem.heads_kv % size == 0
     if method == "all_to_all":

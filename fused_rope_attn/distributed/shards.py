@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fused_rope_attn.distributed.groups import Exchange, Group, group_named, group_of, join_rows
+from fused_rope_attn.distributed.groups import Exchange, Group, group_named, group_of, join_rows, others
 from fused_rope_attn.distributed.layout import SHARDINGS, chunk_count, chunks_of
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice, refuse_non_tensor, shown
 from fused_rope_attn.runtime.registration import Operator
@@ -132,11 +132,8 @@ def _sum_impl(x: torch.Tensor, dim: int, name: str, sharding: str) -> torch.Tens
     count = chunk_count(size, sharding)
     chunks = x.unflatten(dim, (count, -1)).movedim(dim, 0)
     inputs = [torch.stack([chunks[c] for c in chunks_of(other, size, sharding)]) for other in range(size)]
-    own = inputs[rank]
-    inputs[rank] = own[:0]
-    outputs = [torch.empty_like(own) if other != rank else own[:0] for other in range(size)]
-    Exchange(group, outputs, inputs).wait()
-    outputs[rank] = own
+    outputs = [torch.empty_like(part) if other != rank else part for other, part in enumerate(inputs)]
+    Exchange(group, others(outputs, rank), others(inputs, rank), x).wait()
     wide = torch.promote_types(x.dtype, torch.float32)
     total = outputs[0].to(wide)
     for part in outputs[1:]:

@@ -87,6 +87,34 @@ def current_stream(device: torch.device) -> int:
     return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)
 
 
+# By (device, stream).
+_besides: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
+    """(the current stream of a GPU, the one that belongs beside it); None where there is no GPU.
+
+    Each stream has its own beside it, so that threads that do not share a stream do not share that either.
+    """
+    if device.type != "cuda":
+        return None
+    current = torch.cuda.current_stream(device)
+    key = current.device_index, current.cuda_stream
+    if key not in _besides:
+        _besides[key] = torch.cuda.Stream(device)
+    return current, _besides[key]
+
+
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+    """Context in which this stream is the current one."""
+    return torch.cuda.stream(stream)
+
+
+def pause(cycles: int) -> None:
+    """Let the current stream do nothing for so many cycles of the GPU's clock."""
+    torch.cuda._sleep(cycles)
+
+
 class _NoGuard:
     def __enter__(self) -> None:
         return None

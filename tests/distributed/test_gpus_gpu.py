@@ -29,6 +29,8 @@ NUMBERS = [
     (SHORT, {"total_len": 801, "sharding": "contiguous"}),
     (SHORT, {"method": "all_to_all"}),
     (replace(SHORT, window=(100, 0), sinks=True), {}),
+    # A rank gets two runs of keys from another one, which are not adjacent.
+    (replace(SHORT, causal=False, window=(100, 100)), {}),
     (replace(SHORT, norms=1.0), {}),
     (PACKED, {}),
 ]

@@ -21,9 +21,22 @@ def check(size, sharding, chunk, total, causal, window):
     owned = [chunks_of(rank, size, sharding) for rank in range(size)]
     local = chunk * len(owned[0])
     served = []
-    for rank, share in enumerate(shares(size, sharding, local, total, causal, window)):
-        buffer = [c * chunk + row for c, rows in share.buffer for row in range(rows)]
+    every = shares(size, sharding, local, total, causal, window)
+    buffers = [
+        [run.chunk * chunk + run.first + row for run in share.buffer for row in range(run.rows)]
+        for share in every.shares
+    ]
+    for rank, (share, buffer) in enumerate(zip(every.shares, buffers)):
         assert len(buffer) == share.length == len(set(buffer))
+        # Each row is the rank's own, or comes once from where it is another's.
+        arrived = [row for row in buffer if row // chunk in owned[rank]]
+        for (sender, receiver), messages in every.messages.items():
+            for message in messages if receiver == rank else ():
+                sent = buffers[sender][message.sent :][: message.rows]
+                assert sent == buffer[message.received :][: message.rows]
+                assert all(row // chunk in owned[sender] for row in sent)
+                arrived += sent
+        assert sorted(arrived) == sorted(buffer)
         positions = [c * chunk + row for c in owned[rank] for row in range(chunk)]
         for piece in share.pieces:
             keys = buffer[piece.keys[0] : piece.keys[1]]
@@ -58,10 +71,14 @@ def test_every_row_once_and_all_that_it_sees(causal, window, sharding):
             check(size, sharding, chunk, total, causal, window)
 
 
-def test_narrow_windows_need_few_chunks():
-    for rank, share in enumerate(shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))):
-        expected = {c for own in chunks_of(rank, 4, "zigzag") for c in (own, own - 1) if c >= 0}
-        assert share.chunks == expected
+def test_narrow_windows_need_few_keys():
+    every = shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))
+    for rank, share in enumerate(every.shares):
+        own = chunks_of(rank, 4, "zigzag")
+        expected = {c: (256, 256) for mine in own for c in (mine - 1,) if c >= 0} | dict.fromkeys(own, (0, 512))
+        assert {run.chunk: (run.first, run.rows) for run in share.buffer} == expected
+        local = [every.is_local(rank, piece) for piece in share.pieces]
+        assert local == {0: [True, False], 3: [False, True]}.get(rank, [False, False])
 
 
 def test_owners():

@@ -25,6 +25,12 @@ def test_both_methods_agree(ranks):
     same(ranks.results(features.plain_and, (0, 1), "all_to_all", ranks=(0, 1)))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (4, 0)}, {"sharding": "contiguous"}], ids=str)
+def test_sections_of_heads_are_all_heads(ranks, options):
+    members = (0, 1) if options else MEMBERS
+    same(ranks.results(features.in_sections, members, options, 1, ranks=members))
+
+
 @interpreted
 def test_kernels_agree_with_the_reference(ranks):
     same(ranks.results(features.plain_and, (0, 1), "interpreter", ranks=(0, 1)))

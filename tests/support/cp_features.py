@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.distributed import (
     cp_shard,
+    gather,
     plan_cp,
     plan_varlen_cp,
     rope_attention_cp,
@@ -22,11 +23,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _inputs(
-    ranks: tuple[int, ...], dtype: torch.dtype = torch.float32, length: int = 24, device: str = "cpu"
-) -> tuple[Any, list, tuple]:
+    ranks: tuple[int, ...], dtype: torch.dtype = torch.float32, length: int = 24, device: str = "cpu",
+    heads: tuple[int, int] = (4, 2),
+) -> tuple[Any, list, tuple]:  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     group = group_of(ranks)
-    whole = [torch.randn(1, heads, length, 16, generator=generator).to(device, dtype) for heads in (4, 2, 2)]
+    whole = [torch.randn(1, n, length, 16, generator=generator).to(device, dtype) for n in (*heads, heads[1])]
     angles = (torch.arange(length)[:, None] * torch.linspace(1.0, 0.1, 8)).to(device)
     shards = [cp_shard(x, 2, group=group).requires_grad_() for x in whole]
     return group, shards, (angles.cos(), angles.sin())
@@ -156,3 +158,17 @@ def repeats(ranks: tuple[int, ...]) -> list[bool]:
         found.append((o, *torch.autograd.grad(o.sum(), shards)))
         dist.barrier(group)
     return [torch.equal(a, b) for a, b in zip(*found)]
+
+
+def in_sections(ranks: tuple[int, ...], options: dict[str, Any], section_bytes: int) -> tuple[Tensors, Tensors]:
+    """o, lse and gradients where all heads travel at once, and where several sections of them do."""
+    group, shards, tables = _inputs(ranks, heads=(16, 8))
+    sinks = torch.linspace(-1.0, 1.0, 16).requires_grad_()
+    found, usual = [], gather.SECTION_BYTES
+    for gather.SECTION_BYTES in (usual, section_bytes):
+        given = {"sinks": sinks, "return_lse": True, **options}
+        o, lse = rope_attention_cp(*shards, *tables, group=group, **given)
+        gradients = torch.autograd.grad(o.square().sum(), (*shards, sinks))
+        found.append(dict(zip(("o", "lse", "dq", "dk", "dv", "dsinks"), (o.detach(), lse, *gradients))))
+    gather.SECTION_BYTES = usual
+    return found[0], found[1]

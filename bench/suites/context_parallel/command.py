@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
         for length in words(args.lengths)
         if kind != "plain" or _length(length) <= _LONGEST_PLAIN or args.slow
     ]
+    if args.cases:
+        works = [work for work in works if work.name in words(args.cases)]
     sizes = [int(size) for size in words(args.ranks)]
     if args.dry_run:
         print("\n".join(f"{work.name} on {size} GPUs" for size in sizes for work in works))
@@ -133,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         help="in this order; default %(default)s; plain ones of 1M only with --slow",
     )
     add("--kinds", default=",".join(KINDS), help="default %(default)s")
+    add("--cases", default="", help="of these lengths and kinds only those of these names, as plain-32K; default all")
     add("--providers", default=",".join(DEFAULT), help=f"of {', '.join(PROVIDERS)}; default %(default)s")
     add("--passes", default="fwd,bwd")
     add("--rounds", type=int, default=3, help="interleaved rounds; default %(default)s")

@@ -9,6 +9,7 @@ from fused_rope_attn.attention.arguments import (
     gradient_strides,
     key_gradient_dtype,
     padded_rows,
+    room_strides,
     rotated_shape,
     shared_arguments,
 )
@@ -19,7 +20,7 @@ from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, WeightGradients, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -45,12 +46,12 @@ class BackwardCall:
 
     def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
         do, o, *of_forward = tensors
-        given = Tensors(*of_forward)
+        given, rooms = split_rooms(tuple(of_forward))
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
         self.is_rotated = is_rotated
-        self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
+        self.strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
         self.key_dtype = key_gradient_dtype(problem)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
@@ -168,14 +169,20 @@ class BackwardCall:
         if not self.wide:
             self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
-    def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def __call__(
+        self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
+    ) -> Gradients:
+        """rooms: where dq, dk and dv are to be written, if the call was prepared for such places."""
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
         # Strides are at hand everywhere: an allocation that has to find them takes the host twice as long.
         dtype, where = v.dtype, v.device
         dq_strides, dk_strides, dv_strides = self.strides
-        dq = torch.empty_strided(o.shape, dq_strides, dtype=dtype, device=where)
-        dk = torch.empty_strided(k.shape, dk_strides, dtype=self.key_dtype, device=where)
-        dv = torch.empty_strided(v.shape, dv_strides, dtype=self.key_dtype, device=where)
+        dq, dk, dv = rooms
+        if dq is None:
+            dq = torch.empty_strided(o.shape, dq_strides, dtype=dtype, device=where)
+        if dk is None:
+            dk = torch.empty_strided(k.shape, dk_strides, dtype=self.key_dtype, device=where)
+            dv = torch.empty_strided(v.shape, dv_strides, dtype=self.key_dtype, device=where)
         if self.empty:
             weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)

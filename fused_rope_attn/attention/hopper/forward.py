@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import room_strides, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -23,13 +23,13 @@ class ForwardCall:
     def __init__(
         self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saving: Saving = Saving.NOTHING
     ):  # fmt: skip
-        given = Tensors(*tensors)
+        given, rooms = split_rooms(tensors)
         q, k, v = given.q, given.k, given.v
         pad_d = max(64, block_d(problem.head_dim))
         block_m = config.consumers * ROWS.value
         reads_rotated = not config.rotates_queries
         self.empty = problem.batch * problem.len_q == 0
-        self.o_strides = output_strides(q)
+        self.o_strides = room_strides(rooms, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.packed = problem.is_packed
         self.saves_rotated = saving is not Saving.NOTHING
@@ -87,9 +87,11 @@ class ForwardCall:
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 
-    def __call__(self, tensors: Tensors) -> Outputs:
+    def __call__(self, tensors: Tensors, o: torch.Tensor | None = None) -> Outputs:
+        """o: where it is to be written, if the call was prepared for such a place."""
         q = tensors.q
-        o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
+        if o is None:
+            o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse)

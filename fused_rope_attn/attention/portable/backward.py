@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, shared_arguments
+from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, room_strides, shared_arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -25,12 +25,12 @@ class BackwardCall:
 
     def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False):
         do, o, *of_forward = tensors
-        given = Tensors(*of_forward)
+        given, rooms = split_rooms(tuple(of_forward))
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
         self.preprocess = self.dkdv = self.dq = self.norms = self.dsinks_shape = None
-        self.strides = dq_strides, dk_strides, dv_strides = gradient_strides(given, o, is_rotated)
+        self.strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
         self.key_dtype = key_gradient_dtype(problem)
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
@@ -117,11 +117,16 @@ class BackwardCall:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
-    def __call__(self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def __call__(
+        self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
+    ) -> Gradients:
+        """rooms: where dq, dk and dv are to be written, if the call was prepared for such places."""
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
         dq, dk, dv = (
-            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
-            for x, strides, dtype in zip((o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype))
+            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device) if room is None else room
+            for x, strides, dtype, room in zip(
+                (o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype), rooms
+            )
         )
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)

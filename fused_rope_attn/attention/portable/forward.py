@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, room_strides, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
 from fused_rope_attn.attention.prepass import RotateKeys
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
@@ -26,9 +26,9 @@ class ForwardCall:
     """The launches of one forward signature: with a pre-pass, or without."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: ForwardConfig, saving: Saving = Saving.NOTHING):
-        given = Tensors(*tensors)
+        given, rooms = split_rooms(tensors)
         q, k, v = given.q, given.k, given.v
-        self.o_strides = output_strides(q)
+        self.o_strides = room_strides(rooms, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.empty = problem.batch * problem.len_q == 0
         shared = shared_arguments(problem, given.cos, given.sin)
@@ -74,9 +74,11 @@ class ForwardCall:
             PDL=pdl,
         )
 
-    def __call__(self, tensors: Tensors) -> Outputs:
+    def __call__(self, tensors: Tensors, o: torch.Tensor | None = None) -> Outputs:
+        """o: where it is to be written, if the call was prepared for such a place."""
         q, k = tensors.q, tensors.k
-        o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
+        if o is None:
+            o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse)
