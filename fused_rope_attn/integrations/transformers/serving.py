@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
@@ -71,6 +72,10 @@ class Serving:
     def _reads_pages(self, implementation: str) -> bool:
         """Whether every pass over a paged cache will be served, as far as can be seen before."""
         if not _KNOWN or implementation not in _MASKED:
+            return False
+        # Without masks, managers take CUDA graphs wherever there is a GPU, also for a model that is not on it.
+        where: Any = self.model.device
+        if torch.cuda.is_available() and where.type != "cuda":
             return False
         decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
         if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:

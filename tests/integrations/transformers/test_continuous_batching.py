@@ -158,6 +158,17 @@ def test_a_manager_that_compiles():
 
 
 @needs_tables
+def test_a_model_that_is_not_on_the_gpu(monkeypatch):
+    """Where there is a GPU, managers without masks would capture graphs of any model."""
+    model = patch_model(make_model("llama"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), options_of())
+    assert model.config._attn_implementation == "paged|eager"
+    assert not any(manager.continuous_batching_config.cuda_graph_booleans)
+    manager.destroy()
+
+
+@needs_tables
 def test_a_manager_that_is_kept():
     """One of a patched model goes with the patch, one with masks serves on."""
     model, given = make_model("llama"), prompts((5, 20))
