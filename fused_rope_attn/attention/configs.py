@@ -117,7 +117,8 @@ class HopperBackwardConfig:
     in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
     loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
-    of the pre-process turns; post_rows, post_heads: of the post-process. pdl: as in ``ForwardConfig``.
+    of the pre-process turns; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
+    where q and k are normed, which reads twice as much of a row and sums it. pdl: as in ``ForwardConfig``.
     """
 
     q_stages: int = 3
@@ -128,6 +129,8 @@ class HopperBackwardConfig:
     rotate_heads: int = 4
     post_rows: int = 16
     post_heads: int = 4
+    norm_rows: int = 16
+    norm_heads: int = 8
     pdl: bool = True
 
 
@@ -344,13 +347,14 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
-    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST), (), _PADDED),
-    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8), BUCKETS, _TIMED,
-              buckets=_SHORT),
+    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=32, norm_heads=4), (), _PADDED),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=32, norm_heads=4),
+              BUCKETS, _TIMED, buckets=_SHORT),
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
-    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST), BUCKETS, _WIDE_TIMED),
+    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=8, norm_heads=4), BUCKETS,
+              _WIDE_TIMED),
 )
 # fmt: on
 

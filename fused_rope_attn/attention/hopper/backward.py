@@ -127,8 +127,9 @@ class BackwardCall:
             CONSUMER_REGISTERS=config.consumer_registers,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
         )
-        # With norms a row is read twice and summed: more of them in flight, 16 numbers of each tensor a thread.
-        chunk, block = config.post_heads, 2048 // pad_d if problem.has_norms else config.post_rows
+        chunk, block = config.post_heads, config.post_rows
+        if problem.has_norms:
+            chunk, block = config.norm_heads, config.norm_rows
         row_blocks = batch * tile_count(len_q, sequences, block)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
