@@ -129,7 +129,7 @@ class HopperBackwardConfig:
     rotate_heads: int = 4
     post_rows: int = 16
     post_heads: int = 4
-    norm_rows: int = 16
+    norm_rows: int = 8
     norm_heads: int = 8
     pdl: bool = True
 
@@ -347,13 +347,13 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
-    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=32, norm_heads=4), (), _PADDED),
-    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=32, norm_heads=4),
+    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=16, norm_heads=4), (), _PADDED),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
               BUCKETS, _TIMED, buckets=_SHORT),
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
-    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=8, norm_heads=4), BUCKETS,
+    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=4, norm_heads=4), BUCKETS,
               _WIDE_TIMED),
 )
 # fmt: on
