@@ -146,7 +146,8 @@ def rotate_queries(tiles, queries, source, NQ, NK):
                     rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
                     PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, weights=weights,
                 )  # fmt: skip
-                if warpgroup + chunk > 0:
+                # Loads of the next chunk stay behind it; beside the norm's weights there is no room even for one ahead.
+                if warpgroup + chunk > 0 or weights is not None:
                     barrier()
                 queries.tile(tile_step, warpgroup).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()
