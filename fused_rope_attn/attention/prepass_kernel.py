@@ -10,7 +10,7 @@ from fused_rope_attn.kernels.rotation import (
     load_pairs,
     norm_and_rotate,
     pack_pairs,
-    rotation_weights,
+    pair_norm_weights,
     with_norm,
 )
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start, wait_for_previous_launch
@@ -31,7 +31,9 @@ def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head,
     """
     offs = tl.arange(0, BLOCK_N)
     cos, sin = load_angles(rotation, offs + (start + q_offset), x.rows.format.BLOCK_D, CHECK_POSITIONS=True)
-    weights = rotation_weights(rotation, x.rows.format.BLOCK_D)
+    weights = None
+    if rotation.norm is not None:
+        weights = pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, x.rows.format.BLOCK_D)
     x, out = heads_from(x, start), heads_from(out, start)
     for head in range(first_head, last_head):
         first, second = load_pairs(rows_of_head(x, head), offs, rotation, CHECK_ROWS=True)

@@ -212,20 +212,12 @@ def load_normed_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOU
 
 
 @triton.jit
-def rotation_weights(rotation, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None):
-    """``pair_norm_weights`` of the norm of ``rotation``; None where it has none."""
-    if rotation.norm is None:
-        return None
-    else:
-        return pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, BLOCK_D, LAYOUT)
-
-
-@triton.jit
 def norm_and_rotate(first, second, cos, sin, sign, rotation, weights):
     """Pairs of ``load_pairs`` normed, where ``rotation`` has a norm, rotated, and times ``sign``; all float32.
 
-    weights: ``rotation_weights``. A row's factor comes last, with the sign, because it commutes with the rotation:
-    nothing waits for the row's sum but one multiplication, which calls without norms have, too.
+    weights: ``pair_norm_weights``, or None without a norm. A row's factor comes last, with the sign, because it
+    commutes with the rotation: nothing waits for the row's sum but one multiplication, which calls without norms have,
+    too.
     """
     if rotation.norm is not None:
         sign = pair_inverse_rms(first, second, rotation.norm) * sign
@@ -267,11 +259,12 @@ def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl
     """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to DTYPE, in pair order.
 
     DTYPE None is the memory's. Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in
-    ``load_pairs``. weights: ``rotation_weights`` in PAIR_LAYOUT, where the caller has them; None: they are loaded.
+    ``load_pairs``. weights: ``pair_norm_weights`` in PAIR_LAYOUT, where the caller has them; None: they are loaded.
     """
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
-    if weights is None:
-        weights = rotation_weights(rotation, BLOCK_D, PAIR_LAYOUT)
+    if rotation.norm is not None:
+        if weights is None:
+            weights = pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, BLOCK_D, PAIR_LAYOUT)
     first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
     cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT)
     first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
