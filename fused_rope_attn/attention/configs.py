@@ -10,7 +10,7 @@ generation step.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -422,20 +422,6 @@ def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa,
     """The backward configuration for these properties."""
     shape = (causal, length_bucket, gqa, masked)
     return find_row(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
-
-
-def behind_norm(
-    config: HopperForwardConfig, head_dim: int, length_bucket: str, packed: bool
-) -> HopperForwardConfig:  # fmt: skip
-    """``config`` for queries that are normed before they are rotated.
-
-    With 128 columns the warps that rotate are too slow to norm, too, and everything waits for them, unless sequences
-    are long: the pre-pass does both then (docs/experiments). With 64 columns, and for long sequences, its bytes cost
-    more. Only they save packed queries as the backward reads them.
-    """
-    if packed or length_bucket == "long" or not 64 < head_dim <= HOPPER_HEAD_DIM:
-        return config
-    return replace(config, rotates_queries=False, attend_registers=240)
 
 
 def hopper_forward(head_dim, causal, length_bucket, gqa, packed=False) -> HopperRow:
