@@ -198,12 +198,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     jobs += [replace(job, rotated=True) for job in trained]
     for job in trained:
-        if not full and job.head_dim != configs.HOPPER_HEAD_DIM:
-            continue
-        jobs.append(replace(job, rotated=True, norms=True))
-        if job.direction == "forward":
-            config = configs.behind_norm(job.config, job.head_dim, "medium", "packed" in job.masks)
-            jobs.append(replace(job, rotated=True, norms=True, config=config))
+        if full or job.head_dim == configs.HOPPER_HEAD_DIM:
+            jobs.append(replace(job, rotated=True, norms=True))
     summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
     jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
     return list(dict.fromkeys(jobs))

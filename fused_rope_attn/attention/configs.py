@@ -10,7 +10,7 @@ generation step.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -117,7 +117,8 @@ class HopperBackwardConfig:
     in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
     loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
-    of the pre-process turns; post_rows, post_heads: of the post-process. pdl: as in ``ForwardConfig``.
+    of the pre-process turns; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
+    where q and k are normed, which reads twice as much of a row and sums it. pdl: as in ``ForwardConfig``.
     """
 
     q_stages: int = 3
@@ -128,6 +129,8 @@ class HopperBackwardConfig:
     rotate_heads: int = 4
     post_rows: int = 16
     post_heads: int = 4
+    norm_rows: int = 8
+    norm_heads: int = 8
     pdl: bool = True
 
 
@@ -344,13 +347,14 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 )
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
-    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST), (), _PADDED),
-    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8), BUCKETS, _TIMED,
-              buckets=_SHORT),
+    HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=16, norm_heads=4), (), _PADDED),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
+              BUCKETS, _TIMED, buckets=_SHORT),
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
               f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
-    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST), BUCKETS, _WIDE_TIMED),
+    HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=4, norm_heads=4), BUCKETS,
+              _WIDE_TIMED),
 )
 # fmt: on
 
@@ -418,20 +422,6 @@ def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa,
     """The backward configuration for these properties."""
     shape = (causal, length_bucket, gqa, masked)
     return find_row(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
-
-
-def behind_norm(
-    config: HopperForwardConfig, head_dim: int, length_bucket: str, packed: bool
-) -> HopperForwardConfig:  # fmt: skip
-    """``config`` for queries that are normed before they are rotated.
-
-    With 128 columns the warps that rotate are too slow to norm, too, and everything waits for them, unless sequences
-    are long: the pre-pass does both then (docs/experiments). With 64 columns, and for long sequences, its bytes cost
-    more. Only they save packed queries as the backward reads them.
-    """
-    if packed or length_bucket == "long" or not 64 < head_dim <= HOPPER_HEAD_DIM:
-        return config
-    return replace(config, rotates_queries=False, attend_registers=240)
 
 
 def hopper_forward(head_dim, causal, length_bucket, gqa, packed=False) -> HopperRow:

@@ -16,18 +16,22 @@ from fused_rope_attn.kernels.tiles import RowFormat, heads_from, rows_of_head, s
 
 
 @record
-class Halves:
-    """Pairs of the columns (i, i + R / 2), as ``load_pairs`` takes them; a norm may pair columns as it likes."""
+class Pairing:
+    """How ``load_pairs`` pairs columns, which else a ``Rotation`` says; a norm alone may pair them as it likes."""
 
     R: tl.constexpr
     INTERLEAVED: tl.constexpr
 
 
 @triton.jit
-def store_weight_sums(ptr, dweight1, dweight2, norm, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Sum the rows of dweight (rows, BLOCK_D / 2), of first and second members of pairs, into ``ptr`` (D,) float32."""
+def store_weight_sums(ptr, dweight1, dweight2, norm, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+                      LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
+    """Sum the rows of dweight (rows, BLOCK_D / 2), of first and second members of pairs, into ``ptr`` (D,) float32.
+
+    LAYOUT: theirs, which Gluon kernels name; FIRST_PAIR: the pair that they begin with.
+    """
     BLOCK_D: tl.constexpr = 2 * dweight1.shape[1]
-    columns1, columns2, exists = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D)
+    columns1, columns2, exists = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D, LAYOUT, FIRST_PAIR)
     tl.store(ptr + columns1, tl.sum(dweight1, 0), mask=exists)
     tl.store(ptr + columns2, tl.sum(dweight2, 0), mask=exists)
 
@@ -40,7 +44,7 @@ def unnorm_rows(x, dx, norm, sums_ptr, start, first_head, last_head, BLOCK_N: tl
     """
     D: tl.constexpr = norm.D
     BLOCK_D: tl.constexpr = x.rows.format.BLOCK_D
-    halves = Halves(R=D, INTERLEAVED=False)
+    halves = Pairing(R=D, INTERLEAVED=False)
     weight1, weight2 = pair_norm_weights(norm, D, False, BLOCK_D)
     offs = tl.arange(0, BLOCK_N)
     x, dx = heads_from(x, start), heads_from(dx, start)
@@ -78,7 +82,8 @@ def unnorm_block(pid, x_ptr, dx_ptr, x_strides, dx_strides, norm, sums_ptr, H, N
 def clear_counters(counters_ptr):
     """Zero the counters of ``weight_gradient_kernel``, which is the next launch; one program's work."""
     if tl.program_id(0) == 0:
-        tl.store(counters_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+        tl.store(counters_ptr, 0)
+        tl.store(counters_ptr + 1, 0)
 
 
 @triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])

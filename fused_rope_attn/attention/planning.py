@@ -192,7 +192,6 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
         problem.heads_q != problem.heads_kv,
         configs.work_class(queries * visited),
         problem.has_masks,
-        problem.has_norms,
         short_sequences,
     )
     plan, tma = _plan(needs, *wanted)
@@ -207,7 +206,7 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
 
 @functools.cache
 def _plan(
-    needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, normed, short_sequences
+    needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences
 ) -> tuple[Plan, bool]:
     """(the plan, whether kernels of sm_90 are in it, which read v through the TMA).
 
@@ -258,11 +257,7 @@ def _plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
-        configs.behind_norm(cast(configs.HopperForwardConfig, row.config), needs.head_dim, length_bucket, needs.packed)
-        if forward[0] and normed
-        else row.config
-        if forward[0]
-        else configs.forward(*portable, strategy, *shape, masked),
+        row.config if forward[0] else configs.forward(*portable, strategy, *shape, masked),
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
         else configs.backward(*portable, backward_strategy, *shape, masked),

@@ -7,9 +7,10 @@ from fused_rope_attn.kernels.lengths import count_tiles, describe_tiles, existin
 from fused_rope_attn.kernels.rotation import (
     head_rotation,
     load_angles,
-    load_normed_pairs,
+    load_pairs,
+    norm_and_rotate,
     pack_pairs,
-    rotate,
+    pair_norm_weights,
     with_norm,
 )
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start, wait_for_previous_launch
@@ -23,18 +24,21 @@ TILE_WORDS = tl.constexpr(8)
 def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head, BLOCK_N: tl.constexpr):
     """Norm, where ``rotation`` says so, and rotate rows [start, start + BLOCK_N) of heads [first_head, last_head).
 
-    The angles are read once for all heads.
+    The angles and the norm's weights are read once for all heads.
 
     x and out are ``Heads``, ``out`` in pair order and times ``sign``; row i has position ``q_offset + i``. Rows of
     ``out`` that x does not have become zero.
     """
     offs = tl.arange(0, BLOCK_N)
     cos, sin = load_angles(rotation, offs + (start + q_offset), x.rows.format.BLOCK_D, CHECK_POSITIONS=True)
+    weights = None
+    if rotation.norm is not None:
+        weights = pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, x.rows.format.BLOCK_D)
     x, out = heads_from(x, start), heads_from(out, start)
     for head in range(first_head, last_head):
-        first, second = load_normed_pairs(rows_of_head(x, head), offs, rotation, CHECK_ROWS=True)
-        first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-        store_tile(rows_of_head(out, head), pack_pairs(first * sign, second * sign), offs)
+        first, second = load_pairs(rows_of_head(x, head), offs, rotation, CHECK_ROWS=True)
+        first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
+        store_tile(rows_of_head(out, head), pack_pairs(first, second), offs)
 
 
 @triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK"])

@@ -75,10 +75,39 @@ def load_normed_tile(rows, offs, norm):
 
 
 @triton.jit
+def pair_inverse_rms(first, second, norm):
+    """``inverse_rms`` of rows of ``rotation.load_pairs``, (rows, 1) float32."""
+    return inverse_rms(row_sum(first * first + second * second), norm)
+
+
+@triton.jit
 def norm_pairs(first, second, weight1, weight2, norm):
     """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``rotation.pair_norm_weights``."""
-    scale = inverse_rms(row_sum(first * first + second * second), norm)
+    scale = pair_inverse_rms(first, second, norm)
     return first * scale * weight1, second * scale * weight2
+
+
+@triton.jit
+def unnorm_sums(first, second, dy1, dy2, weight1, weight2):
+    """Sums over columns that ``unnorm_with`` needs, (rows, 1) each, of parts of rows as ``unnorm_pairs`` takes them.
+
+    They are of squares, of ``g * x``, and of the gradient's magnitudes; none waits for another.
+    """
+    squares = row_sum(first * first + second * second)
+    products = row_sum(dy1 * weight1 * first + dy2 * weight2 * second)
+    return squares, products, row_sum(tl.abs(dy1) + tl.abs(dy2))
+
+
+@triton.jit
+def unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm):
+    """``unnorm_pairs`` of parts of rows, given the ``unnorm_sums`` of all their columns."""
+    counts = sums[2] != 0.0
+    scale = tl.where(counts, inverse_rms(sums[0], norm), 0.0)
+    projection = tl.where(counts, sums[1], 0.0) * scale
+    n1, n2 = tl.where(counts, first, 0.0) * scale, tl.where(counts, second, 0.0) * scale
+    dx1 = norm_gradient(dy1 * weight1, n1, projection, scale, norm)
+    dx2 = norm_gradient(dy2 * weight2, n2, projection, scale, norm)
+    return dx1, dx2, dy1 * n1, dy2 * n2
 
 
 @triton.jit
@@ -89,12 +118,5 @@ def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
     zero gives zeros whatever it holds, for it may be padding; it adds nothing to a sum of dweight (rows, BLOCK_D / 2)
     over the rows. Rows that do not exist must have such a gradient.
     """
-    counts = row_sum(tl.abs(dy1) + tl.abs(dy2)) != 0.0
-    first, second = tl.where(counts, first, 0.0), tl.where(counts, second, 0.0)
-    scale = inverse_rms(row_sum(first * first + second * second), norm)
-    n1, n2 = first * scale, second * scale
-    g1, g2 = dy1 * weight1, dy2 * weight2
-    projection = row_sum(g1 * n1 + g2 * n2)
-    dx1 = norm_gradient(g1, n1, projection, scale, norm)
-    dx2 = norm_gradient(g2, n2, projection, scale, norm)
-    return dx1, dx2, dy1 * n1, dy2 * n2
+    sums = unnorm_sums(first, second, dy1, dy2, weight1, weight2)
+    return unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm)

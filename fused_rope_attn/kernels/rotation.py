@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_pairs, row_sum
+from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_pairs, pair_inverse_rms, row_sum
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import (
     columns_from,
@@ -137,41 +137,46 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT
 
 @triton.jit
 def norm_columns(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
-                 LAYOUT: tl.constexpr = None):  # fmt: skip
-    """Memory columns of the first and second members of all pairs, and which pairs exist, (BLOCK_D / 2,) each.
+                 LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
+    """Memory columns of the first and second members of pairs, and which pairs exist, (BLOCK_D / 2,) each.
 
-    The order is that of ``load_pairs``. LAYOUT is that of its tiles in Gluon kernels.
+    The order, and FIRST_PAIR, are those of ``load_pairs``. LAYOUT is that of its tiles in Gluon kernels.
     """
     pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+    if FIRST_PAIR:
+        pairs += FIRST_PAIR
     if INTERLEAVED:
         return 2 * pairs, 2 * pairs + 1, pairs < D // 2
     else:
-        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT)
+        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT, FIRST_PAIR)
         return columns1, columns2, pairs < D // 2
 
 
 @triton.jit
 def pair_norm_weights(norm, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
-                      LAYOUT: tl.constexpr = None):  # fmt: skip
+                      LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
     """``load_norm_weights`` of the ``norm_columns``, (1, BLOCK_D / 2) each."""
-    columns1, columns2, is_pair = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D, LAYOUT)
+    columns1, columns2, is_pair = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D, LAYOUT, FIRST_PAIR)
     exists = None
-    if norm.D != BLOCK_D:
+    if norm.D < 2 * FIRST_PAIR + BLOCK_D:
         exists = is_pair
     return load_norm_weights(norm, columns1, exists)[None, :], load_norm_weights(norm, columns2, exists)[None, :]
 
 
 @triton.jit
 def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.constexpr = None,
-               TILE_LAYOUT: tl.constexpr = None):  # fmt: skip
+               TILE_LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
     """First and second members of every pair of the rows ``offs``, as float32 tiles (len(offs), BLOCK_D / 2).
 
     Rows that do not exist are zero, as in ``load_tile``. Gluon kernels name the PAIR_LAYOUT of these tiles, which
-    ``offs`` has, and the TILE_LAYOUT of the whole tile of which they are the halves.
+    ``offs`` has, and the TILE_LAYOUT of the whole tile of which they are the halves. With FIRST_PAIR a tile of BLOCK_D
+    columns holds the pairs from this number on, of rows with D columns in all.
     """
     D: tl.constexpr = rows.format.D
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
     if rotation.INTERLEAVED:
+        if FIRST_PAIR:
+            rows = columns_from(rows, 2 * FIRST_PAIR)
         if PAIR_LAYOUT is None:
             first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS))
         else:
@@ -179,12 +184,12 @@ def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.c
             first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS, TILE_LAYOUT))
             first, second = gl.convert_layout(first, PAIR_LAYOUT), gl.convert_layout(second, PAIR_LAYOUT)
     else:
-        columns1, columns2 = pair_columns(D, rotation.R, BLOCK_D, PAIR_LAYOUT)
+        columns1, columns2 = pair_columns(D, rotation.R, BLOCK_D, PAIR_LAYOUT, FIRST_PAIR)
         pointers1 = row_pointers(rows, offs, columns1)
         pointers2 = row_pointers(rows, offs, columns2)
         mask = None
-        if CHECK_ROWS or D != BLOCK_D:
-            mask = tile_range(BLOCK_D // 2, 1, PAIR_LAYOUT)[None, :] < D // 2
+        if CHECK_ROWS or D < 2 * FIRST_PAIR + BLOCK_D:
+            mask = tile_range(BLOCK_D // 2, 1, PAIR_LAYOUT)[None, :] < D // 2 - FIRST_PAIR
             if CHECK_ROWS:
                 mask = mask & row_mask(rows, offs)
         first = load_where(pointers1, mask, 0.0)
@@ -204,6 +209,21 @@ def load_normed_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOU
         )  # fmt: skip
         first, second = norm_pairs(first, second, weight1, weight2, norm)
     return first, second
+
+
+@triton.jit
+def norm_and_rotate(first, second, cos, sin, sign, rotation, weights):
+    """Pairs of ``load_pairs`` normed, where ``rotation`` has a norm, rotated, and times ``sign``; all float32.
+
+    weights: ``pair_norm_weights``, or None without a norm. A row's factor comes last, with the sign, because it
+    commutes with the rotation: nothing waits for the row's sum but one multiplication, which calls without norms have,
+    too.
+    """
+    if rotation.norm is not None:
+        sign = pair_inverse_rms(first, second, rotation.norm) * sign
+        first, second = first * weights[0], second * weights[1]
+    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+    return first * sign, second * sign
 
 
 @triton.jit
@@ -235,18 +255,20 @@ def store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT: tl.constexpr =
 @triton.jit
 def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True,
                  PAIR_LAYOUT: tl.constexpr = None, TILE_LAYOUT: tl.constexpr = None,
-                 DTYPE: tl.constexpr = None):  # fmt: skip
+                 DTYPE: tl.constexpr = None, weights=None):  # fmt: skip
     """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to DTYPE, in pair order.
 
     DTYPE None is the memory's. Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in
-    ``load_pairs``.
+    ``load_pairs``. weights: ``pair_norm_weights`` in PAIR_LAYOUT, where the caller has them; None: they are loaded.
     """
-    first, second = load_normed_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
-    cos, sin = load_angles(
-        rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT
-    )
-    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-    return pack_pairs(first * sign, second * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
+    BLOCK_D: tl.constexpr = rows.format.BLOCK_D
+    if rotation.norm is not None:
+        if weights is None:
+            weights = pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, BLOCK_D, PAIR_LAYOUT)
+    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
+    cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT)
+    first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
+    return pack_pairs(first, second).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit

@@ -259,19 +259,11 @@ def test_weights_without_unit_strides():
     assert torch.equal(rope_attention(**apart, **options, backend="triton"), expected)
 
 
-@pytest.mark.parametrize(("head_dim", "rotates"), [(64, True), (96, False), (128, False), (256, False)])
-def test_who_norms_the_queries_of_sm_90(arch, head_dim, rotates):
-    """The pre-pass where the kernel's own warps would be too slow; packed queries, and up to 128 columns those of long
-    sequences, are theirs."""
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_a_plan_of_sm_90_does_not_ask_for_norms(arch, head_dim):
+    """Whoever rotates the queries norms them."""
     given = call(4096, head_dim=head_dim, backend="hopper")
-    norms = {"norm_eps": 1e-6, "norm_offset": 0.0}
-    assert plan_of(given | norms).forward.rotates_queries is rotates
-    assert plan_of(given).forward.rotates_queries is (head_dim <= 128)
-    if head_dim == 128:
-        assert plan_of(call(4097, backend="hopper") | norms).forward.rotates_queries
-    ends = {"cu_seqlens_q": torch.tensor([0, 4096]), "cu_seqlens_k": torch.tensor([0, 4096]), "max_seqlen": 4096}
-    packed = plan_of(call(4096, head_dim=head_dim, batch=1, backend="hopper") | norms, **ends)
-    assert packed.forward.rotates_queries is (head_dim <= 128)
+    assert plan_of(given | {"norm_eps": 1e-6, "norm_offset": 0.0}) == plan_of(given)
 
 
 def test_refusals_and_plan():

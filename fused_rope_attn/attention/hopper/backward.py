@@ -15,7 +15,7 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.postprocess_kernel import postprocess_kernel
+from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, WeightGradients, raw
@@ -23,6 +23,7 @@ from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long
 from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
@@ -112,13 +113,19 @@ class BackwardCall:
         self._describe(q_rot, k_rot, v, do_like, element, block_n)
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
+        key_programs = tile_count(len_k, sequences, block_n) * heads
+        raw_strides: tuple = (None, None)
+        if problem.has_norms:
+            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
+            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
         self.main = Launch(
             backward_kernel,
-            tile_count(len_k, sequences, block_n) * heads,
+            key_programs,
             {"num_warps": 4, **pdl},
             shared,
             dk_strides=dk_strides,
             dv_strides=dv_strides,
+            raw_k_strides=raw_strides[1],
             num_heads=heads,
             heads_per_section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
             Q_STAGES=config.q_stages,
@@ -127,32 +134,35 @@ class BackwardCall:
             CONSUMER_REGISTERS=config.consumer_registers,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
         )
-        # With norms a row is read twice and summed: more of them in flight, 16 numbers of each tensor a thread.
-        chunk, block = config.post_heads, 2048 // pad_d if problem.has_norms else config.post_rows
+        chunk, block = config.post_heads, config.post_rows
+        if problem.has_norms:
+            chunk, block = config.norm_heads, config.norm_rows
         row_blocks = batch * tile_count(len_q, sequences, block)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
-        query_programs, key_programs = row_blocks * triton.cdiv(heads_q, chunk), 0
-        self.weights = None
-        raw_strides: tuple = (None, None)
+        query_programs = row_blocks * triton.cdiv(heads_q, chunk)
+        self.weights, kernel, pairs, whole = None, postprocess_kernel, None, None
         if problem.has_norms:
-            key_programs = batch * triton.cdiv(len_k, block) * triton.cdiv(problem.heads_kv, chunk)
-            self.weights = WeightGradients(problem, query_programs, key_programs, config.pdl)
-            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
-            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
+            # Up to head dim 128 a row of sums for each warpgroup.
+            key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
+            self.weights = WeightGradients(problem, query_programs, key_sums, config.pdl)
+            kernel = norm_postprocess_kernel
+            if not is_interpreted():
+                # A row's pairs by four in a thread, and the columns that those are in pair order by eight.
+                pairs, whole = (gl.BlockedLayout([1, n], [256 // pad_d, pad_d // 8], [4, 1], [1, 0]) for n in (4, 8))
         self.postprocess = Launch(
-            postprocess_kernel,
-            query_programs + key_programs,
+            kernel,
+            query_programs,
             {"num_warps": 4, **pdl},
             shared,
             dq_strides=dq_strides,
-            raw_q_strides=raw_strides[0],
-            raw_k_strides=raw_strides[1],
-            dk_strides=dk_strides if problem.has_norms else None,
             key_blocks=triton.cdiv(len_k, block_n),
             HEADS=chunk,
             BLOCK_N=block,
+            raw_q_strides=raw_strides[0],
             IN_PANELS=self.wide,
+            PAIRS=pairs,
+            WHOLE=whole,
         )
 
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
@@ -204,26 +214,25 @@ class BackwardCall:
             q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
             k_norm_ptr=k_norm, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
-        self.main(
-            stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
-            do_desc=self.do_source(do), stats_desc=self.stats_source(stats),
-            dq_accumulator=accumulator if self.wide else self.dq_source(accumulator), progress_ptr=progress,
-            cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens,
-            cu_q_ptr=cu_q, cu_k_ptr=cu_k,
-        )  # fmt: skip
-        parts = None
-        if sinks is not None:
-            parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
         raw_q = raw_k = dq_norm = dk_norm = None
         sums = NO_SUMS
         if self.weights is not None:
             raw_q, raw_k = raw(tensors, self.is_rotated)
             sums = self.weights.room(where)
+        self.main(
+            stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
+            do_desc=self.do_source(do), stats_desc=self.stats_source(stats),
+            dq_accumulator=accumulator if self.wide else self.dq_source(accumulator), progress_ptr=progress,
+            cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens,
+            cu_q_ptr=cu_q, cu_k_ptr=cu_k, k_norm_ptr=k_norm, raw_k_ptr=raw_k, k_sums_ptr=sums.k,
+        )  # fmt: skip
+        parts = None
+        if sinks is not None:
+            parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
         self.postprocess(
             stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
-            cu_q_ptr=cu_q, cu_k_ptr=cu_k, q_norm_ptr=q_norm, k_norm_ptr=k_norm, raw_q_ptr=raw_q, raw_k_ptr=raw_k,
-            dk_ptr=None if raw_k is None else dk, q_sums_ptr=sums.q, k_sums_ptr=sums.k,
+            cu_q_ptr=cu_q, cu_k_ptr=cu_k, norm_ptr=q_norm, raw_q_ptr=raw_q, sums_ptr=sums.q,
             counters_ptr=sums.counters,
         )  # fmt: skip
         if self.weights is not None:

@@ -5,6 +5,7 @@ from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, WARPGROUP_THREADS
 from fused_rope_attn.kernels.masks import first_query, query_range
+from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
@@ -71,6 +72,22 @@ class Sizes:
 
 
 @record
+class KeyNorm:
+    """The norm of the keys, through which dk goes back behind its rotation.
+
+    raw_ptr, raw_strides: k as the caller gave it, (B, HKV, NK, D). sums_ptr: float32, this block's part of the weights'
+    gradient: rows of D columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 *
+    CONSUMERS, KEYS, 1) float32: where warpgroups that own parts of rows tell each other their sums, else None.
+    """
+
+    norm: Norm
+    raw_ptr: gl.tensor
+    raw_strides: gl.tuple
+    sums_ptr: gl.tensor
+    exchange: gl.shared_memory_descriptor | None
+
+
+@record
 class KeyGradients:
     """Where dk and dv (B, HKV, NK, D) are written, and the tables by which dk is rotated back."""
 
@@ -82,6 +99,7 @@ class KeyGradients:
     dv_strides: gl.tuple
     cos_strides: gl.tuple
     sin_strides: gl.tuple
+    key_norm: KeyNorm | None
     D: gl.constexpr
     R: gl.constexpr
     INTERLEAVED: gl.constexpr

@@ -237,5 +237,5 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
         dk, dv, keys, sizes.NK, mask, scale, gradients,
         dv_stage=reinterpret(v_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
         dk_room=reinterpret(k_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
-        dk_room_empty=None, dk_room_uses=0, FIRST_COLUMN=WARPGROUP * OWN,
+        dk_room_empty=None, dk_room_uses=0, WARPGROUP=WARPGROUP, FIRST_COLUMN=WARPGROUP * OWN,
     )  # fmt: skip

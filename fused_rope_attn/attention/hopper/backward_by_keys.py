@@ -208,5 +208,5 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
         dk, dv, own_keys, sizes.NK, mask, scale, gradients,
         dv_stage=own_rows(buffers.v, WARPGROUP),
         dk_room=buffers.dq.smem.index(WARPGROUP), dk_room_empty=buffers.dq.empty.index(WARPGROUP),
-        dk_room_uses=total, FIRST_COLUMN=0,
+        dk_room_uses=total, WARPGROUP=WARPGROUP, FIRST_COLUMN=0,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     Buffer,
     KeyBlock,
     KeyGradients,
+    KeyNorm,
     QueryBlocks,
     Sizes,
     allocate_barrier,
@@ -32,8 +33,9 @@ from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
 from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers as allocate_key_buffers
 from fused_rope_attn.attention.hopper.backward_load import Destinations, ExistingRows, Operands, load
 from fused_rope_attn.attention.hopper.dq import Progress, reduce
+from fused_rope_attn.attention.hopper.key_norm import allocate_exchange
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, KEYS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.kernels.lengths import (
     count_tiles,
     existing_keys,
@@ -43,6 +45,7 @@ from fused_rope_attn.kernels.lengths import (
     rows_of_sequence,
 )
 from fused_rope_attn.kernels.masks import Mask, sequence_mask
+from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -54,9 +57,10 @@ LOADER_REGISTERS = gl.constexpr(24)
 @jit(do_not_specialize=["num_heads", "heads_per_section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size",
                         "num_sequences", "left", "right"])  # fmt: skip
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
-                    dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, dk_strides, dv_strides, cos_strides, sin_strides,
-                    qk_scale, cap_scale, left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
-                    stats_size, heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+                    dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, dk_strides,
+                    dv_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset,
+                    left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size,
+                    heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     IS_CAUSAL: gl.constexpr, READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -69,8 +73,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     What a call does not use is None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr, cu_k_ptr and
     num_sequences; left and right, the keys before and behind its own position that a query sees; cap_scale, as in
-    ``ScoreScale``. READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys
-    before the first query's window. num_heads: B * HKV, of which heads_per_section are scheduled together.
+    ``ScoreScale``; with a norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, through
+    whose norm dk goes back, and k_sums, float32: each warpgroup's part of the weights' gradient, (2 * programs, D), or
+    for BLOCK_D beyond 128 both of theirs, (programs, D). READS_LENGTHS: there are starts, lens or packed sequences.
+    HAS_KEYS_BEFORE_WINDOW: there are keys before the first query's window. num_heads: B * HKV, of which
+    heads_per_section are scheduled together.
 
     Packed sequences, B = 1, BLOCK_D up to 128: q, stats and dq are padded to whole query blocks, as the pre-process
     does by BLOCK_M, so that what adds to dq in blocks stays within a sequence.
@@ -104,6 +111,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         dk_ptr += first_k.to(gl.int64) * dk_strides[2]
         dv_ptr += first_k.to(gl.int64) * dv_strides[2]
+        if k_norm_ptr is not None:
+            raw_k_ptr += first_k.to(gl.int64) * raw_k_strides[2]
     num_rows = NQ if IS_PACKED else pitch
     start_n = tile * BLOCK_N
     num_keys = existing_keys(lens_ptr, batch, NK)
@@ -155,9 +164,19 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     sizes = Sizes(HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, pitch=pitch, NK=NK)
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, do=do_desc, stats=stats_desc)
     scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=None)
+    key_norm = None
+    if k_norm_ptr is not None:
+        exchange = None
+        if SPLITS_COLUMNS:
+            exchange = allocate_exchange()
+        SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else CONSUMERS
+        key_norm = KeyNorm(
+            norm=Norm(weight_ptr=k_norm_ptr, eps=norm_eps, offset=norm_offset, D=D), raw_ptr=raw_k_ptr,
+            raw_strides=raw_k_strides, sums_ptr=k_sums_ptr + pid.to(gl.int64) * (SUMS * D), exchange=exchange,
+        )  # fmt: skip
     gradients = KeyGradients(
         dk_ptr=dk_ptr, dv_ptr=dv_ptr, cos_ptr=cos_ptr, sin_ptr=sin_ptr, dk_strides=dk_strides, dv_strides=dv_strides,
-        cos_strides=cos_strides, sin_strides=sin_strides, D=D, R=R, INTERLEAVED=INTERLEAVED,
+        cos_strides=cos_strides, sin_strides=sin_strides, key_norm=key_norm, D=D, R=R, INTERLEAVED=INTERLEAVED,
         USE_INT64_OFFSETS=USE_INT64_OFFSETS,
     )  # fmt: skip
     if SPLITS_COLUMNS:

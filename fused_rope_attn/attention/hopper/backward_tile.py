@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.backward_masks import hide_pairs
+from fused_rope_attn.attention.hopper.key_norm import load_raw_keys, unnorm_keys
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import KEYS
 from fused_rope_attn.attention.hopper.softmax import cap_scores
@@ -78,8 +79,9 @@ def store_dv(rows, dv, stage):
 
 
 @jit
-def store_dk(rows, dk, room, keys, num_keys, gradients, FIRST_PAIR: gl.constexpr):
-    """Rotate dk (KEYS, columns) float32 of ``keys`` back, and write it to ``Rows`` as ``store_dv`` does.
+def store_dk(rows, dk, room, keys, num_keys, gradients, WARPGROUP: gl.constexpr, FIRST_PAIR: gl.constexpr):
+    """Rotate dk (KEYS, columns) float32 of ``keys`` back, take it through the norm of k where there is one, and write
+    it to ``Rows`` as ``store_dv`` does.
 
     Only the first num_keys keys of the sequence have rows in the tables. ``room``: KEYS * columns * 2 bytes of shared
     memory. FIRST_PAIR: the rotation pair that the columns begin with.
@@ -89,6 +91,10 @@ def store_dk(rows, dk, room, keys, num_keys, gradients, FIRST_PAIR: gl.constexpr
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     stage = reinterpret(room, gl.float32, [KEYS, COLUMNS // 2], STAGE)
+    if gradients.key_norm is not None:
+        raw1, raw2 = load_raw_keys(
+            gradients.key_norm, keys, rows.num_rows, gradients, PAIRS, WHOLE, COLUMNS, FIRST_PAIR
+        )  # fmt: skip
     first, second = unpack_pairs(dk)
     stage.store(first)
     first = stage.load(PAIRS)
@@ -104,12 +110,16 @@ def store_dk(rows, dk, room, keys, num_keys, gradients, FIRST_PAIR: gl.constexpr
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
     cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    if gradients.key_norm is not None:
+        first, second = unnorm_keys(
+            raw1, raw2, first, second, rows.num_rows, rotation, gradients.key_norm, WARPGROUP, FIRST_PAIR
+        )  # fmt: skip
     store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST_PAIR)
 
 
 @jit
 def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room, dk_room_empty, dk_room_uses,
-                    FIRST_COLUMN: gl.constexpr):  # fmt: skip
+                    WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr):  # fmt: skip
     """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
 
     dk, dv (KEYS, columns) float32. dv_stage (KEYS, columns) 16-bit and dk_room, as much again, are shared memory;
@@ -134,4 +144,4 @@ def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room,
         k_scale *= scale.cap_scale
     if dk_room_empty is not None:
         mbarrier.wait(dk_room_empty, (dk_room_uses & 1) ^ 1)
-    store_dk(dk_rows, dk * k_scale, dk_room, keys, mask.num_keys, gradients, FIRST_COLUMN // 2)
+    store_dk(dk_rows, dk * k_scale, dk_room, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)

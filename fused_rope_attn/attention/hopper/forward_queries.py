@@ -3,8 +3,9 @@
 from fused_rope_attn.attention.hopper.opaque import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, rotated_row, tile_bounds
+from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, with_norm
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, pair_norm_weights, with_norm
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, rows_from
 from fused_rope_attn.runtime.triton_compat import (
     barrier,
@@ -113,6 +114,10 @@ def rotate_queries(tiles, queries, source, NQ, NK):
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     offs = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
     row_format = RowFormat(D=source.D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=source.USE_INT64_OFFSETS)
+    weights = None
+    if source.norm_ptr is not None:
+        norm = Norm(weight_ptr=source.norm_ptr, eps=source.norm_eps, offset=source.norm_offset, D=source.D)
+        weights = pair_norm_weights(norm, source.R, source.INTERLEAVED, BLOCK_D, PAIRS)
     tile_step = 0
     tile = next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
@@ -139,9 +144,10 @@ def rotate_queries(tiles, queries, source, NQ, NK):
                 start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
                 q = load_rotated(
                     rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
-                    PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE,
+                    PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, weights=weights,
                 )  # fmt: skip
-                if warpgroup + chunk > 0:
+                # Loads of the next chunk stay behind it; beside the norm's weights there is no room even for one ahead.
+                if warpgroup + chunk > 0 or weights is not None:
                     barrier()
                 queries.tile(tile_step, warpgroup).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
         fence_async_shared()

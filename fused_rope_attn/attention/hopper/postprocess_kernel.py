@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.norm_gradient_kernel import clear_counters, store_weight_sums, unnorm_block
+from fused_rope_attn.attention.norm_gradient_kernel import clear_counters, store_weight_sums
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
 from fused_rope_attn.kernels.rotation import (
@@ -18,7 +18,9 @@ from fused_rope_attn.kernels.rotation import (
 )
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
-from fused_rope_attn.kernels.tiles import RowFormat, Rows
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, tile_range
+from fused_rope_attn.runtime.device import is_interpreted
+from fused_rope_attn.runtime.triton_compat import gl, jit
 
 
 @triton.jit
@@ -48,15 +50,19 @@ def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size",
-                               "key_blocks"])  # fmt: skip
+@triton.jit
+def zero_pairs(offs, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr):
+    """Zeros (len(offs), BLOCK_D / 2) float32, in the layout PAIRS where there is one."""
+    return (offs[:, None] + tile_range(BLOCK_D // 2, 1, PAIRS)[None, :]) * 0.0
+
+
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
-                       lens_ptr, cu_q_ptr, cu_k_ptr, q_norm_ptr, k_norm_ptr, raw_q_ptr, raw_k_ptr, dk_ptr, q_sums_ptr,
-                       k_sums_ptr, counters_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides, raw_k_strides,
-                       dk_strides, softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
-                       num_sequences, stats_size, key_blocks, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                       USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr):  # fmt: skip
+                       lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, counters_ptr, dq_strides,
+                       cos_strides, sin_strides, raw_q_strides, softmax_scale, norm_eps, norm_offset, HQ, HKV,
+                       GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size, key_blocks, HEADS: tl.constexpr,
+                       D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                       INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+                       IN_PANELS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, rotated back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
@@ -67,55 +73,48 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
     head are done, while those of other heads are at work, and rows that nobody began are zero.
 
-    With norms of weights q_norm and k_norm (D,), which else are None like all that follows: raw_q, as the caller gave
-    it, takes dq through its norm; further programs, (row blocks of dk * head chunks * B), take dk (B, HKV, NK, D)
-    through that of raw_k, in place; and each program writes its part of the weights' gradients, a row of q_sums or
-    k_sums (programs, D) float32, for the next launch, whose ``counters`` are cleared.
+    With a norm of q, of weights ``norm`` (D,), which else is None like raw_q to counters: dq goes through it to that of
+    raw_q (B, HQ, NQ, D), q as the caller gave it, and each program writes its part of the weights' gradient, a row of
+    sums (programs, D) float32, for the next launch, whose ``counters`` are cleared.
+
+    PAIRS and WHOLE: the layouts of tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
     """
     num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
-    key_programs = 0
-    if q_norm_ptr is not None:
-        key_programs = tl.cdiv(NK, BLOCK_N) * tl.cdiv(HKV, HEADS)
-    num_batches = tl.num_programs(0) // (num_blocks * num_chunks + key_programs)
+    num_batches = tl.num_programs(0) // (num_blocks * num_chunks)
     pid = tl.program_id(0)
-    if q_norm_ptr is not None:
-        if progress_ptr is None:
-            # The last heads first, dk before dq: of what the main kernel has written some still lies in the L2.
-            pid = tl.num_programs(0) - 1 - pid
+    if norm_ptr is not None:
         let_next_launch_start(PDL)
         clear_counters(counters_ptr)
-        first_of_keys = num_batches * num_blocks * num_chunks
-        if pid >= first_of_keys:
-            wait_for_previous_launch(PDL)
-            unnorm_block(
-                pid - first_of_keys, raw_k_ptr, dk_ptr, raw_k_strides, dk_strides,
-                Norm(weight_ptr=k_norm_ptr, eps=norm_eps, offset=norm_offset, D=D), k_sums_ptr, HKV, NK,
-                RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS), HEADS, BLOCK_N,
-            )  # fmt: skip
-            return
+        if progress_ptr is None:
+            # The last heads first: of what the main kernel has written some still lies in the L2.
+            pid = tl.num_programs(0) - 1 - pid
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
     block = pid % num_blocks
     first_row = 0
     padded = 0
     if cu_q_ptr is not None:
-        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
+        CU_LAYOUT: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
+        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N, CU_LAYOUT)
         _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         padded = padded_row(first_row, sequence, BLOCK_M)
     start = block * BLOCK_N
     start64 = tl.cast(first_row + start, tl.int64)
-    offs = tl.arange(0, BLOCK_N)
-    staged = staged_rows(offs)
+    offs = tile_range(BLOCK_N, 0, PAIRS)
+    whole_offs = tile_range(BLOCK_N, 0, WHOLE)
+    staged = staged_rows(whole_offs)
     NK = existing_keys(lens_ptr, batch, NK)
     rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, NK, R, INTERLEAVED)
-    cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, CHECK_POSITIONS=True)
-    columns = tl.arange(0, BLOCK_D)
-    if q_norm_ptr is not None:
-        norm = Norm(weight_ptr=q_norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
-        weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D)
-        dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
-        dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
+    cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIRS)
+    columns = tile_range(BLOCK_D, 1, WHOLE)
+    if norm_ptr is not None:
+        norm = Norm(weight_ptr=norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
+        weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D, PAIRS)
+        dweight1 = zero_pairs(offs, BLOCK_D, PAIRS)
+        dweight2 = dweight1
+        # Behind the last query the accumulator may hold anything.
+        exists = (offs < NQ - start)[:, None]
     if progress_ptr is None:
         wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
@@ -123,12 +122,16 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         row = (batch * HQ + head64) * pitch + padded + start
         if IN_PANELS:
             # row without ``start`` is a multiple of BLOCK_M, of which ``start`` may lie inside one.
-            words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + offs, columns, BLOCK_D)
+            words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
             words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
+        row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+        if norm_ptr is not None:
+            raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
+            raw1, raw2 = load_pairs(raw_rows, offs, rotation, CHECK_ROWS=True, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE)
         if cu_q_ptr is not None:
             # The block may lie behind its sequence's end, and behind that of the accumulator.
-            dq = tl.load(words, mask=offs[:, None] < NQ - start, other=0.0) * softmax_scale
+            dq = tl.load(words, mask=whole_offs[:, None] < NQ - start, other=0.0) * softmax_scale
         elif progress_ptr is None:
             dq = tl.load(words) * softmax_scale
         else:
@@ -136,27 +139,31 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             begun = tl.load(progress_ptr + (num_batches * HKV + row // BLOCK_M)) != 0
             dq = tl.load(words, mask=begun, other=0.0) * softmax_scale
         first, second = unpack_pairs(dq)
+        if PAIRS is not None:
+            first, second = gl.convert_layout(first, PAIRS), gl.convert_layout(second, PAIRS)
         first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-        row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
-        if q_norm_ptr is not None:
-            raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
-            raw1, raw2 = load_pairs(raw_rows, offs, rotation, CHECK_ROWS=True)
-            # Behind the last query the accumulator may hold anything.
-            exists = (offs < NQ - start)[:, None]
+        if norm_ptr is not None:
             first, second = tl.where(exists, first, 0.0), tl.where(exists, second, 0.0)
             first, second, of_rows1, of_rows2 = unnorm_pairs(raw1, raw2, first, second, weight1, weight2, norm)
             dweight1 += of_rows1
             dweight2 += of_rows2
         dq_rows = rows_of_block(dq_ptr, dq_strides, batch, head64, start64, NQ - start, row_format)
-        store_pairs(dq_rows, first, second, offs, rotation)
+        store_pairs(dq_rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE)
         if sinks_ptr is not None:
             lse = tl.load(stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
             delta = tl.load(stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
             part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
             tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
-    if q_norm_ptr is not None:
-        store_weight_sums(q_sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, R, INTERLEAVED)
+    if norm_ptr is not None:
+        store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, R, INTERLEAVED, PAIRS)
     if progress_ptr is not None:
         # Whatever follows this launch finds dk and dv complete too.
         if pid == tl.num_programs(0) - 1:
             wait_for_previous_launch(PDL)
+
+
+_NUMBERS = ["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size", "key_blocks"]
+# Triton picks a layout for each load, and rows then pass through shared memory between them. Where there is a norm, and
+# so more to read and rows to sum, each thread takes the same pairs of everything. Layouts are Gluon's to name.
+norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)
+postprocess_kernel = triton.jit(postprocess_kernel, do_not_specialize=_NUMBERS)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.rotation.reference import norm
 from fused_rope_attn.testing import Case, compare, make_inputs, run_reference
 from tests.support.attention import sequences_of
 from tests.support.cases import TWO_BATCHES, packed
@@ -88,6 +89,16 @@ def unrotated(pairs, inputs, case):
     return torch.stack((one, two), -1).flatten(-2) if case.interleaved else torch.cat((one, two), -1)
 
 
+def write_dk(dk, dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case):
+    """What the main kernel does at its end: dk through the norm of k, where there is one, and sums of its weights'."""
+    if k_norm_ptr is not None:
+        leaves = [x.clone().requires_grad_() for x in (raw_k_ptr, k_norm_ptr)]
+        dk, dweight = torch.autograd.grad(norm(*leaves, case.norm_eps, case.norms), leaves, dk.float())
+        k_sums_ptr.zero_()
+        k_sums_ptr[-1] = dweight
+    dk_ptr.copy_(dk)
+
+
 def assert_gradients(found, case, exact, eager):
     """dq, and dk where the main kernel that was done here wrote it, and the gradients of sinks and norms' weights."""
     names = [
@@ -116,7 +127,8 @@ def test_the_padded_buffers_of_packed_sequences(case):
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
     group = case.heads_q // case.heads_kv
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, **rest):
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, k_norm_ptr, raw_k_ptr,
+             k_sums_ptr, **rest):  # fmt: skip
         q_rot, k_rot, v, do, stats, dq = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator))
         lse, delta = stats.reshape(2, case.heads_q, -1)
         whole_dk = torch.zeros(dk_ptr.shape)
@@ -142,7 +154,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
                 dq[0, h, staged, : case.head_dim] += ds @ k_rows
                 dk = unrotated(case.scale * ds.T @ q_rot[0, h, rows].float(), inputs, case)
                 whole_dk[0, h // group, keys] += dk
-        dk_ptr.copy_(whole_dk)
+        write_dk(whole_dk, dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case)
 
     run.main = main
     assert_gradients(run(tensors, do, o, lse), case, exact, run_reference(inputs, case))
@@ -166,7 +178,8 @@ def test_the_buffers_of_wide_heads(case):
     problem, tensors, _ = described_for_launch(inputs, case)
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, **rest):
+    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, k_norm_ptr, raw_k_ptr,
+             k_sums_ptr, **rest):  # fmt: skip
         dq = dq_accumulator
         q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
         lse, delta = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
@@ -180,7 +193,7 @@ def test_the_buffers_of_wide_heads(case):
         ds = p * (do @ v.mT - delta)
         dq.view(case.batch, case.heads_q, -1)[:, :, words] = ds @ k_rot
         dk = unrotated(case.scale * ds.mT @ q_rot, inputs, case)
-        dk_ptr.copy_(dk.unflatten(1, (case.heads_kv, -1)).sum(2))
+        write_dk(dk.unflatten(1, (case.heads_kv, -1)).sum(2), dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case)
 
     run.main = main
     assert_gradients(run(tensors, do, o, lse), case, exact, eager)
