@@ -36,6 +36,20 @@ def results(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN', 'flash-attn-4')}"
 
 
+def stored(rows: list[Row]) -> str:
+    """The generated table of caches in pages and in float8, of CUDA graphs. ValueError without any."""
+    header, lines = _stored_lines([row for row in rows if row["mode"] == "graph"])
+    if not lines:
+        raise ValueError("no CUDA-graph times of bench decode in pages or float8, with contiguous ones among them")
+    header, *lines = [line[:2] + line[3:] for line in (header, *lines)]
+    note = (
+        "Times over that of our step onto the contiguous bfloat16 cache. Pools lie in memory as (pages, rows, heads, "
+        "columns), in random order; pageN: pages of N rows. gather_sdpa: pages of 16 gathered into a contiguous cache, "
+        "rotation, write and SDPA. mixed64-64K: 64 sequences of 64K / i tokens, the last of 1."
+    )
+    return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN')}"
+
+
 def _stored_lines(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """(header, lines): our step on caches in pages and in float8, as time over that on contiguous ones."""
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
