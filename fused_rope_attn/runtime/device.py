@@ -59,10 +59,15 @@ def num_sms(device: torch.device) -> int:
     return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def has_gpu() -> bool:
+    """Whether torch sees a GPU, whatever is on it."""
+    return torch.cuda.is_available()
+
+
 def cards() -> list[dict[str, object]]:
     """Every GPU that torch sees: its index, name, architecture, multiprocessors and memory in GiB. Starts CUDA."""
     found: list[dict[str, object]] = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count() if has_gpu() else 0):
         properties = torch.cuda.get_device_properties(index)
         found.append(
             {

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
 from packaging.version import Version
 from torch import nn
@@ -23,6 +22,7 @@ from fused_rope_attn.integrations.transformers.families import looks_like_attent
 from fused_rope_attn.integrations.transformers.obstacles import PAGES, implementation_of
 from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
+from fused_rope_attn.runtime.device import has_gpu
 
 INIT = "init_continuous_batching"
 # What managers with masks are made for. Where flash-attention was asked for, all is as it should be.
@@ -75,7 +75,7 @@ class Serving:
             return False
         # Without masks, managers take CUDA graphs wherever there is a GPU, also for a model that is not on it.
         where: Any = self.model.device
-        if torch.cuda.is_available() and where.type != "cuda":
+        if has_gpu() and where.type != "cuda":
             return False
         decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
         if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:
