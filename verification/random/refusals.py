@@ -186,7 +186,8 @@ def _expanded_cache(arguments: Arguments, rng: random.Random) -> Arguments | Non
 def _float64_for_kernels(arguments: Arguments, rng: random.Random) -> Arguments | None:
     if "backend" not in arguments:
         return None
-    found: Arguments = {name: arguments[name].double() for name in ("q", "k", "v", "cos", "sin")}
+    names = ("q", "k", "v", "cos", "sin", "q_norm", "k_norm")
+    found: Arguments = {name: arguments[name].double() for name in names if arguments.get(name) is not None}
     if arguments.get("sinks") is not None:
         found["sinks"] = arguments["sinks"].float()
     return found | {"backend": rng.choice(["triton", "hopper"]), "strategy": "auto"}
