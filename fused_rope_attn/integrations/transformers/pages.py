@@ -179,7 +179,7 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
     if reason:
         return reason
     for module in attentions:
-        window, pool = _window(module), pool_of(cache, layer_of(module))
+        window, pool = window_of(module), pool_of(cache, layer_of(module))
         if window != pool.window:
             return f"a layer with a window of {window} tokens, of which the paged cache holds {pool.window or 'all'},"
     if given.get("block_table") is not None and pool_of(cache, layer_of(attentions[0])).page_size < FEWEST_ROWS:
@@ -201,7 +201,7 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
     held, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     for module in attentions:
         expected = held if types is None or types[layer_of(module)] == "sliding_attention" else None
-        if _window(module) != expected:
+        if window_of(module) != expected:
             return "windows that are not those of the paged cache"
     return ""
 
@@ -228,7 +228,8 @@ def _softcap(module: nn.Module) -> bool:
     return bool(convention.softcap and module.attn_logit_softcapping)
 
 
-def _window(module: nn.Module) -> int | None:
+def window_of(module: nn.Module) -> int | None:
+    """The window of a patched attention module, None where it has none."""
     return state_of(module, PATCH).convention.window(module)
 
 

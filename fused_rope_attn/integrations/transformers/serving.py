@@ -20,7 +20,7 @@ from torch import nn
 from fused_rope_attn.integrations.transformers.batch import Batch
 from fused_rope_attn.integrations.transformers.families import looks_like_attention
 from fused_rope_attn.integrations.transformers.obstacles import PAGES, implementation_of
-from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle
+from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle, window_of
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
 from fused_rope_attn.runtime.device import has_gpu
 
@@ -97,7 +97,7 @@ class Serving:
         asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
         config = manager.continuous_batching_config
         size = getattr(config, "page_size", None) or config.block_size
-        if asked == 0 or size < FEWEST_ROWS or any(_window(module) for module in _attentions(self.model)):
+        if asked == 0 or size < FEWEST_ROWS or any(window_of(module) for module in _attentions(self.model)):
             return
         longest = 0
         if workload_hints is not None:
@@ -173,10 +173,6 @@ def refuse_what_lacks_masks(config: Any, given: dict[str, Any], batch: Batch) ->
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if state_of(module, PATCH) is not None]
-
-
-def _window(module: nn.Module) -> int | None:
-    return state_of(module, PATCH).convention.window(module)
 
 
 def _kept_manager(model: nn.Module) -> Any:
