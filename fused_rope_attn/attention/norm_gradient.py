@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from fused_rope_attn.attention.norm_gradient_kernel import norm_gradient_kernel, weight_gradient_kernel
+from fused_rope_attn.attention.norm_gradient_kernel import SUMS, norm_gradient_kernel, weight_gradient_kernel
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch
@@ -15,8 +15,8 @@ from fused_rope_attn.runtime.layouts import block_d, is_long
 
 # Rows by heads that one program takes, of whose weights' gradients it writes one sum.
 ROWS, HEADS = 32, 4
-# Programs that share the sums of one weight's gradient, and how many sums one of them adds up at a time.
-_PARTS, _SUMS = 64, 32
+# Programs that share the sums of one weight's gradient.
+_PARTS = 64
 
 
 def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,14 +25,36 @@ def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class Sums(NamedTuple):
-    """Memory of one call: sums of q's rows and of k's, by block, and counters, which whoever writes the sums clears."""
+    """Memory of one call: sums of q's rows and of k's, by block, what lies between them and the gradients, and
+    counters."""
 
     q: Any
     k: Any
+    parts: Any
     counters: Any
 
 
-NO_SUMS = Sums(None, None, None)
+NO_SUMS = Sums(None, None, None, None)
+
+
+class SumsOfLaunches:
+    """What the sm_90 backward needs to add up its own sums of the weights' gradients, without a launch for that.
+
+    ``query_programs`` of the post-process write a row of sums each, and the main kernel writes ``key_sums`` rows.
+    """
+
+    # Programs of the post-process that add up those of the main kernel.
+    KEY_PARTS = 16
+
+    def __init__(self, problem: Problem, query_programs: int, key_sums: int):
+        parts = triton.cdiv(query_programs, SUMS.value)
+        self.num_counters = parts + 2
+        self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
+
+    def room(self, where: torch.device) -> Sums:
+        """Uninitialised ``Sums``."""
+        q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
+        return Sums(q, k, parts, torch.empty(self.num_counters, dtype=torch.int32, device=where))
 
 
 class WeightGradients:
@@ -50,21 +72,20 @@ class WeightGradients:
             k_blocks=k_blocks,
             D=problem.head_dim,
             BLOCK_D=block_d(problem.head_dim),
-            BLOCK=_SUMS,
             PARTS=parts,
             PDL=pdl,
         )
 
     def room(self, where: torch.device) -> Sums:
         """Uninitialised ``Sums``."""
-        q, k = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
-        return Sums(q, k, torch.empty(2, dtype=torch.int32, device=where))
+        shapes = (*self.shapes, self.parts_shape)
+        q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in shapes)
+        return Sums(q, k, parts, torch.empty(2, dtype=torch.int32, device=where))
 
     def __call__(self, stream: int, tensors: Tensors, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
         dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
-        parts = torch.empty(self.parts_shape, dtype=torch.float32, device=sums.q.device)
         self.launch(
-            stream, q_sums_ptr=sums.q, k_sums_ptr=sums.k, parts_ptr=parts, counters_ptr=sums.counters,
+            stream, q_sums_ptr=sums.q, k_sums_ptr=sums.k, parts_ptr=sums.parts, counters_ptr=sums.counters,
             dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm,
         )  # fmt: skip
         return dq_norm, dk_norm

@@ -12,7 +12,11 @@ from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import load_pairs, norm_columns, pair_norm_weights, store_pairs
 from fused_rope_attn.kernels.schedule import block_of_heads, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat, heads_from, rows_of_head, sequence_heads
+from fused_rope_attn.kernels.tiles import RowFormat, heads_from, rows_of_head, sequence_heads, tile_range
+from fused_rope_attn.runtime.triton_compat import barrier
+
+# Rows of sums that are added up at a time, and programs whose sums the last of them adds up.
+SUMS = tl.constexpr(32)
 
 
 @record
@@ -21,6 +25,12 @@ class Pairing:
 
     R: tl.constexpr
     INTERLEAVED: tl.constexpr
+
+
+@triton.jit
+def zeros_like_ranges(rows, columns):
+    """Zeros (len(rows), len(columns)) float32; rows and columns are ``tile_range``s, whose layout it has."""
+    return (rows[:, None] + columns[None, :]) * 0.0
 
 
 @triton.jit
@@ -115,12 +125,15 @@ def norm_gradient_kernel(q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q
 
 
 @triton.jit
-def add_rows(ptr, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [first, last) of a matrix (rows, D) float32 added up in one order, (BLOCK_D,); BLOCK rows at a time."""
-    rows = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for start in range(first, last, BLOCK):
+def add_rows(ptr, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr):
+    """Rows [first, last) of a matrix (rows, D) float32 added up in one order, (BLOCK_D,).
+
+    LAYOUT: of a tile (SUMS, BLOCK_D), which Gluon kernels name; else None.
+    """
+    rows = tile_range(SUMS, 0, LAYOUT)
+    columns = tile_range(BLOCK_D, 1, LAYOUT)
+    total = zeros_like_ranges(rows, columns)
+    for start in range(first, last, SUMS):
         offsets = (start + rows).to(tl.int64)[:, None] * D + columns[None, :]
         exists = (start + rows < last)[:, None] & (columns < D)[None, :]
         # Others of this launch may have written them: past the L1.
@@ -129,23 +142,58 @@ def add_rows(ptr, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def store_row(ptr, row, D: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr):
+    """Write a row (BLOCK_D,) of ``add_rows``, rounded to the memory's dtype."""
+    columns = tile_range(BLOCK_D, 1, LAYOUT)
+    tl.store(ptr + columns, row.to(ptr.dtype.element_ty), mask=columns < D)
+
+
+@triton.jit
+def is_last(counter_ptr, count, LAYOUT: tl.constexpr):
+    """Whether this program is the last of ``count`` to come here; then it can read what the others have written."""
+    # All of this program's own writes come before it is counted.
+    if LAYOUT is None:
+        tl.debug_barrier()
+    else:
+        barrier()
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+
+
+@triton.jit
 def add_sums(part, sums_ptr, parts_ptr, counter_ptr, gradient_ptr, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr,
-             BLOCK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """A weight's gradient (D,) from ``sums`` (blocks, D): each of PARTS programs adds up its part of the rows, and the
-    one that is last to finish adds up the parts. The order of the sums does not depend on which that is."""
+             PARTS: tl.constexpr, LAYOUT: tl.constexpr = None):  # fmt: skip
+    """A weight's gradient (D,) from ``sums`` (blocks, D) of a launch before: each of PARTS programs adds up its part of
+    the rows, and the one that is last to finish adds up the parts. The order of the sums does not depend on which that
+    is."""
     rows = tl.cdiv(blocks, PARTS)
-    columns = tl.arange(0, BLOCK_D)
-    total = add_rows(sums_ptr, part * rows, tl.minimum(part * rows + rows, blocks), D, BLOCK_D, BLOCK)
-    tl.store(parts_ptr + part * D + columns, total, mask=columns < D)
-    tl.debug_barrier()  # all of the row is written before it is counted
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1:
-        gradient = add_rows(parts_ptr, 0, PARTS, D, BLOCK_D, BLOCK)
-        tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < D)
+    total = add_rows(sums_ptr, part * rows, tl.minimum(part * rows + rows, blocks), D, BLOCK_D, LAYOUT)
+    store_row(parts_ptr + part * D, total, D, BLOCK_D, LAYOUT)
+    if is_last(counter_ptr, PARTS, LAYOUT):
+        store_row(gradient_ptr, add_rows(parts_ptr, 0, PARTS, D, BLOCK_D, LAYOUT), D, BLOCK_D, LAYOUT)
+
+
+@triton.jit
+def add_own_sums(pid, sums_ptr, parts_ptr, counters_ptr, gradient_ptr, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                 LAYOUT: tl.constexpr):  # fmt: skip
+    """As ``add_sums``, of the same launch: the end of program ``pid`` of ``blocks``, which has written row pid of sums.
+
+    The last of each SUMS programs adds up their rows, and the last of those the parts. counters: int32, zero before the
+    launch, one for all and one for each part.
+    """
+    part = pid // SUMS
+    parts = tl.cdiv(blocks, SUMS)
+    first = part * SUMS
+    last = tl.minimum(first + SUMS, blocks)
+    if is_last(counters_ptr + 1 + part, last - first, LAYOUT):
+        total = add_rows(sums_ptr, first, last, D, BLOCK_D, LAYOUT)
+        store_row(parts_ptr + part * D, total, D, BLOCK_D, LAYOUT)
+        if is_last(counters_ptr, parts, LAYOUT):
+            store_row(gradient_ptr, add_rows(parts_ptr, 0, parts, D, BLOCK_D, LAYOUT), D, BLOCK_D, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks"])
 def weight_gradient_kernel(q_sums_ptr, k_sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, dk_norm_ptr, q_blocks,
-                           k_blocks, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+                           k_blocks, D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
                            PDL: tl.constexpr):  # fmt: skip
     """dq_norm and dk_norm (D,) from q_sums (q_blocks, D) and k_sums (k_blocks, D), float32. Grid: (2 * PARTS,).
 
@@ -155,9 +203,8 @@ def weight_gradient_kernel(q_sums_ptr, k_sums_ptr, parts_ptr, counters_ptr, dq_n
     wait_for_previous_launch(PDL)
     pid = tl.program_id(0)
     if pid < PARTS:
-        add_sums(pid, q_sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, q_blocks, D, BLOCK_D, BLOCK, PARTS)
+        add_sums(pid, q_sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, q_blocks, D, BLOCK_D, PARTS)
     else:
         add_sums(
-            pid - PARTS, k_sums_ptr, parts_ptr + PARTS * D, counters_ptr + 1, dk_norm_ptr, k_blocks, D, BLOCK_D, BLOCK,
-            PARTS,
+            pid - PARTS, k_sums_ptr, parts_ptr + PARTS * D, counters_ptr + 1, dk_norm_ptr, k_blocks, D, BLOCK_D, PARTS,
         )  # fmt: skip

@@ -104,22 +104,23 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BL
         store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
-@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "GROUP_SIZE", "num_sequences", "position_limit"])
+@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "GROUP_SIZE", "num_sequences", "position_limit",
+                               "num_counters"])  # fmt: skip
 def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr, k_ptr,
-                      k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, o_strides,
-                      do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides, sin_strides, q_sign,
-                      norm_eps, norm_offset, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, position_limit,
-                      HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
-                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, PAD_TO: tl.constexpr,
-                      USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, counters_ptr, lens_ptr, cu_q_ptr, cu_k_ptr,
+                      o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
+                      sin_strides, q_sign, norm_eps, norm_offset, num_counters, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
+                      num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                      READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
+                      PAD_TO: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k, normed before with weights q_norm and k_norm (D,)
     unless these are None. Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
     delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, where they are
-    not None: ``accumulator`` (B, HQ, pitch, BLOCK_D) float32, and ``progress`` (B * HKV + B * HQ * pitch /
-    PROGRESS_ROWS,) int32.
+    not None: ``accumulator`` (B, HQ, pitch, BLOCK_D) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,)
+    int32, and ``counters`` (num_counters,) int32.
 
     PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
     ``padded_row`` on, up to a multiple of PAD_TO, where rows without a query are 0 too; pitch is that of
@@ -127,6 +128,11 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
     """
     let_next_launch_start(PDL)
     pid = tl.program_id(0)
+    if counters_ptr is not None:
+        if pid == 0:
+            for first in range(0, num_counters, 1024):
+                words = first + tl.arange(0, 1024)
+                tl.store(counters_ptr + words, tl.zeros((1024,), tl.int32), mask=words < num_counters)
     if PAD_TO:
         q_blocks = pitch // BLOCK_N
     else:

@@ -239,17 +239,17 @@ def load_head_tile(tiles, start, offs, CHECK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(rows, first, limit, NUM_ROWS: tl.constexpr):
+def prefetch_rows(rows, first, limit, NUM_ROWS: tl.constexpr, LAYOUT: tl.constexpr = None):
     """Bring rows [first, first + NUM_ROWS) that are below ``limit`` into the L2, without waiting (NVIDIA's GPUs only).
 
-    Columns must be contiguous.
+    Columns should be contiguous. LAYOUT: of (NUM_ROWS, lines of 128 bytes), which Gluon kernels name.
     """
     ITEM: tl.constexpr = rows.ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = max(1, rows.format.BLOCK_D * ITEM // 128)
     # Those past the last row ask for it again.
-    offs = tl.minimum(first + tl.arange(0, NUM_ROWS), tl.maximum(limit - 1, 0))
-    columns = tl.arange(0, LINES) * (128 // ITEM)
-    pointers = tile_pointers(rows.ptr, offs, columns, rows.stride_row, 1, rows.format.USE_INT64_OFFSETS)
+    offs = tl.minimum(first + tile_range(NUM_ROWS, 0, LAYOUT), tl.maximum(limit - 1, 0))
+    columns = tile_range(LINES, 1, LAYOUT) * (128 // ITEM)
+    pointers = row_pointers(rows, offs, columns)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64, bitcast=True)], tl.int32,
         is_pure=False, pack=1,

@@ -18,7 +18,7 @@ from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
-from fused_rope_attn.attention.norm_gradient import NO_SUMS, WeightGradients, raw
+from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -87,6 +87,21 @@ class BackwardCall:
             "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
+        post_heads, post_rows = config.post_heads, config.post_rows
+        if problem.has_norms:
+            post_heads, post_rows = config.norm_heads, config.norm_rows
+        row_blocks = batch * tile_count(len_q, sequences, post_rows)
+        if problem.has_sinks:
+            self.dsinks_shape = (row_blocks, heads_q)
+        query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
+        key_programs = tile_count(len_k, sequences, block_n) * batch * problem.heads_kv
+        # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
+        key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
+        self.sums = SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
+        raw_strides: tuple = (None, None)
+        if self.sums is not None:
+            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
+            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
         chunk, block = config.rotate_heads, config.rotate_rows
         query_blocks = triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
@@ -108,16 +123,12 @@ class BackwardCall:
             ROTATE=not is_rotated,
             PROGRESS_ROWS=BLOCK_M.value,
             PAD_TO=BLOCK_M.value if problem.is_packed else 0,
+            num_counters=None if self.sums is None else self.sums.num_counters,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do_like, element, block_n)
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        key_programs = tile_count(len_k, sequences, block_n) * heads
-        raw_strides: tuple = (None, None)
-        if problem.has_norms:
-            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
-            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
         self.main = Launch(
             backward_kernel,
             key_programs,
@@ -134,35 +145,28 @@ class BackwardCall:
             CONSUMER_REGISTERS=config.consumer_registers,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
         )
-        chunk, block = config.post_heads, config.post_rows
-        if problem.has_norms:
-            chunk, block = config.norm_heads, config.norm_rows
-        row_blocks = batch * tile_count(len_q, sequences, block)
-        if problem.has_sinks:
-            self.dsinks_shape = (row_blocks, heads_q)
-        query_programs = row_blocks * triton.cdiv(heads_q, chunk)
-        self.weights, kernel, pairs, whole = None, postprocess_kernel, None, None
-        if problem.has_norms:
-            # Up to head dim 128 a row of sums for each warpgroup.
-            key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
-            self.weights = WeightGradients(problem, query_programs, key_sums, config.pdl)
+        kernel, pairs, whole = postprocess_kernel, None, None
+        if self.sums is not None:
             kernel = norm_postprocess_kernel
             if not is_interpreted():
                 # A row's pairs by four in a thread, and the columns that those are in pair order by eight.
                 pairs, whole = (gl.BlockedLayout([1, n], [256 // pad_d, pad_d // 8], [4, 1], [1, 0]) for n in (4, 8))
+        key_parts = 0 if self.sums is None else self.sums.KEY_PARTS
         self.postprocess = Launch(
             kernel,
-            query_programs,
+            query_programs + key_parts,
             {"num_warps": 4, **pdl},
             shared,
             dq_strides=dq_strides,
-            key_blocks=triton.cdiv(len_k, block_n),
-            HEADS=chunk,
-            BLOCK_N=block,
             raw_q_strides=raw_strides[0],
+            key_blocks=triton.cdiv(len_k, block_n),
+            k_sums=None if self.sums is None else key_sums,
+            HEADS=post_heads,
+            BLOCK_N=post_rows,
             IN_PANELS=self.wide,
             PAIRS=pairs,
             WHOLE=whole,
+            KEY_PARTS=key_parts,
         )
 
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
@@ -208,17 +212,17 @@ class BackwardCall:
         if not self.is_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)
             k_rot = torch.empty_strided(*self.k_rot_layout, dtype=dtype, device=where)
+        sums, raw_q, raw_k, dq_norm, dk_norm = NO_SUMS, None, None, None, None
+        if self.sums is not None:
+            sums = self.sums.room(where)
+            raw_q, raw_k = raw(tensors, self.is_rotated)
+            dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         stream = device.current_stream(where)
         self.preprocess(
             stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=cleared, progress_ptr=progress,
             q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
-            k_norm_ptr=k_norm, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+            k_norm_ptr=k_norm, counters_ptr=sums.counters, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
         )  # fmt: skip
-        raw_q = raw_k = dq_norm = dk_norm = None
-        sums = NO_SUMS
-        if self.weights is not None:
-            raw_q, raw_k = raw(tensors, self.is_rotated)
-            sums = self.weights.room(where)
         self.main(
             stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
             do_desc=self.do_source(do), stats_desc=self.stats_source(stats),
@@ -233,10 +237,9 @@ class BackwardCall:
             stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
             stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
             cu_q_ptr=cu_q, cu_k_ptr=cu_k, norm_ptr=q_norm, raw_q_ptr=raw_q, sums_ptr=sums.q,
-            counters_ptr=sums.counters,
+            k_sums_ptr=sums.k, parts_ptr=sums.parts, counters_ptr=sums.counters, dq_norm_ptr=dq_norm,
+            dk_norm_ptr=dk_norm,
         )  # fmt: skip
-        if self.weights is not None:
-            dq_norm, dk_norm = self.weights(stream, tensors, sums)
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 

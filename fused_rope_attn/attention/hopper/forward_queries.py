@@ -6,7 +6,7 @@ from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_p
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, pair_norm_weights, with_norm
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, rows_from
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, prefetch_rows, rows_from
 from fused_rope_attn.runtime.triton_compat import (
     barrier,
     fence_async_shared,
@@ -110,6 +110,7 @@ def rotate_queries(tiles, queries, source, NQ, NK):
     BLOCK_D: gl.constexpr = queries.smem.shape[2]
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 64], [32, 1], [4, 1], [1, 0])
     # Rows that four warps rotate at a time, eight pairs a thread.
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     offs = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
@@ -132,6 +133,9 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             stride_row=strides[2], stride_column=strides[3], num_rows=query_end(tile, NQ), first_row=None,
             format=row_format,
         )  # fmt: skip
+        if weights is not None:
+            # With norms these warps are closest to being what everything waits for.
+            prefetch_rows(head, tile.start_m, query_end(tile, NQ), queries.CONSUMERS * ROWS, LINES)
         queries.wait_empty(tile_step)
         if source.saved_desc is not None:
             # The last tile's queries have left, and with them those that lay here before.

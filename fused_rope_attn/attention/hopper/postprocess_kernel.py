@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.norm_gradient_kernel import clear_counters, store_weight_sums
+from fused_rope_attn.attention.norm_gradient_kernel import (
+    SUMS,
+    add_own_sums,
+    add_sums,
+    store_weight_sums,
+    zeros_like_ranges,
+)
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
 from fused_rope_attn.kernels.rotation import (
@@ -16,7 +22,7 @@ from fused_rope_attn.kernels.rotation import (
     store_pairs,
     unpack_pairs,
 )
-from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, tile_range
 from fused_rope_attn.runtime.device import is_interpreted
@@ -50,19 +56,14 @@ def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
     )  # fmt: skip
 
 
-@triton.jit
-def zero_pairs(offs, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr):
-    """Zeros (len(offs), BLOCK_D / 2) float32, in the layout PAIRS where there is one."""
-    return (offs[:, None] + tile_range(BLOCK_D // 2, 1, PAIRS)[None, :]) * 0.0
-
-
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
-                       lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, counters_ptr, dq_strides,
-                       cos_strides, sin_strides, raw_q_strides, softmax_scale, norm_eps, norm_offset, HQ, HKV,
-                       GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size, key_blocks, HEADS: tl.constexpr,
-                       D: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                       INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
-                       IN_PANELS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                       lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, k_sums_ptr, parts_ptr,
+                       counters_ptr, dq_norm_ptr, dk_norm_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides,
+                       softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
+                       stats_size, key_blocks, k_sums, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                       USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr,
+                       PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr):  # fmt: skip
     """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, rotated back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
@@ -73,22 +74,31 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
     head are done, while those of other heads are at work, and rows that nobody began are zero.
 
-    With a norm of q, of weights ``norm`` (D,), which else is None like raw_q to counters: dq goes through it to that of
-    raw_q (B, HQ, NQ, D), q as the caller gave it, and each program writes its part of the weights' gradient, a row of
-    sums (programs, D) float32, for the next launch, whose ``counters`` are cleared.
+    With norms, whose arguments else are None: dq goes through that of q, of weights ``norm`` (D,), to the gradient of
+    raw_q (B, HQ, NQ, D), q as the caller gave it. Each program writes its part of the weights' gradient, a row of sums
+    (programs, D) float32, and the last ones add them up, into dq_norm (D,). KEY_PARTS further programs do so with the
+    rows of k_sums, ``k_sums`` of them, which the main kernel has written, into dk_norm. parts: room for a row of D
+    float32 for each SUMS programs and each of KEY_PARTS; counters: int32, as many as the former and two, zero.
 
     PAIRS and WHOLE: the layouts of tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
     """
     num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
-    num_batches = tl.num_programs(0) // (num_blocks * num_chunks)
+    programs = tl.num_programs(0) - KEY_PARTS
+    num_batches = programs // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     if norm_ptr is not None:
-        let_next_launch_start(PDL)
-        clear_counters(counters_ptr)
         if progress_ptr is None:
             # The last heads first: of what the main kernel has written some still lies in the L2.
             pid = tl.num_programs(0) - 1 - pid
+        if pid >= programs:
+            wait_for_previous_launch(PDL)
+            own_parts = tl.cdiv(programs, SUMS)
+            add_sums(
+                pid - programs, k_sums_ptr, parts_ptr + own_parts * D, counters_ptr + 1 + own_parts, dk_norm_ptr,
+                k_sums, D, BLOCK_D, KEY_PARTS, WHOLE,
+            )  # fmt: skip
+            return
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
     block = pid % num_blocks
@@ -111,7 +121,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     if norm_ptr is not None:
         norm = Norm(weight_ptr=norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
         weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D, PAIRS)
-        dweight1 = zero_pairs(offs, BLOCK_D, PAIRS)
+        dweight1 = zeros_like_ranges(offs, tile_range(BLOCK_D // 2, 1, PAIRS))
         dweight2 = dweight1
         # Behind the last query the accumulator may hold anything.
         exists = (offs < NQ - start)[:, None]
@@ -156,13 +166,15 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
     if norm_ptr is not None:
         store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, R, INTERLEAVED, PAIRS)
+        add_own_sums(pid, sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, programs, D, BLOCK_D, WHOLE)
     if progress_ptr is not None:
-        # Whatever follows this launch finds dk and dv complete too.
+        # Whatever follows this launch finds dk and dv complete too. With norms those of KEY_PARTS have waited.
         if pid == tl.num_programs(0) - 1:
             wait_for_previous_launch(PDL)
 
 
-_NUMBERS = ["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size", "key_blocks"]
+_NUMBERS = ["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size", "key_blocks",
+            "k_sums"]  # fmt: skip
 # Triton picks a layout for each load, and rows then pass through shared memory between them. Where there is a norm, and
 # so more to read and rows to sum, each thread takes the same pairs of everything. Layouts are Gluon's to name.
 norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)

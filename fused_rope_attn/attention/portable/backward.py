@@ -70,6 +70,7 @@ class BackwardCall:
                 ROTATE=not self.takes_given,
                 PROGRESS_ROWS=0,
                 PAD_TO=0,
+                num_counters=None,
             )
         shared |= {"q_strides": q_rot.stride(), "k_strides": k_rot.stride(), "v_strides": v.stride()}
         head_bytes = 2 * problem.head_dim * q.element_size()
@@ -135,7 +136,7 @@ class BackwardCall:
             self.preprocess(
                 stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=None, progress_ptr=None,
                 q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
-                k_norm_ptr=k_norm, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+                k_norm_ptr=k_norm, counters_ptr=None, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
         if self.dkdv is not None:
             self.dkdv(
