@@ -20,7 +20,7 @@ def run(model, ids, grad=False, **inputs):
     logits = model(input_ids=ids, **inputs).logits
     if not grad:
         return logits.detach(), {}
-    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).to(logits.device)
     mask = inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         weight = weight * mask[:, -ids.shape[1] :, None]

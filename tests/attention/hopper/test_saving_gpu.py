@@ -1,5 +1,6 @@
 """Rotated q and k that the sm_90 forward saves for the backward, against the backward that rotates them itself."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,7 @@ def test_memory_of_a_step_whose_q_and_k_nobody_keeps():
     size = inputs.q.numel() * inputs.q.element_size()
 
     def held(save_unrotated):
+        gc.collect()  # what tests before this one left in cycles would be freed while memory is counted
         before = torch.cuda.memory_allocated()
         q, k, v = (x * 1 for x in leaves)
         o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **ON_SM_90, deterministic=save_unrotated)
