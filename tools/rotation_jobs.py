@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_rope_attn.rotation.configs import TABLE, RotationConfig
+from tools import aot
 
 SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd": (1000, 0)}  # 0: the heads
 
@@ -74,7 +75,8 @@ class RotationJob:
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
-    """Jobs for the rows of the table that serve ``arch``; ``full`` crosses dtypes, styles and layouts."""
+    """Jobs for the rows of the table that serve ``arch``: every row once, in ``aot.THOROUGH`` and for AMD the features
+    too, which are the same code elsewhere. ``full`` crosses dtypes, styles and layouts."""
     rows = [row for row in TABLE if row.archs is None or arch in row.archs]
     configs = list(dict.fromkeys(row.config for row in rows if not row.norms))
     norm_configs = list(dict.fromkeys(row.config for row in rows if row.norms is not False))
@@ -84,17 +86,18 @@ def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
         jobs.append(RotationJob(arch, config, bf16, False, "bshd", (32, 8)))
         jobs.append(RotationJob(arch, config, fp32, True, "bhsd", (96,), inverse=True))
     config = configs[0]
-    jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, wide=True))
-    jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96))
+    featured = full or arch in (*aot.THOROUGH, "gfx942")
+    if featured:
+        jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, wide=True))
+        jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96))
     for norm, turned in (("forward", False), ("backward", True)):
-        for config in norm_configs[:1]:
-            jobs += [
-                RotationJob(
-                    arch, config, bf16, False, "bshd", (32, 8), head_dim=d, rotary_dim=d, inverse=turned, norm=norm
-                )
-                for d in (64, 128, 256)
-            ]
-        config = configs[0]
+        jobs += [
+            RotationJob(arch, tile, bf16, False, "bshd", (32, 8), "index", d, d, inverse=turned, norm=norm)
+            for tile in norm_configs[:1]
+            for d in ((64, 128, 256) if featured else (128,))
+        ]
+        if not featured:
+            continue
         jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, True, turned, norm))
         jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96, False, turned, norm))
     if full:

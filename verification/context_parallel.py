@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,50 +151,71 @@ def _cases(dtype: torch.dtype, scale: int) -> list[tuple[Case, dict[str, Any]]]:
     ]
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of some of the ranks. given: the options that ``attend`` takes."""
+
+    case: Case
+    members: tuple[int, ...]
+    given: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        words = (f"{key}={value}" for key, value in self.given.items())
+        return f"{self.case.name} {' '.join(words)} ranks {self.members}"
+
+
+def _calls(options: argparse.Namespace, size: int, on_gpu: bool) -> Iterator[Call]:
+    """Every case by each group of ranks that can share it, by each method that the group has for it."""
+    for name in options.dtype or (["bfloat16"] if on_gpu else ["float16", "float32"]):
+        for case, given in _cases(getattr(torch, name), 16 if on_gpu else 1):
+            for members in GROUPS:
+                if len(members) < 2 or max(members) >= size or case.len_q % (2 * len(members)):
+                    continue
+                for method in ["all_gather"] + ["all_to_all"] * (case.heads_kv % len(members) == 0):
+                    call = Call(case, members, {**given, "method": method})
+                    if options.filter.lower() in call.name.lower():
+                        yield call
+
+
 def run(options: argparse.Namespace, pool: Ranks | None = None) -> int:
     """``python -m verification --cp``, in a pool of processes that is there already, or in a new one: exit status 0
-    where all ranks are within tolerance, 1 where not, 2 where there are no two GPUs."""
+    where all ranks are within tolerance, 1 where not, 2 where there are no two GPUs or no case has such a name."""
     on_gpu = options.device.startswith("cuda")
     size = min(4, torch.cuda.device_count()) if on_gpu else 4
     if size < 2:
         print("--cp: needs two GPUs, or --device cpu", file=sys.stderr)
         return 2
-    dtypes = options.dtype or (["bfloat16"] if on_gpu else ["float16", "float32"])
-    start, lines, failed = time.perf_counter(), [], 0
+    calls = list(_calls(options, size, on_gpu))
+    if not calls:
+        print(f"--cp: no case matches --filter {options.filter!r}", file=sys.stderr)
+        return 2
+    if options.list:
+        print("\n".join(call.name for call in calls))
+        return 0
+    start, failed = time.perf_counter(), 0
     given_pool, pool = pool, pool or Ranks(size, "nccl" if on_gpu else "gloo")
     try:
-        for name in dtypes:
-            for case, given in _cases(getattr(torch, name), 16 if on_gpu else 1):
-                if options.filter.lower() not in f"{case.name} {given}".lower():
-                    continue
-                for members in GROUPS:
-                    if len(members) < 2 or max(members) >= size or case.len_q % (2 * len(members)):
-                        continue
-                    methods = ["all_gather"] + ["all_to_all"] * (case.heads_kv % len(members) == 0)
-                    for method in methods:
-                        line = _check(pool, case, members, {**given, "method": method}, options.device)
-                        failed += bool(line[-1])
-                        lines.append(line)
-                        if line[-1]:
-                            print(*line, file=sys.stderr)
+        for call in calls:
+            worst, wrong = _check(pool, call, options.device)
+            failed += bool(wrong)
+            print("  ".join([call.name, worst, wrong]).rstrip(), flush=True)
     finally:
         if given_pool is None:
             pool.close()
-    for line in lines:
-        print("  ".join(line))
     seconds = time.perf_counter() - start
-    print(f"\n{len(lines) - failed} of {len(lines)} calls within tolerance on every rank, in {seconds:.0f} s")
+    print(f"\n{len(calls) - failed} of {len(calls)} calls within tolerance on every rank, in {seconds:.0f} s")
     return 1 if failed else 0
 
 
-def _check(pool: Ranks, case: Case, members: tuple[int, ...], given: dict[str, Any], device: str) -> list[str]:
-    """The line of one call: what it is, the largest ratios to what is allowed, and what is wrong."""
-    name = f"{case.name} {' '.join(f'{key}={value}' for key, value in given.items())}"
-    parts = pool.run(attend, case, members, device.split(":")[0], given, ranks=members)
+def _check(pool: Ranks, call: Call, device: str) -> tuple[str, str]:
+    """The largest ratio of one call to what is allowed, and what is wrong, "" where nothing is."""
+    parts = pool.run(attend, call.case, call.members, device.split(":")[0], call.given, ranks=call.members)
     errors = [part for part in parts if isinstance(part, BaseException)]
     if errors:
-        return [name, f"ranks {members}", "-", f"{type(errors[0]).__name__}: {errors[0]}"]
-    found = compared(case, joined(parts, given.get("sharding", "zigzag")), given.get("total_len"), device)
+        return "-", f"{type(errors[0]).__name__}: {errors[0]}"
+    shards = joined(parts, call.given.get("sharding", "zigzag"))
+    found = compared(call.case, shards, call.given.get("total_len"), device)
     worst = max(comparison.row_ratio for comparison in found)
     wrong = "; ".join(f"{comparison.tensor}: {comparison.detail}" for comparison in found if not comparison.ok)
-    return [name, f"ranks {members}", f"{worst:.2f} of 2.5", wrong]
+    return f"{worst:.2f} of 2.5", wrong

@@ -11,6 +11,15 @@ def test_a_run(ranks, capsys):
     assert lines[-1].startswith("7 of 7 calls within tolerance on every rank")
 
 
+def test_a_list_and_a_filter_without_a_match(capsys):
+    asked = ["--cp", "--device", "cpu", "--dtype", "float32", "--filter"]
+    assert run(verification.parse([*asked, "window=9,5", "--list"])) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert len(names) == len(set(names)) == 7 and all("window=9,5" in name for name in names)
+    assert run(verification.parse([*asked, "no such case"])) == 2
+    assert "no such case" in capsys.readouterr().err
+
+
 def test_a_wrong_rank_is_seen():
     from dataclasses import replace
 
