@@ -1,16 +1,20 @@
 """``python -m bench cp`` without a GPU: its cases, its table and its plot."""
 
+import json
+
 import pytest
 
 from bench.__main__ import main
 from bench.suites.context_parallel.cases import Work
-from bench.suites.context_parallel.command import draw, table
+from bench.suites.context_parallel.command import table
+from bench.suites.context_parallel.plots import draw
 
 
 def rows():
     found = []
     for ranks, length, part in ((2, 32768, "fwd"), (2, 131072, "fwd"), (4, 32768, "bwd")):
-        row = {**Work("plain", length).fields(), "shape": f"P={ranks}", "ranks": ranks, "pass": part, "status": "ok"}
+        row = {**Work("plain", length).fields(), "shape": f"P={ranks}", "ranks": ranks, "pass": part, "mode": "eager"}
+        row |= {"status": "ok", "gpu": "a card"}
         times = {"ms": 2.0, "mib": 100.0, "detail": ""}
         found.append({**row, **times, "provider": "fused", "label": "ours", "efficiency": 0.975})
         found.append({**row, "provider": "torch", "label": "torch", "status": "missing", "detail": "no such thing"})
@@ -42,3 +46,12 @@ def test_plot(tmp_path):
     (file,) = draw(rows(), tmp_path)
     assert file.stat().st_size > 5000
     assert draw([row for row in rows() if row["status"] == "missing"], tmp_path) == []
+
+
+def test_plot_of_a_file(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
+    assert main(["cp", "plot", str(file), "--plot-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split()[1] == str(tmp_path / "context_parallel_eager.png")
+    assert main(["cp", "plot", str(tmp_path / "none.jsonl")]) == 2

@@ -8,17 +8,16 @@ import socket
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from bench import plots, report
-from bench.command import refuse
+from bench import report
+from bench.command import PLOTS, refuse
 from bench.environment import environment
 from bench.names import words
 from bench.report import Row
-from bench.suites.context_parallel import ranks
+from bench.suites.context_parallel import plots, ranks
 from bench.suites.context_parallel.cases import KINDS, Work
 from bench.suites.context_parallel.providers import DEFAULT, PROVIDERS
 
@@ -29,6 +28,8 @@ _LONGEST_PLAIN = 1 << 18
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 fine, 1 one of ours did not run, 2 cannot run here."""
+    if argv[:1] == ["plot"]:
+        return _plot(argv[1:])
     args = _parser().parse_args(argv)
     works = [
         Work(kind, _length(length))
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
         report.write_lines(args.out, rows)
     print(table(rows))
     if args.plot is not None:
-        print("\n".join(str(path) for path in draw(rows, args.plot)))
+        print("\n".join(str(path) for path in plots.draw(rows, args.plot)))
     return 1 if any(row["status"] != "ok" and row["provider"].startswith("fused") for row in rows) else 0
 
 
@@ -98,34 +99,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join([report.table(header, lines, left=4), *report.not_timed(rows, with_case=True)])
 
 
-def draw(rows: list[Row], directory: Path) -> list[Path]:
-    """Efficiency over the length: a panel for each kind and pass, a line for each number of ranks and provider."""
-    pyplot: Any = plots.pyplot()
-    kinds = [kind for kind in KINDS if any(row["kind"] == kind and "efficiency" in row for row in rows)]
-    if not kinds:
-        return []
-    with pyplot.rc_context(plots.STYLE):
-        figure, axes = pyplot.subplots(2, len(kinds), figsize=(5 * len(kinds), 7), squeeze=False, sharey=True)
-        for i, part in enumerate(("fwd", "bwd")):
-            for axis, kind in zip(axes[i], kinds):
-                chosen = [r for r in rows if r["kind"] == kind and r["pass"] == part and "efficiency" in r]
-                for label, shape in dict.fromkeys((r["label"], r["shape"]) for r in chosen):
-                    line = sorted(
-                        (r["length"], r["efficiency"]) for r in chosen if (r["label"], r["shape"]) == (label, shape)
-                    )
-                    axis.plot([x for x, _ in line], [100 * y for _, y in line], marker="o", label=f"{label}, {shape}")
-                axis.set_xscale("log", base=2)
-                axis.set_title(f"{kind}, {report.PASSES[part]}")
-                axis.set_xlabel("tokens")
-                axis.legend()
-            axes[i][0].set_ylabel("% of one GPU's time / P")
-        figure.tight_layout()
-        return plots.save({"context_parallel": figure}, directory, "eager")
+def _plot(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m bench cp plot", description="The figure of files of rows.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines of python -m bench cp")
+    parser.add_argument("--plot-dir", type=Path, default=PLOTS, help="default: bench/results/plots")
+    args = parser.parse_args(argv)
+    try:
+        files = plots.draw(report.read_runs(args.files), args.plot_dir)
+    except (OSError, ValueError) as error:
+        return refuse("cp plot", str(error))
+    if not files:
+        return refuse("cp plot", "no row has a share of one GPU's time")
+    print("\n".join(f"wrote {file}" for file in files))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m bench cp", description="Causal attention of one sequence over several GPUs, forward and backward."
+        "python -m bench cp",
+        description="Causal attention of one sequence over several GPUs, forward and backward.",
+        epilog="further: python -m bench cp plot FILE...",
     )
     add = parser.add_argument
     add("--ranks", default="4,2,1", help="numbers of GPUs, in this order; default %(default)s")
