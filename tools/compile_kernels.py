@@ -170,7 +170,8 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, causal and not, at the largest head
     dimension of each row and at both widths of a tile; with other masks, those of long sequences; with norms, those of
-    128 columns, which leave the fewest registers. ``full`` as in ``table_jobs``, and norms at every width."""
+    128 columns, which leave the fewest registers; of rotated q and k, those of 128 columns and more. ``full`` as in
+    ``table_jobs``, and norms and rotated ones at every width."""
     jobs = []
     for direction, table, find in (
         ("forward", configs.HOPPER_FORWARD, configs.hopper_forward),
@@ -194,9 +195,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(job)
                 if full:
                     jobs.append(replace(job, dtype=torch.float16))
-    # What a training step runs.
+    # What a training step runs; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
-    jobs += [replace(job, rotated=True) for job in trained]
+    jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= configs.HOPPER_HEAD_DIM]
     for job in trained:
         if full or job.head_dim == configs.HOPPER_HEAD_DIM:
             jobs.append(replace(job, rotated=True, norms=True))
