@@ -17,6 +17,18 @@ from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import gl
 
 
+def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
+    """Whether the diagonal of every tile is that of one key block, and nothing but causality hides keys.
+
+    Of two warpgroups the first then sees half of that block and the second the first half whole, and all other blocks
+    are seen whole. With more queries than keys there are tiles that see nothing.
+    """
+    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    keys_before = problem.len_k - problem.len_q
+    same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
+    return problem.causal and same_rows and not is_masked
+
+
 class ForwardCall:
     """The launches of one forward signature; of packed queries only wide heads are saved as ``Saving.ROWS``."""
 
@@ -84,6 +96,7 @@ class ForwardCall:
             # With few blocks to a tile the registers that it takes cost more than it gives, and packed calls have none
             # to spare: 168 bytes of stack with it.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
+            IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 

@@ -1,7 +1,7 @@
 """The warpgroups of the sm_90 forward that multiply: scores, softmax and values of 64 query rows each."""
 
 from fused_rope_attn.attention.hopper.barriers import arrive_at_named_barrier, wait_at_named_barrier
-from fused_rope_attn.attention.hopper.forward_masks import mask_scores
+from fused_rope_attn.attention.hopper.forward_masks import mask_diagonal, mask_scores
 from fused_rope_attn.attention.hopper.forward_output import write_output
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.softmax import (
@@ -13,6 +13,7 @@ from fused_rope_attn.attention.hopper.softmax import (
     rescale_output,
     unpack_weights,
     whole_sums,
+    whole_weights,
 )
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
 from fused_rope_attn.kernels.records import record
@@ -48,22 +49,33 @@ def hand_over_tensor_cores(WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @jit
+def first_keys(keys, key_step, COUNT: gl.constexpr):
+    """The first COUNT keys of the block that the ``Ring`` holds in this step, (COUNT, BLOCK_D)."""
+    BLOCK_N: gl.constexpr = keys.smem.shape[3]
+    block = keys.smem.index(keys.slot(key_step)).reshape((BLOCK_N, keys.smem.shape[4]))
+    if COUNT == BLOCK_N:
+        return block
+    else:
+        return block.slice(0, COUNT, dim=0)
+
+
+@jit
 def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
-             CONSUMERS: gl.constexpr):  # fmt: skip
+             CONSUMERS: gl.constexpr, COUNT: gl.constexpr):  # fmt: skip
     """Issue the scores of key block ``key_step`` and, behind them, the values of the block before, with weights p.
 
     q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc (ROWS, BLOCK_D) is multiplied
-    by first. Returns the scores (ROWS, BLOCK_N) float32, capped where there is a ``cap_scale``, and acc in flight.
-    Unless the block ``exists``, the scores mean nothing.
+    by first. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT keys, capped where there is a
+    ``cap_scale``, and acc in flight. Unless the block ``exists``, the scores mean nothing.
     """
     BLOCK_D: gl.constexpr = q.shape[1]
     BLOCK_N: gl.constexpr = keys.smem.shape[3]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    k_slot, v_slot = keys.slot(key_step), values.slot(key_step - 1)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
+    nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
+    v_slot = values.slot(key_step - 1)
     weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     keys.wait_full(key_step, exists)
-    k = keys.smem.index(k_slot).reshape((BLOCK_N, BLOCK_D))
+    k = first_keys(keys, key_step, COUNT)
     wait_for_tensor_cores(WARPGROUP)
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     acc = rescale_output(acc, correction)
@@ -96,60 +108,81 @@ def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARP
 
 
 @jit
+def mask_first(scores, positions, columns, tile, masks, NK, BLOCK_N: gl.constexpr, WARPGROUP: gl.constexpr):
+    """``mask_scores`` of a tile's first block, or of as many of its keys as the warpgroup sees."""
+    if masks.IS_ALIGNED:
+        return mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N, SEEN=WARPGROUP * ROWS)
+    else:
+        return mask_scores(scores, positions, columns, 0, tile, masks, NK)
+
+
+@jit
 def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
     """Rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
 
     ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
     mask and those that do not: of two, ptxas set up the address of q in the first alone, and jumped past it when that
     loop had no iterations.
+
+    Of an aligned tile's first block, the one on the diagonal, the first warpgroup sees half: FIRST_COUNT keys. The
+    others get weights of zero, whose product with the values costs time but little energy.
     """
     BLOCK_N: gl.constexpr = keys.smem.shape[3]
     BLOCK_D: gl.constexpr = keys.smem.shape[4]
     DTYPE: gl.constexpr = keys.smem.dtype
     CONSUMERS: gl.constexpr = queries.CONSUMERS
+    FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if masks.IS_ALIGNED and WARPGROUP == 0 else BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    rows = gl.arange(0, ROWS, ROW)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    unseen = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    # The same beside a tile's first scores.
+    first_rows = gl.arange(0, ROWS, gl.SliceLayout(1, FIRST))
+    first_columns = gl.arange(0, FIRST_COUNT, gl.SliceLayout(0, FIRST))
+    nothing = gl.zeros([ROWS, FIRST_COUNT], gl.float32, FIRST)
+    unseen = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, FIRST))
 
     tile_step = 0
     key_step = 0
     tile = next_tile(tiles, tile_step)
     start_m = tile.start_m + WARPGROUP * ROWS
-    positions = query_position(tile, start_m, NQ, NK) + rows
+    positions = query_position(tile, start_m, NQ, NK) + first_rows
     exists = True
     if tiles.IS_PACKED:
         # How many tiles hold queries only the device knows.
         exists = tile.num_blocks > 0
     queries.wait_full(tile_step, WARPGROUP, exists)
     keys.wait_full(key_step, exists)
-    k = keys.smem.index(keys.slot(key_step)).reshape((BLOCK_N, BLOCK_D))
+    k = first_keys(keys, key_step, FIRST_COUNT)
     q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
-    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+    first = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    first = warpgroup_mma_wait(0, deps=[first])
     keys.release_operands(key_step, exists)
-    scores = cap_scores(scores, softmax.cap_scale, DTYPE)
-    scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
-    p, correction, row_max, row_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
-    p = pack_weights(p, DTYPE)
+    first = cap_scores(first, softmax.cap_scale, DTYPE)
+    first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
+    first, _, row_max, row_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
+    row_max = gl.convert_layout(row_max, ROW, assert_trivial=True)
+    p = whole_weights(pack_weights(first, DTYPE), S)
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     while tile.num_blocks > 0:
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
-        correction = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+        correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
         for visit in range(1, tile.num_blocks):
             key_step += 1
             scores, acc = multiply(
-                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS
+                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
+                BLOCK_N,
             )  # fmt: skip
             if queries.IS_SINGLE:
                 # The next tile's queries can come while this one's last softmax is computed.
                 if visit + 1 == tile.num_blocks:
                     queries.release(tile_step, WARPGROUP)
-            scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
+            if not masks.IS_ALIGNED:
+                scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
             p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
             if softmax.PIN_SUMS:
                 pin(row_sum)
@@ -169,14 +202,14 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         row_end = query_end(finished, NQ)
         tile = next_tile(tiles, tile_step)
         exists = tile.num_blocks > 0
-        positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + rows
+        positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
         queries.wait_full(tile_step, WARPGROUP, exists)
-        scores, acc = multiply(
+        first, acc = multiply(
             queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP, CONSUMERS,
+            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT,
         )  # fmt: skip
-        scores = mask_scores(scores, positions, columns, 0, tile, masks, NK)
-        p, correction, new_max, new_sum = fold_scores(scores, unseen, no_sums(), softmax.qk_scale)
+        first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
+        first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
 
         seen, factor = finish_rows(output, softmax, finished, rows, row_end, row_max, row_sum, NQ, WARPGROUP)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT))
@@ -188,8 +221,9 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         values.release_operands(key_step - 1)
         o = gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
         write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
-        p = pack_weights(p, DTYPE)
-        row_max, row_sum = new_max, new_sum
+        p = whole_weights(pack_weights(first, DTYPE), S)
+        row_max = gl.convert_layout(new_max, ROW, assert_trivial=True)
+        row_sum = new_sum
     if WARPGROUP == 0:
         # The last warpgroup hands the tensor cores over once more.
         wait_for_tensor_cores(WARPGROUP)

@@ -37,7 +37,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-                   PIN_SUMS: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
+                   PIN_SUMS: gl.constexpr, IS_ALIGNED: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
     k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
@@ -52,7 +52,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its
     descriptor, and ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
 
-    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``. The REGISTERS are those of a thread of
+    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``. IS_ALIGNED: as ``forward.is_aligned``
+    says, and to be made use of. The REGISTERS are those of a thread of
     each kind of warps; Q_LAYOUT is the shared memory's of queries that are rotated here.
     """
     NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
@@ -99,7 +100,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
 
     # What each tile's announcement says is None here: Triton 3.6 fails on what warps are given and do not use.
     masks = MaskOptions(
-        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS
+        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS,
+        IS_ALIGNED=IS_ALIGNED,
     )  # fmt: skip
     schedule = Schedule(
         counter_ptr=counter_ptr, starts_ptr=starts_ptr, lens_ptr=lens_ptr, num_tiles=num_tiles, num_heads=num_heads,

@@ -17,21 +17,34 @@ class MaskOptions:
     IS_CAUSAL: gl.constexpr
     READS_LENGTHS: gl.constexpr  # the device reads which keys exist: a query may lie before position 0
     HAS_STARTS: gl.constexpr  # whether there are kv_starts
+    # Whether the diagonal of every tile is that of its first key block, and nothing but causality hides keys.
+    IS_ALIGNED: gl.constexpr
 
 
 @jit
-def hide_keys(scores, limit, columns, UPPER: gl.constexpr):
+def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 0):
     """-inf for the columns past ``limit`` (rows,), or without UPPER for those before it.
 
-    Relative to the thread's first column, so that the others are constants: one comparison for each score.
+    Relative to the thread's first column, so that the others are constants: one comparison for each score. Columns
+    before SEEN are past no limit, and take none.
     """
     thread = columns & 6
     others = (columns & ~6)[None, :]
     bound = limit[:, None] - thread[None, :]
     if UPPER:
-        return gl.where(others <= bound, scores, float("-inf"))
+        return gl.where((others < SEEN) | (others <= bound), scores, float("-inf"))
     else:
         return gl.where(others >= bound, scores, float("-inf"))
+
+
+@jit
+def mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N: gl.constexpr, SEEN: gl.constexpr):
+    """As ``mask_scores``, of the first block of an aligned tile, or its first half; every row sees its first SEEN keys.
+
+    A query that exists lies before every key that does not.
+    """
+    start_n = tile_bounds(tile, NK).last_block * BLOCK_N
+    return hide_keys(scores, positions - start_n, columns, UPPER=True, SEEN=SEEN)
 
 
 @jit

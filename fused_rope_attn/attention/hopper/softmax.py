@@ -123,6 +123,16 @@ def pack_weights(p, DTYPE: gl.constexpr):
 
 
 @jit
+def whole_weights(words, LAYOUT: gl.constexpr):
+    """Packed weights of a block in LAYOUT, of those of its first half or of all: keys without any get 0."""
+    if words.type.layout == LAYOUT:
+        return words
+    else:
+        whole = gl.join(words, gl.zeros_like(words)).permute((0, 2, 1)).reshape((words.shape[0], 2 * words.shape[1]))
+        return gl.convert_layout(whole, LAYOUT, assert_trivial=True)
+
+
+@jit
 def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Inverse of ``pack_weights``, as an operand of a product; "not pure" keeps it in front of the products."""
     if DTYPE == gl.bfloat16:

@@ -1,5 +1,6 @@
 """The sm_90 forward in every division of its warps: two or three warpgroups that attend, queries rotated by warps of
-their own or by the pre-pass. The tables choose some of these for long sequences alone, which these tests are not."""
+their own or by the pre-pass; and with the diagonal's blocks by halves. The tables choose some of these for long
+sequences alone, which these tests are not."""
 
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 
 from fused_rope_attn.attention import configs
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import ODD_LENGTHS
+from tests.support.gpu import MANY_TILES, ODD_LENGTHS
 from tests.support.hopper import PADDED, check_in_dtype, check_reruns, needs_sm_90
 from tests.support.internals import forget_plans
 from tests.support.marks import cases
@@ -20,6 +21,13 @@ DIVISIONS = {
     "three warpgroups, three stages": (64, configs.HopperForwardConfig(128, stages=3, rotate_heads=4, **THREE)),
     "two warpgroups, D 64": (64, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
+    "diagonal by halves, D 64": (64, configs.HopperForwardConfig(128, halves_diagonal=True)),
+    "diagonal by halves": (128, configs.HopperForwardConfig(128, halves_diagonal=True)),
+    "diagonal by halves, pinned": (128, configs.HopperForwardConfig(128, halves_diagonal=True, pin=True)),
+    "diagonal by halves, no rotating warps": (
+        128,
+        configs.HopperForwardConfig(128, halves_diagonal=True, rotates_queries=False, attend_registers=240),
+    ),
 }
 
 
@@ -39,6 +47,9 @@ def head_dim(request, monkeypatch):
     replace(ODD_LENGTHS, causal=False, interleaved=True, rotary_dim=32),
     replace(ODD_LENGTHS, softmax_scale=-0.2, tables="random", layout="bhnd"),
     replace(ODD_LENGTHS, len_q=193, len_k=193),
+    replace(ODD_LENGTHS, len_q=1101, len_k=1101),
+    replace(ODD_LENGTHS, len_q=300, len_k=556, softcap=4.0, sinks=True),
+    replace(ODD_LENGTHS, len_q=556, len_k=300),
     replace(ODD_LENGTHS, len_q=1, len_k=700),
     replace(ODD_LENGTHS, len_q=700, len_k=333, window=(90, 0)),
     replace(PADDED, kv_starts=(40, 690), kv_lens=(650, 700), sinks=True),
@@ -49,8 +60,13 @@ def test_against_float64(head_dim, case, dtype):
     check_in_dtype(replace(case, head_dim=head_dim), dtype)
 
 
-def test_reruns(head_dim):
-    check_reruns(replace(ODD_LENGTHS, head_dim=head_dim), 20)
+@cases(ODD_LENGTHS, MANY_TILES)
+def test_reruns(head_dim, case):
+    check_reruns(replace(case, head_dim=head_dim), 20)
+
+
+def test_many_tiles(head_dim):
+    check_in_dtype(replace(MANY_TILES, head_dim=head_dim), BF16)
 
 
 def test_a_narrower_head(head_dim):
