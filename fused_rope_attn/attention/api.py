@@ -98,26 +98,27 @@ def rope_attention(
         RuntimeError: an explicit backend that this machine cannot run.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
-    seen = known_calls.signature(
-        tensors, window, causal, softmax_scale, rotary_dim, interleaved, softcap, norm_eps, norm_offset, layout,
-        return_lse, deterministic, backend, strategy,
+    options = (
+        causal, softmax_scale, rotary_dim, interleaved, softcap, norm_eps, norm_offset, layout, return_lse,
+        deterministic, backend, strategy,
     )  # fmt: skip
-    known = known_calls.find(seen)
+    known = known_calls.find(tensors, window, options)
     if known is not None:
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse = known(tensors)
         o = from_heads_first(o, layout)
         return (o, lse) if return_lse else o
-    problem, tensors = _describe(
+    problem, described = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
         norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
         backend=backend, strategy=strategy,
     )  # fmt: skip
-    o, lse = _attend(problem, tensors, layout)
-    if seen is not None and (chosen := planning.choose_backend(problem)[0]) != "reference":
-        known_calls.remember(seen, eager.KnownCall(problem._replace(backend=chosen), tensors))
+    o, lse = _attend(problem, described, layout)
+    if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
+        problem = problem._replace(backend=chosen)
+        known_calls.remember(tensors, window, options, lambda: eager.KnownCall(problem, described))
     return (o, lse) if return_lse else o
 
 

@@ -13,8 +13,9 @@ from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 from fused_rope_attn.runtime.replay import Replayed
 
-# Of ``Tensors``: those that every call has, and the others that have a gradient, with their places in ``Gradients``.
+# Of ``Tensors``: how many every call has.
 _ALWAYS = 5
+# What has a gradient beside q, k and v, with its place in ``Gradients``.
 _WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5}
 # Kinds of dO and of saved tensors for which a call keeps replays of its backward pass.
 _MOST_BACKWARDS = 4
@@ -28,12 +29,11 @@ class KnownCall:
         tensors: of such a call. Those of each call have the same dtypes, devices, shapes and strides.
     """
 
-    __slots__ = ("problem", "weights", "_only_five", "_may_replay", "_forward", "_saving", "_backwards")
+    __slots__ = ("problem", "weights", "_may_replay", "_forward", "_saving", "_backwards")
 
     def __init__(self, problem: Problem, tensors: Tensors):
         self.problem = problem
         self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
-        self._only_five = not any(x is not None for x in tensors[_ALWAYS:])
         # How float32 products are computed is a setting that may change between calls.
         self._may_replay = problem.dtype is not torch.float32
         self._forward, self._saving = Replayed(), Replayed()
@@ -53,11 +53,7 @@ class KnownCall:
         if not self._may_replay:
             return ops.run_forward(self.problem, tensors, saves_rotated)
         replayed = self._saving if saves_rotated else self._forward
-        return replayed(self.given(tensors), lambda: ops.run_forward(self.problem, tensors, saves_rotated))
-
-    def given(self, tensors: Tensors) -> Sequence[torch.Tensor]:
-        """The tensors without those that the call has not."""
-        return tensors[:_ALWAYS] if self._only_five else [x for x in tensors if x is not None]
+        return replayed(tensors.given(), lambda: ops.run_forward(self.problem, tensors, saves_rotated))
 
     def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
         """The gradients that ``run`` returns, for what a forward pass has saved."""
@@ -89,9 +85,9 @@ class _Attention(torch.autograd.Function):
             if call.problem.has_norms:
                 tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
             tensors = tensors._replace(q=q_rot, k=k_rot)
-        saved = call.given(tensors)
+        saved = tensors.given()
         ctx.call = call
-        # Which tensors were saved: nothing where they are the first ones.
+        # Which tensors were saved; None where they are the first ones, which every call has.
         ctx.present = None if len(saved) == _ALWAYS else [x is not None for x in tensors]
         ctx.save_for_backward(o, lse, *saved)
         ctx.set_materialize_grads(False)

@@ -102,7 +102,7 @@ class Replay:
         numbers = {id(x): i for i, x in enumerate(tensors)}
         if len(numbers) < len(tensors):
             raise Unsupported("a tensor was given twice")
-        self._layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in kept]
+        self._layouts = [(_alike(x, given), tuple(x.shape), x.stride(), x.dtype) for x in kept]
         self._where = given[0].device
         where = {id(x): i for i, x in enumerate(kept)}
         try:
@@ -125,7 +125,8 @@ class Replay:
         if functools.reduce(operator.or_, addresses) % _ALIGNMENT:
             return None
         made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=where) for shape, strides, dtype in self._layouts
+            torch.empty_strided(shape, strides, dtype=dtype, device=where) if i is None else torch.empty_like(inputs[i])
+            for i, shape, strides, dtype in self._layouts
         ]
         addresses += map(_address, made)
         if self._scratch:
@@ -141,6 +142,15 @@ class Replay:
         if code:
             raise RuntimeError(f"one of the kernels {self._names} could not be launched: {driver.message(code)}")
         return [None if i is None else made[i] for i in self._results]
+
+
+def _alike(x: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
+    """The number of a tensor of which ``torch.empty_like`` makes one like x, for less than one with a layout."""
+    for i, other in enumerate(given):
+        if other.shape == x.shape and other.dtype is x.dtype and other.device == x.device:
+            if torch.empty_like(other, device="meta").stride() == x.stride():
+                return i
+    return None
 
 
 def _packed(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
