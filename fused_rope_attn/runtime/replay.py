@@ -36,7 +36,7 @@ _ALLOCATIONS = frozenset(
 # Addresses as kernels are specialised for them, and as PyTorch's allocations are.
 _ALIGNMENT, _SCRATCH_ALIGNMENT = 16, 256
 # Above this the parts of scratch memory stay allocations of their own, which find room where one large one may not.
-_MOST_SCRATCH_BYTES = 1 << 22
+MOST_SCRATCH_BYTES = 1 << 22
 _address = torch.Tensor.data_ptr
 
 
@@ -96,7 +96,7 @@ class Replay:
         kept = [x for x in recorded.made if any(x is result for result in results)]
         scratch = [x for x in recorded.made if not any(x is result for result in results)]
         self._offsets, self._scratch = _packed(scratch)
-        if self._scratch > _MOST_SCRATCH_BYTES:
+        if self._scratch > MOST_SCRATCH_BYTES:
             kept, scratch, self._offsets, self._scratch = kept + scratch, [], [], 0
         tensors = [*given, *kept, *scratch]
         numbers = {id(x): i for i, x in enumerate(tensors)}

@@ -9,11 +9,13 @@ from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step, run_write
-from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import checks, guards
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
+# What makes guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
+GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 # The generation step with a choice of the backend, which is not public.
 with_kvcache = run_step
 write = run_write
