@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import ops
-from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Tensors, flatten
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, flatten
 from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 from fused_rope_attn.runtime.replay import Replayed
@@ -21,23 +21,19 @@ _WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5}
 _MOST_BACKWARDS = 4
 
 
-class KnownCall:
-    """``call(tensors)`` is attention by the kernels, (o, lse), of tensors of one kind, in ordinary eager mode.
+class EagerCall:
+    """``call(tensors)`` is attention by the kernels, (o, lse), in ordinary eager mode.
 
     Args:
         problem: as ``planning.choose_backend`` has admitted it to the kernels.
-        tensors: of such a call. Those of each call have the same dtypes, devices, shapes and strides.
+        tensors: of such a call.
     """
 
-    __slots__ = ("problem", "weights", "_may_replay", "_forward", "_saving", "_backwards")
+    __slots__ = ("problem", "weights")
 
     def __init__(self, problem: Problem, tensors: Tensors):
         self.problem = problem
         self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
-        # How float32 products are computed is a setting that may change between calls.
-        self._may_replay = problem.dtype is not torch.float32
-        self._forward, self._saving = Replayed(), Replayed()
-        self._backwards: list[tuple[Callable[..., bool], Replayed]] = []
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         if not ops.needs_gradient(tensors):
@@ -48,25 +44,44 @@ class KnownCall:
         o = _apply(self, tensors, found, tensors.q, tensors.k, tensors.v, *weights)
         return o, found[0]
 
-    def forward(self, tensors: Tensors, saves_rotated: bool) -> Outputs | Sequence[Any]:
+    def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
         """What ``ops.run_forward`` returns."""
-        if not self._may_replay:
-            return ops.run_forward(self.problem, tensors, saves_rotated)
+        return ops.run_forward(self.problem, tensors, saves_rotated)
+
+    def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
+        """The gradients that ``run`` returns, for what a forward pass has saved."""
+        return run()
+
+
+class KnownCall(EagerCall):
+    """The same for tensors of one kind: those of each call have the same dtypes, devices, shapes and strides, so that
+    its passes can be replayed. Not in float32: how its products are computed is a setting that may change."""
+
+    __slots__ = ("_forward", "_saving", "_backwards")
+
+    def __init__(self, problem: Problem, tensors: Tensors):
+        super().__init__(problem, tensors)
+        self._forward, self._saving = Replayed(), Replayed()
+        self._backwards: list[tuple[Callable[..., bool], Replayed]] = []
+
+    def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
         replayed = self._saving if saves_rotated else self._forward
         return replayed(tensors.given(), lambda: ops.run_forward(self.problem, tensors, saves_rotated))
 
     def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
-        """The gradients that ``run`` returns, for what a forward pass has saved."""
-        if not self._may_replay:
-            return run()
         inputs = (do, *saved)
         for matches, replayed in self._backwards:
             if matches(*inputs):
                 return replayed(inputs, run)
-        if len(self._backwards) < _MOST_BACKWARDS:
-            self._backwards.append((guard(inputs), Replayed()))
-            return self._backwards[-1][1](inputs, run)
-        return run()
+        if len(self._backwards) == _MOST_BACKWARDS:
+            return run()
+        self._backwards.append((guard(inputs), Replayed()))
+        return self._backwards[-1][1](inputs, run)
+
+
+def call_of(problem: Problem, tensors: Tensors) -> EagerCall:
+    """The call to remember for tensors of this kind."""
+    return (EagerCall if problem.dtype is torch.float32 else KnownCall)(problem, tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -77,7 +92,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: KnownCall, tensors: Tensors, found: list, *differentiable):
+    def forward(ctx, call: EagerCall, tensors: Tensors, found: list, *differentiable):
         o, lse, q_rot, k_rot = call.forward(tensors, True)
         found.append(lse)
         ctx.is_rotated = q_rot is not None
@@ -135,4 +150,4 @@ def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.T
     """
     if not is_plain(*tensors):
         return ops.forward_operator(*flatten(problem, tensors))
-    return KnownCall(problem, tensors)(tensors)
+    return EagerCall(problem, tensors)(tensors)
