@@ -118,7 +118,7 @@ def rope_attention(
     o, lse = _attend(problem, described, layout)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         problem = problem._replace(backend=chosen)
-        known_calls.remember(tensors, window, options, lambda: eager.call_of(problem, described))
+        known_calls.remember(tensors, window, options, lambda: eager.call_of(problem, described, return_lse))
     return (o, lse) if return_lse else o
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import ops
-from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, flatten
+from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Tensors, flatten
 from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 from fused_rope_attn.runtime.replay import Replayed
@@ -35,7 +35,7 @@ class EagerCall:
         self.problem = problem
         self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
 
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, Any]:
         if not ops.needs_gradient(tensors):
             o, lse, _, _ = self.forward(tensors, False)
             return o, lse
@@ -55,18 +55,27 @@ class EagerCall:
 
 class KnownCall(EagerCall):
     """The same for tensors of one kind: those of each call have the same dtypes, devices, shapes and strides, so that
-    its passes can be replayed. Not in float32: how its products are computed is a setting that may change."""
+    its passes can be replayed. Not in float32: how its products are computed is a setting that may change.
 
-    __slots__ = ("_forward", "_saving", "_backwards")
+    returns_lse: False where nobody wants lse, which a forward pass without a gradient then returns as None.
+    """
 
-    def __init__(self, problem: Problem, tensors: Tensors):
+    __slots__ = ("_returns_lse", "_forward", "_saving", "_backwards")
+
+    def __init__(self, problem: Problem, tensors: Tensors, returns_lse: bool):
         super().__init__(problem, tensors)
+        self._returns_lse = returns_lse
         self._forward, self._saving = Replayed(), Replayed()
         self._backwards: list[tuple[Callable[..., bool], Replayed]] = []
 
     def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
-        replayed = self._saving if saves_rotated else self._forward
-        return replayed(tensors.given(), lambda: ops.run_forward(self.problem, tensors, saves_rotated))
+        if saves_rotated:
+            return self._saving(tensors.given(), lambda: ops.run_forward(self.problem, tensors, True))
+        return self._forward(tensors.given(), lambda: self._run(tensors))
+
+    def _run(self, tensors: Tensors) -> Outputs:
+        outputs = ops.run_forward(self.problem, tensors)
+        return outputs if self._returns_lse else outputs._replace(lse=None)
 
     def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
         inputs = (do, *saved)
@@ -79,9 +88,11 @@ class KnownCall(EagerCall):
         return self._backwards[-1][1](inputs, run)
 
 
-def call_of(problem: Problem, tensors: Tensors) -> EagerCall:
-    """The call to remember for tensors of this kind."""
-    return (EagerCall if problem.dtype is torch.float32 else KnownCall)(problem, tensors)
+def call_of(problem: Problem, tensors: Tensors, returns_lse: bool) -> EagerCall:
+    """The call to remember for tensors of this kind, ``returns_lse`` as ``KnownCall`` has it."""
+    if problem.dtype is torch.float32:
+        return EagerCall(problem, tensors)
+    return KnownCall(problem, tensors, returns_lse)
 
 
 class _Attention(torch.autograd.Function):

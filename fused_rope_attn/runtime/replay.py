@@ -134,7 +134,10 @@ class Replay:
             begin = _address(scratch)
             addresses += [begin + offset for offset in self._offsets]
         stream = device.current_stream(where)
-        maps = [described.at(addresses[i]) for described, i in self._maps]
+        try:
+            maps = [described.at(addresses[i]) for described, i in self._maps]
+        except RuntimeError:  # in a thread that has not used its GPU yet, to which the call itself sees
+            return None
         code = self._blocks.launch(stream, *addresses, *maps)
         if code == driver.INVALID_CONTEXT:  # a thread that has not used its GPU yet: no kernel was launched
             driver.make_current(device.current_gpu())

@@ -149,6 +149,27 @@ def test_a_thread_without_a_context(call, monkeypatch):
     assert call.driver.current == [3] and len(call.driver.launches) == 3 and call.ran == 2
 
 
+def test_a_thread_that_cannot_encode_a_tensor_map_takes_the_call_itself(call, monkeypatch):
+    replayed = recorded(call)
+    monkeypatch.setattr(replay.device, "current_gpu", lambda: 0)
+    for launch in call.launches:
+        launch.direct.described[0].maps.clear()
+        launch.direct.described[0]._encode = fail_once()
+    call(replayed, *inputs())
+    assert call.ran == 3
+
+
+def fail_once():
+    failures = [RuntimeError("Failed to create tensor map descriptor: invalid device context")]
+
+    def encode(address):
+        if failures:
+            raise failures.pop()
+        return toy_map(address)
+
+    return encode
+
+
 def test_an_error_of_the_driver_names_the_kernels(call):
     replayed = recorded(call)
     call.driver.code = 700
