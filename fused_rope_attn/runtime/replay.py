@@ -36,7 +36,7 @@ _ALLOCATIONS = frozenset(
 # Addresses as kernels are specialised for them, and as PyTorch's allocations are.
 _ALIGNMENT, _SCRATCH_ALIGNMENT = 16, 256
 # Above this the parts of scratch memory stay allocations of their own, which find room where one large one may not.
-MOST_SCRATCH_BYTES = 1 << 22
+MOST_SCRATCH_BYTES = 1 << 24
 _address = torch.Tensor.data_ptr
 
 
@@ -130,7 +130,7 @@ class Replay:
         ]
         addresses += map(_address, made)
         if self._scratch:
-            scratch = torch.empty_strided((self._scratch,), (1,), dtype=torch.float32, device=where)
+            scratch = torch.empty_strided((self._scratch // 4,), (1,), dtype=torch.float32, device=where)
             begin = _address(scratch)
             addresses += [begin + offset for offset in self._offsets]
         stream = device.current_stream(where)
@@ -157,13 +157,13 @@ def _alike(x: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
 
 
 def _packed(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """(offsets in bytes of tensors in one piece of memory, its float32 elements)."""
+    """(offsets of tensors in one piece of memory, its size), in bytes."""
     offsets, end = [], 0
     for x in tensors:
         offsets.append(end)
         size = x.untyped_storage().nbytes()
         end += size + -size % _SCRATCH_ALIGNMENT
-    return offsets, end // torch.float32.itemsize
+    return offsets, end
 
 
 def _blocks(launches: list[tuple[Any, dict[str, Any]]], numbers: dict[int, int]) -> tuple[Blocks, list]:
