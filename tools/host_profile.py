@@ -79,7 +79,7 @@ def steps(case: str) -> dict[str, Callable[[], object]]:
 
     q, k, v, do = (torch.zeros(BATCH, HEADS, LENGTH, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    cos = sin = torch.ones(LENGTH, HEAD_DIM // 2)
+    cos, sin = torch.ones(2, LENGTH, HEAD_DIM // 2)
 
     def forward_and_backward() -> None:
         o = rope_attention(*leaves, cos, sin, True, backend=case)

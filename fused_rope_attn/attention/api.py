@@ -18,7 +18,7 @@ from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import explain_keywords
 
 if has_triton():  # elsewhere planning sends every call to the reference
-    from fused_rope_attn.attention import ops
+    from fused_rope_attn.attention import eager
 
 
 @explain_keywords(ATTENTION)
@@ -97,27 +97,28 @@ def rope_attention(
         NotImplementedError: what an explicit backend deliberately does not serve; double backward.
         RuntimeError: an explicit backend that this machine cannot run.
     """
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, q_norm=q_norm, k_norm=k_norm)
-    seen = known_calls.signature(
-        tensors, window, causal, softmax_scale, rotary_dim, interleaved, softcap, norm_eps, norm_offset, layout,
-        return_lse, deterministic, backend, strategy,
+    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
+    options = (
+        causal, softmax_scale, rotary_dim, interleaved, softcap, norm_eps, norm_offset, layout, return_lse,
+        deterministic, backend, strategy,
     )  # fmt: skip
-    problem = known_calls.find(seen)
-    if problem is not None:
+    known = known_calls.find(tensors, window, options)
+    if known is not None:
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
-        o, lse = ops.attention(problem, tensors)
+        o, lse = known(tensors)
         o = from_heads_first(o, layout)
         return (o, lse) if return_lse else o
-    problem, tensors = _describe(
+    problem, described = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
         norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
         backend=backend, strategy=strategy,
     )  # fmt: skip
-    o, lse = _attend(problem, tensors, layout)
-    if seen is not None and (chosen := planning.choose_backend(problem)[0]) != "reference":
-        known_calls.remember(seen, problem._replace(backend=chosen))
+    o, lse = _attend(problem, described, layout)
+    if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
+        problem = problem._replace(backend=chosen)
+        known_calls.remember(tensors, window, options, lambda: eager.call_of(problem, described, return_lse))
     return (o, lse) if return_lse else o
 
 
@@ -344,7 +345,7 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     """(o in the layout, lse) of a described call, by the backend that planning chooses."""
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
-        o, lse = ops.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
+        o, lse = eager.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
         return from_heads_first(o, layout), lse
     q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, _, _ = tensors
     options = {

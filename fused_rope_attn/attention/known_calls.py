@@ -2,66 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.runtime import device
+from fused_rope_attn.attention.problem import Tensors
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.guards import guard
+from fused_rope_attn.runtime.registration import is_plain
 
 _MAX_KNOWN = 4096
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-_STRIDED = torch.strided
-_known: dict[tuple, Problem] = {}
+# Calls of one key, which differ in dtypes, devices, strides, tables or in what takes a gradient.
+_MAX_ALIKE = 8
+# By keys: whether tensors are those of a call, and the call.
+_known: dict[tuple, list[tuple[Callable[..., bool], Any]]] = {}
 
 
-def signature(tensors: Tensors, window: Any, *options: Any) -> tuple | None:
-    """All that the checks of a call, its description and the choice of its backend look at. None where they look at
-    more: traced calls, other classes of tensors, autocast, tables with a gradient.
+def find(tensors: Tensors, window: Any, options: tuple) -> Any:
+    """What was remembered of a call that has all in common with this one at which its checks, its description, its
+    plan and its launches look, but for addresses; None where nothing was, and for traced calls, modes and autocast."""
+    if not is_plain() or in_context_parallel() or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    try:
+        alike = _known.get(_key(tensors, window, options))
+        if alike is not None:
+            given = tensors.given()
+            for matches, call in alike:
+                if matches(*given):
+                    return call
+    # What is no tensor, an option that cannot be hashed, tensors without strides: the checks will refuse it.
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    return None
 
-    The window and the other options go into it with their types, because ``1 == True``.
-    """
-    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)) or in_context_parallel():
-        return None
-    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
-        return None
-    q, k, v, cos, sin, sinks, starts, lens, _, _, q_norm, k_norm, _, _ = tensors
-    if q is None or k is None or v is None or cos is None or sin is None or q.is_nested:
-        return None
-    if not (q.layout is k.layout is v.layout is _STRIDED) or cos.requires_grad or sin.requires_grad:
-        return None
-    masks: tuple | None = None
-    if window is not None or sinks is not None or starts is not None or lens is not None:
-        if window is not None and type(window) is not tuple:
-            return None
-        given = [None if x is None else (x.shape, x.dtype, x.device) for x in (sinks, starts, lens)]
-        masks = (window, *map(type, window or ()), *given)
-    norms: tuple | None = None
-    if q_norm is not None or k_norm is not None:
-        norms = tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in (q_norm, k_norm))
-    where = q.device
+
+def _key(tensors: Tensors, window: Any, options: tuple) -> tuple:
+    """The options go into it with their types, because ``1 == True``."""
+    q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, _, _ = tensors
+    others: tuple | None = None
+    if not (window is sinks is starts is lens is q_norm is k_norm is None):
+        others = window, *map(type, window or ()), *[x is None for x in (sinks, starts, lens, q_norm, k_norm)]
     return (
-        q.shape, k.shape, v.shape, cos.shape, sin.shape, q.dtype, k.dtype, v.dtype, cos.dtype, sin.dtype,
-        where, k.device, v.device, cos.device, sin.device, device.arch(where), masks, norms, options,
-        (*map(type, options),), torch.are_deterministic_algorithms_enabled(),
+        q.shape, k.shape, others, options, (*map(type, options),), torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
-def find(seen: tuple | None) -> Problem | None:
-    """The problem of a call with this signature, its backend chosen, or None."""
-    try:
-        return None if seen is None else _known.get(seen)
-    except TypeError:  # an option that cannot be hashed, and that the checks will refuse
-        return None
+def remember(tensors: Tensors, window: Any, options: tuple, make: Callable[[], Any]) -> None:
+    """Keep what ``make`` gives, for ``find`` to give it to such calls.
 
-
-def remember(seen: tuple | None, problem: Problem) -> None:
-    """Keep a problem for the next call with this signature; forgets everything when it grows past any working set."""
-    if seen is not None:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[seen] = problem
+    Forgets everything when that grows past any working set.
+    """
+    if not is_plain(*tensors) or in_context_parallel() or type(window) not in (tuple, type(None)):
+        return
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    alike = _known.setdefault(_key(tensors, window, options), [])
+    del alike[: max(0, len(alike) + 1 - _MAX_ALIKE)]
+    alike.append((guard(tensors.given()), make()))
 
 
 def forget() -> None:

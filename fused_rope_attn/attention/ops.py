@@ -23,7 +23,7 @@ from fused_rope_attn.attention.problem import (
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import has_descriptor, like_input
-from fused_rope_attn.runtime.registration import Operator, is_plain
+from fused_rope_attn.runtime.registration import Operator
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
     return tensors._replace(**strided) if strided else tensors
 
 
-def _run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
+def run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
     """saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can."""
     if problem.has_masks or problem.has_norms:
         tensors = _with_unit_strides(tensors)
@@ -108,7 +108,7 @@ def _run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False
         return _forward_calls(problem.with_precision(), tensors, saves_rotated)(tensors)
 
 
-def _run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bool = False) -> Gradients:
+def run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bool = False) -> Gradients:
     """is_rotated: q and k in ``tensors`` are the forward pass's q_rot and k_rot, and raw_q and raw_k those before."""
     if problem.has_masks or problem.has_norms:
         tensors = _with_unit_strides(tensors)
@@ -137,19 +137,19 @@ def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, 
 
 
 def _forward_impl(*arguments):
-    o, lse, _, _ = _run_forward(*rebuild(*arguments))
+    o, lse, _, _ = run_forward(*rebuild(*arguments))
     return o, lse
 
 
 def _backward_impl(do, o, lse, *arguments):
-    return _without_none(_run_backward(*rebuild(*arguments), do, o, lse), do)
+    return _without_none(run_backward(*rebuild(*arguments), do, o, lse), do)
 
 
 def _rotated_backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
     # Packed queries lie padded in q_rot.
     problem = problem._replace(len_q=o.shape[2])
-    return _without_none(_run_backward(problem, tensors, do, o, lse, is_rotated=True), do)
+    return _without_none(run_backward(problem, tensors, do, o, lse, is_rotated=True), do)
 
 
 def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
@@ -178,27 +178,16 @@ def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q and k rotated, where the kernels can make and take them so and the call is an eager one, with norms also
-    as they came, which the gradient of a norm needs; else only so. Gradients come back in the frame that the caller
-    knows.
+    """The gradient of calls through the dispatcher, which save q and k as they came: which kernels will run, and
+    whether they could take them rotated, is not known to who traces a call.
 
-    ``keyset`` is the dispatcher's, or None for a call that skips it.
+    ``keyset`` is the dispatcher's.
     """
 
     @staticmethod
     def forward(ctx, keyset, problem: Problem, *arguments):
         tensors = Tensors(*arguments)
-        q_rot = None
-        if keyset is None:
-            o, lse, q_rot, k_rot = _run_forward(problem, tensors, saves_rotated=True)
-            if q_rot is not None:
-                if problem.has_norms:
-                    tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
-                tensors = tensors._replace(q=q_rot, k=k_rot)
-        else:
-            o, lse = _forward.below_autograd(keyset, *flatten(problem, tensors))
-        ctx.plain = keyset is None
-        ctx.is_rotated = q_rot is not None
+        o, lse = forward_operator.below_autograd(keyset, *flatten(problem, tensors))
         ctx.problem = problem
         ctx.save_for_backward(o, lse, *tensors)
         ctx.mark_non_differentiable(lse)
@@ -211,13 +200,7 @@ class _Attention(torch.autograd.Function):
         needs = Tensors(*ctx.needs_input_grad[2:])
         if do is not None:
             o, lse, *saved = ctx.saved_tensors
-            tensors = Tensors(*saved)
-            # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
-            if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled():
-                gradients = _run_backward(ctx.problem, tensors, do, o, lse, ctx.is_rotated)
-            else:
-                operator = _rotated_backward if ctx.is_rotated else _backward
-                gradients = Gradients(*operator(do, o, lse, *flatten(ctx.problem, tensors)))
+            gradients = Gradients(*_backward(do, o, lse, *flatten(ctx.problem, Tensors(*saved))))
         dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
         of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
         return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
@@ -237,11 +220,11 @@ def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
     if needs_gradient(tensors):
         return _Attention.apply(keyset, problem, *tensors)
-    return _forward.below_autograd(keyset, *arguments)
+    return forward_operator.below_autograd(keyset, *arguments)
 
 
 # Which kernels backend="auto" means is decided inside the operators, where v's address is known.
-_forward = Operator(
+forward_operator = Operator(
     f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
     run=_forward_impl,
     fake=_forward_fake,
@@ -265,13 +248,6 @@ _rotated_backward = Operator(
 )
 
 
-def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels.
-
-    Tracing, fake tensors and modes see one operator; ordinary calls save its dispatch.
-    """
-    if not is_plain(*tensors):
-        return _forward(*flatten(problem, tensors))
-    if needs_gradient(tensors):
-        return _Attention.apply(None, problem, *tensors)
-    return _run_forward(problem, tensors)[:2]
+def backward_operator(is_rotated: bool) -> Operator:
+    """The operator of the backward pass of q and k as they came, or of those that an eager forward pass rotated."""
+    return _rotated_backward if is_rotated else _backward

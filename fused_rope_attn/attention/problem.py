@@ -39,6 +39,10 @@ class Tensors(NamedTuple):
     raw_q: Any = None
     raw_k: Any = None
 
+    def given(self) -> list[Any]:
+        """Those that the call has, in their order."""
+        return [x for x in self if x is not None]
+
 
 # Of ``Tensors``: what only the device reads.
 READ_BY_THE_DEVICE = ("sinks", "kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "q_norm", "k_norm")

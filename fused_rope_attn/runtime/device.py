@@ -131,9 +131,14 @@ class _NoGuard:
 _NO_GUARD = _NoGuard()
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether kernels for ``device`` launch on it as things are: it is the current GPU, or none."""
+    return device.index is None or device.index == torch._C._cuda_getDevice()
+
+
 def guard(device: torch.device) -> AbstractContextManager[None]:
     """Context in which kernels launch on ``device``; free when it is already the current one."""
-    if device.index is None or device.index == torch._C._cuda_getDevice():
+    if is_current(device):
         return _NO_GUARD
     return torch.cuda.device(device)
 

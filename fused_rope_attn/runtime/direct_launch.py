@@ -1,8 +1,8 @@
-"""Launches of one compiled kernel by the CUDA driver, from a block of arguments that is prepared once.
+"""Launches of compiled kernels by the CUDA driver, from a block of arguments that is prepared once.
 
-A block is one piece of memory that holds all that cuLaunchKernelEx reads: the configuration of the launch, the kernel's
-parameters and the pointers to them. A launch writes into it, in one call of ``struct``, what changes from call to call:
-the stream, the tensors' addresses and the tensor maps.
+A block is one piece of memory that holds all that cuLaunchKernelEx reads for one or several kernels: the configurations
+of the launches, the kernels' parameters and the pointers to them. Before its launches one call of ``struct`` writes
+into it what changes from call to call: the tensors' addresses and the tensor maps.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import ctypes
 import functools
 import operator
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,65 +34,140 @@ _MAX_MAPS = 512
 _address = torch.Tensor.data_ptr
 
 
+class Kernel(NamedTuple):
+    """What no call changes of a kernel's launches.
+
+    numbers: the parameters that are neither addresses nor tensor maps, a word each.
+    """
+
+    name: str
+    function: ctypes.c_void_p
+    parameters: list[Parameter]
+    numbers: list[bytes]
+    config: driver.LaunchConfig
+    attributes: list[driver.LaunchAttribute]
+
+
+class Layout:
+    """Where everything lies in the blocks of some kernels that are launched one after the other.
+
+    At first what ``variable`` packs: addresses, and behind a gap the tensor maps. Then for each kernel its
+    configuration, attributes, numbers, and the pointers to all parameters.
+
+    Args:
+        launch: cuLaunchKernelEx.
+        kernels: in their order.
+        addresses: how many addresses there are for all kernels together.
+        tensors: for each kernel, which of the addresses its tensors have, in the order of its parameters.
+        maps: for each kernel, which of the tensor maps it has.
+    """
+
+    __slots__ = ("launch", "kernels", "variable", "places")
+
+    def __init__(
+        self, launch: Callable[..., int], kernels: Sequence[Kernel], addresses: int, tensors: Sequence[Sequence[int]],
+        maps: Sequence[Sequence[int]],
+    ):  # fmt: skip
+        first_map = _WORD * addresses + -_WORD * addresses % MAP_ALIGNMENT
+        num_maps = 1 + max((i for own in maps for i in own), default=-1)
+        self.launch = launch
+        self.kernels = kernels
+        self.variable = struct.Struct(f"<{addresses}Q{first_map - _WORD * addresses}x" + f"{MAP_BYTES}s" * num_maps)
+        self.places = [
+            ([_WORD * i for i in own], [first_map + MAP_BYTES * i for i in own_maps])
+            for own, own_maps in zip(tensors, maps)
+        ]
+
+
 class Block:
-    """The memory of one launch at a time; ``write`` and the two pointers for the driver lead into it."""
+    """The memory of some launches at a time: ``write`` takes the addresses and the tensor maps, then ``launch``."""
 
-    __slots__ = ("write", "attributes", "config", "parameters")
+    __slots__ = ("write", "_launch", "_stream", "_configs", "_calls")
 
-    def __init__(self, layout: _Layout):
-        memory = bytearray(len(layout.template) + MAP_ALIGNMENT)
+    def __init__(self, layout: Layout):
+        size = layout.variable.size + sum(map(_bytes, layout.kernels))
+        memory = bytearray(size + MAP_ALIGNMENT)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         shift = -begin % MAP_ALIGNMENT
         begin += shift
-        memory[shift : shift + len(layout.template)] = layout.template
-        pointers = (begin + offset for offset in layout.offsets)
-        struct.pack_into(f"<{len(layout.offsets)}Q", memory, shift + layout.pointers, *pointers)
-        self.write = functools.partial(layout.variable.pack_into, memory, shift + driver.LaunchConfig.stream.offset)
-        self.attributes = begin + layout.attributes
-        self.config = ctypes.c_void_p(begin)
-        self.parameters = ctypes.c_void_p(begin + layout.pointers)
+        self.write = functools.partial(layout.variable.pack_into, memory, shift)
+        self._launch = layout.launch
+        self._stream: int | None = None
+        self._configs, self._calls = [], []
+        at = layout.variable.size
+        for kernel, (tensors, maps) in zip(layout.kernels, layout.places):
+            attributes = at + ctypes.sizeof(kernel.config)
+            numbers = attributes + ctypes.sizeof(driver.LaunchAttribute) * len(kernel.attributes)
+            pointers = numbers + _WORD * len(kernel.numbers)
+            where = {
+                "tensor": iter(tensors),
+                MAP: iter(maps),
+                "number": iter(range(numbers, pointers, _WORD)),
+            }
+            offsets = [next(where[_kind(p)]) for p in kernel.parameters]
+            content = b"".join(
+                (
+                    bytes(kernel.config),
+                    *map(bytes, kernel.attributes),
+                    *kernel.numbers,
+                    struct.pack(f"<{len(offsets)}Q", *(begin + offset for offset in offsets)),
+                )
+            )
+            memory[shift + at : shift + at + len(content)] = content
+            config = driver.LaunchConfig.from_buffer(memory, shift + at)
+            config.attributes, config.num_attributes = begin + attributes, len(kernel.attributes)
+            self._configs.append(config)
+            self._calls.append((ctypes.c_void_p(begin + at), kernel.function, ctypes.c_void_p(begin + pointers)))
+            at += len(content)
+
+    def launch(self, stream: int) -> int:
+        """Launch all kernels on the current device; returns the driver's first error code, 0 for none."""
+        if stream != self._stream:
+            for config in self._configs:
+                config.stream = stream
+            self._stream = stream
+        launch = self._launch
+        for at, function, parameters in self._calls:
+            code = launch(at, function, parameters, None)
+            if code:
+                return code
+        return 0
 
 
-class _Layout:
-    """Where everything lies in a block, as offsets in bytes, and the bytes that all blocks of a launch share.
+def _bytes(kernel: Kernel) -> int:
+    """What a block has of one kernel."""
+    words = len(kernel.numbers) + len(kernel.parameters)
+    return ctypes.sizeof(kernel.config) + ctypes.sizeof(driver.LaunchAttribute) * len(kernel.attributes) + _WORD * words
 
-    At first the configuration of the launch; from its stream on, what ``variable`` packs: the stream, the address and
-    the number of the attributes, the tensors' addresses, and behind a gap the tensor maps. Then the attributes, the
-    numbers and the pointers to all parameters.
-    """
 
-    __slots__ = ("variable", "attributes", "num_attributes", "offsets", "pointers", "template")
+def _kind(parameter: Parameter) -> str:
+    return "tensor" if parameter.is_tensor else MAP if parameter.letter == MAP else "number"
 
-    def __init__(self, parameters: list[Parameter], numbers: list[float], config: driver.LaunchConfig, attributes):
-        tensors = [p for p in parameters if p.is_tensor]
-        maps = [p for p in parameters if p.letter == MAP]
-        first_address = driver.LaunchConfig.stream.offset + 3 * _WORD
-        gap = -(first_address + _WORD * len(tensors)) % MAP_ALIGNMENT
-        first_map = first_address + _WORD * len(tensors) + gap
-        self.variable = struct.Struct(f"<QQQ{len(tensors)}Q{gap}x" + f"{MAP_BYTES}s" * len(maps))
-        self.attributes = first_map + MAP_BYTES * len(maps)
-        self.num_attributes = len(attributes)
-        first_number = self.attributes + ctypes.sizeof(driver.LaunchAttribute) * len(attributes)
-        self.pointers = first_number + _WORD * len(numbers)
-        at = {
-            "tensor": iter(range(first_address, first_map, _WORD)),
-            MAP: iter(range(first_map, self.attributes, MAP_BYTES)),
-            "number": iter(range(first_number, self.pointers, _WORD)),
-        }
-        self.offsets = [next(at["tensor" if p.is_tensor else MAP if p.letter == MAP else "number"]) for p in parameters]
-        template = bytearray(self.pointers + _WORD * len(parameters))
-        template[: ctypes.sizeof(config)] = bytes(config)
-        template[self.attributes : first_number] = b"".join(map(bytes, attributes))
-        letters = [p.letter for p in parameters if not p.is_tensor and p.letter != MAP]
-        for i, (letter, number) in enumerate(zip(letters, numbers, strict=True)):
-            struct.pack_into(f"<{letter}", template, first_number + _WORD * i, number)
-        self.template = bytes(template)
+
+class Blocks:
+    """Blocks of one layout. Calls of several threads do not meet: each takes one for itself, and makes one where all
+    are in use."""
+
+    __slots__ = ("_layout", "_free")
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._free: list[Block] = []
+
+    def launch(self, stream: int, *values: Any) -> int:
+        """``Block.launch`` with these addresses and tensor maps."""
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = Block(self._layout)
+        block.write(*values)
+        code = block.launch(stream)
+        self._free.append(block)
+        return code
 
 
 class DirectLaunch:
     """``launch(stream, tensors)`` by the driver, with everything but the tensors fixed.
-
-    Calls of several threads do not meet: each takes a block for itself, and makes one where all are in use.
 
     Args:
         compiled: Triton's compiled kernel, loaded.
@@ -104,7 +179,7 @@ class DirectLaunch:
         Unsupported: where the kernel must stay with Triton's launcher.
     """
 
-    __slots__ = ("name", "function", "_launch", "_layout", "_blocks", "_plain", "_described")
+    __slots__ = ("kernel", "plain", "described", "launch", "_blocks", "_plain")
 
     def __init__(self, compiled, grid: tuple[int, int, int], tensors: Mapping[str, Any], arguments: Mapping[str, Any]):
         metadata = compiled.metadata._asdict()
@@ -118,16 +193,14 @@ class DirectLaunch:
             raise Unsupported("there is no CUDA driver with cuLaunchKernelEx")
         if not compiled.function or not isinstance(compiled.function, int):
             raise Unsupported("the kernel is not loaded")
-        self.name = metadata["name"]
-        self.function = ctypes.c_void_p(compiled.function)
-        self._launch = found.launch
-        self._plain = _getter([p.name for p in parameters if p.is_tensor])
+        # The names of tensors that it takes by their addresses, and its descriptors, in the order of its parameters.
+        self.plain = [p.name for p in parameters if p.is_tensor]
         maps = [p.name for p in parameters if p.letter == MAP]
         encodings = metadata.get("tensordesc_meta") or []
         sources = {name: tensors[name][1] for name in maps}
-        self._described = [_Described(name, sources[name], encoding) for name, encoding in zip(maps, encodings)]
-        for described in self._described:
-            described.check(tensors[described.name])
+        self.described = [Described(name, sources[name], encoding) for name, encoding in zip(maps, encodings)]
+        for described in self.described:
+            described.check(_address(tensors[described.name][0]))
         given = {**arguments, **{name: source.fields for name, source in sources.items()}}
         cluster = metadata["num_ctas"]
         attributes = driver.launch_attributes(
@@ -139,27 +212,24 @@ class DirectLaunch:
         )  # fmt: skip
         try:
             numbers = [_number(p, given) for p in parameters if not p.is_tensor and p.letter != MAP]
-            self._layout = _Layout(parameters, numbers, config, attributes)
         except (struct.error, OverflowError, TypeError, LookupError) as error:
             raise Unsupported(f"an argument does not fit its parameter: {error}") from error
-        self._blocks: list[Block] = []
+        function = ctypes.c_void_p(compiled.function)
+        self.kernel = Kernel(metadata["name"], function, parameters, numbers, config, attributes)
+        self.launch = found.launch
+        indices = range(len(self.plain)), range(len(maps))
+        self._blocks = Blocks(Layout(found.launch, [self.kernel], len(self.plain), *([each] for each in indices)))
+        self._plain = _getter(self.plain)
 
     def __call__(self, stream: int, tensors: Mapping[str, Any]) -> int:
         """Launch on the current device; returns the driver's error code, 0 for none."""
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = Block(self._layout)
-        block.write(
-            stream, block.attributes, self._layout.num_attributes, *map(_address, self._plain(tensors)),
-            *[each.maps.get(_address(tensors[each.name][0])) or each.encoded(tensors) for each in self._described],
+        return self._blocks.launch(
+            stream, *map(_address, self._plain(tensors)),
+            *[each.at(_address(tensors[each.name][0])) for each in self.described],
         )  # fmt: skip
-        code = self._launch(block.config, self.function, block.parameters, None)
-        self._blocks.append(block)
-        return code
 
 
-class _Described:
+class Described:
     """The tensor maps of one descriptor, by the address of its tensor."""
 
     __slots__ = ("name", "maps", "_encode")
@@ -174,30 +244,30 @@ class _Described:
         )
         self.maps: dict[int, bytes] = {}
 
-    def encoded(self, tensors: Mapping[str, Any]) -> bytes:
-        """The map of the tensor in a call, which ``maps`` has from then on."""
-        if len(self.maps) >= _MAX_MAPS:
-            self.maps.clear()
-        address = _address(tensors[self.name][0])
-        found = self.maps[address] = self._encode(address)
+    def at(self, address: int) -> bytes:
+        """The map of the tensor at an address, which is kept."""
+        found = self.maps.get(address)
+        if found is None:
+            if len(self.maps) >= _MAX_MAPS:
+                self.maps.clear()
+            found = self.maps[address] = self._encode(address)
         return found
 
-    def check(self, pair: tuple) -> None:
+    def check(self, address: int) -> None:
         """Raise Unsupported where the bytes that were found for a tensor are no map of it."""
-        address = _address(pair[0])
-        found = self.encoded({self.name: pair})
+        found = self.at(address)
         if len(found) != MAP_BYTES or struct.pack(f"<{ADDRESS}", address) not in found:
             raise Unsupported("Triton's tensor map was not found where it should be")
 
 
-def _number(parameter: Parameter, given: Mapping[str, Any]) -> float:
-    """The value of a parameter that is no tensor; scratch memory is a null pointer."""
+def _number(parameter: Parameter, given: Mapping[str, Any]) -> bytes:
+    """The word of a parameter that is no tensor; scratch memory is a null pointer."""
     if not parameter.name:
-        return 0
+        return bytes(_WORD)
     value = given[parameter.name]
     for key in parameter.path:
         value = value[key]
-    return value
+    return struct.pack(f"<{parameter.letter}", value).ljust(_WORD, b"\0")
 
 
 def _getter(names: list[str]) -> Callable[[Mapping[str, Any]], tuple]:

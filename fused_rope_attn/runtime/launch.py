@@ -7,6 +7,7 @@ the tensors to the compiled kernel. The signature is at least as fine as Triton'
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -20,6 +21,15 @@ from fused_rope_attn.runtime.direct_launch import DirectLaunch
 from fused_rope_attn.runtime.parameters import Unsupported
 
 _MAX_PREPARED = 4096
+
+
+class _Watched(threading.local):
+    """The launches of this thread that somebody writes down, or None."""
+
+    launches: list[tuple[Launch, dict]] | None = None
+
+
+watched = _Watched()
 
 
 class Launch:
@@ -68,6 +78,8 @@ class Launch:
         Raises:
             RuntimeError: the CUDA driver's, with the kernel's name.
         """
+        if watched.launches is not None:
+            watched.launches.append((self, tensors))
         try:
             code = self._launch(stream, tensors)
         except RuntimeError as error:  # Triton's, which encodes tensor maps, and says in words what is wrong
@@ -82,7 +94,7 @@ class Launch:
 
     def _launch(self, stream: int, tensors: dict) -> int:
         """Launch by whichever way is open; returns the CUDA driver's error code, 0 for none."""
-        if self.direct is not None and not _hooked():
+        if self.direct is not None and not hooked():
             return self.direct(stream, tensors)
         self.launch_by_triton(stream, tensors)
         return 0
@@ -98,7 +110,7 @@ class Launch:
             self.compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
             if self.compiled is not None:
                 self._prepare(tensors)
-        elif _hooked():
+        elif hooked():
             compiled[self.grid](*given.values(), *self.tail)
         else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
             compiled.run(
@@ -113,7 +125,7 @@ class Launch:
             self.refusal = str(reason)
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """True while a profiler watches Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -127,6 +139,8 @@ class PreparedCalls:
     """
 
     _instances: weakref.WeakSet[PreparedCalls] = weakref.WeakSet()
+    # How often everything was forgotten: what was made of prepared calls is of no use when this has changed.
+    generation = 0
 
     def __init__(self, prepare: Callable):
         self._prepare = prepare
@@ -159,6 +173,7 @@ class PreparedCalls:
     @classmethod
     def forget_all(cls) -> None:
         """The same for all instances: after a change of what launches are prepared from."""
+        PreparedCalls.generation += 1
         for calls in cls._instances:
             calls.forget()
 

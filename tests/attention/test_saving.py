@@ -10,7 +10,7 @@ import torch
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.attention.arguments import padded_rows
-from fused_rope_attn.attention.ops import attention
+from fused_rope_attn.attention.eager import attention
 from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from fused_rope_attn.runtime.layouts import has_descriptor
 from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference

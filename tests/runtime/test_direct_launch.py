@@ -218,8 +218,8 @@ def test_a_tensor_map_that_a_thread_without_a_context_cannot_encode(monkeypatch,
             raise RuntimeError(f"Triton Error [CUDA]: {says}")
         return toy_map(address, **encoding)
 
-    launch.direct._described[0].maps.clear()
-    launch.direct._described[0]._encode = encode
+    launch.direct.described[0].maps.clear()
+    launch.direct.described[0]._encode = encode
     if says == "out of memory":
         with pytest.raises(RuntimeError, match="out of memory"):
             launch(3, **tensors)

@@ -2,18 +2,20 @@
 
 import torch
 
-from fused_rope_attn.attention import configs, known_calls, ops, planning
+from fused_rope_attn.attention import configs, eager, known_calls, ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Outputs, Tensors, describe, flatten
 from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation.api import run_step, run_write
-from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import checks, guards
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
+# What makes guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
+GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 # The generation step with a choice of the backend, which is not public.
 with_kvcache = run_step
 write = run_write
@@ -86,7 +88,8 @@ def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks,
 
 def go_through_the_dispatcher(monkeypatch):
     """Attention calls its operators by PyTorch's dispatcher, also where it could call the launchers directly."""
-    monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
+    for module in (eager, known_calls):
+        monkeypatch.setattr(module, "is_plain", lambda *tensors: False)
 
 
 def _replace_launchers(monkeypatch, portable, forward, backward):
@@ -184,11 +187,11 @@ def forget_warnings():
 
 def described_problems(monkeypatch):
     """A list to which the forward operator of attention, which then runs as before, adds its problems."""
-    seen, run = [], ops._run_forward
+    seen, run = [], ops.run_forward
 
     def note(problem, tensors, saves_rotated=False):
         seen.append(problem)
         return run(problem, tensors, saves_rotated)
 
-    monkeypatch.setattr(ops, "_run_forward", note)
+    monkeypatch.setattr(ops, "run_forward", note)
     return seen
