@@ -168,17 +168,25 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
-    """A job for each configuration that the sm_90 backend's tables give, bfloat16, causal and not, at the largest head
-    dimension of each row and at both widths of a tile; with other masks, those of long sequences; with norms, those of
-    128 columns, which leave the fewest registers; of rotated q and k, those of 128 columns and more. ``full`` as in
-    ``table_jobs``, and norms and rotated ones at every width."""
+    """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
+    each row and at the widths of a tile, at which not causal too; with other masks, those of long sequences; with
+    norms, those of 128 columns, which leave the fewest registers; of rotated q and k, those of 128 columns and more.
+    ``full`` as in ``table_jobs``, and norms and rotated ones at every width."""
     jobs = []
+    dims = 64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM
     for direction, table, find in (
         ("forward", configs.HOPPER_FORWARD, configs.hopper_forward),
         ("backward", configs.HOPPER_BACKWARD, configs.hopper_backward),
     ):
-        head_dims = sorted({64, configs.HOPPER_HEAD_DIM, *(row.head_dim for row in table)} if arch == "sm_90" else ())
+        narrow = configs.HOPPER_NARROW_HEAD_DIM
+        widths = {64, narrow, configs.HOPPER_HEAD_DIM, *(row.head_dim for row in table)}
+        head_dims = sorted(widths if arch == "sm_90" else ())
         for key in itertools.product(head_dims, (True, False), configs.BUCKETS, (False, True)):
+            # The others are those of 128 columns, and not causal those of 64, by the same code.
+            if key[0] == narrow and key[2] not in ("medium", "long") and not full:
+                continue
+            if key[0] not in dims and not key[1] and not full:
+                continue
             config = replace(find(*key).config, section_bytes=0)
             job = Job(arch, direction, torch.bfloat16, key[0], config, causal=key[1])
             jobs.append(job)
@@ -188,7 +196,6 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
             packed_wide = "packed" in masks and head_dim > configs.HOPPER_HEAD_DIM and direction == "backward"
-            dims = 64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM
             if head_dim in dims and not packed_wide and (causal or full):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)

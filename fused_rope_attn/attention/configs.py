@@ -93,8 +93,9 @@ class HopperForwardConfig:
     rotate_registers: of one thread of the warps that attend and that rotate; with 24 for the loading warps, those of
     all warpgroups fill the register file at 512. Head dims beyond 128 have neither registers for warps that rotate nor
     room for more than 64 keys and two stages. pin: keep the softmax beside the product of the block before
-    (``hopper.softmax.pin``), which takes more registers. halves_diagonal: leave out the quarter of a diagonal block
-    that nobody sees, where tiles lie as ``hopper.forward.is_aligned`` asks. The rest as in ``ForwardConfig``.
+    (``hopper.softmax.pin``), which takes more registers. values_first: finish that product before the next scores
+    begin, which takes fewer. halves_diagonal: leave out the quarter of a diagonal block that nobody sees, where tiles
+    lie as ``hopper.forward.is_aligned`` asks. The rest as in ``ForwardConfig``.
     """
 
     block_n: int
@@ -105,6 +106,7 @@ class HopperForwardConfig:
     rotate_registers: int = 72
     pin: bool = False
     halves_diagonal: bool = False
+    values_first: bool = False
     section_bytes: int = 0
     rotate_rows: int = 16
     rotate_heads: int = 1
@@ -307,12 +309,11 @@ BACKWARD: tuple[Row, ...] = (
 )
 # fmt: on
 
-
-# fmt: on
-
 # Largest head dimension of the sm_90 backend, and of its wide kernels, which share a file and little else.
 HOPPER_HEAD_DIM = 128
 HOPPER_WIDE_HEAD_DIM = 256
+# Up to this one, from 72 on, the sm_90 kernels take a tile's columns in two pieces (``hopper.columns``).
+HOPPER_NARROW_HEAD_DIM = 96
 
 # What the sm_90 backend keeps together in the L2 of 50 MB.
 _WIDEST = 32 << 20
@@ -324,6 +325,7 @@ _SLOWER = f"{_BOTH}: up to 1024 tokens the portable kernels are faster"
 _THREE = f"{_BOTH}: three warpgroups hide each other's exponentials; with 3.9 they spill, and lose up to 4096 tokens"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
 _HALVES = f"{_TILES}; by halves, diagonals take 2 to 3 % less from 1K to 4K, and 2 % more at 16K (3.6.0, 2026-11-23)"
+_PIECES = "H200, triton 3.6.0 and 3.9.0, 2026-11-23 (docs/experiments): a third warpgroup pays from 8192 tokens on"
 _TINY_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 9 and 15 % faster with 64 and 128 heads of 512"
 _WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 64 keys beside 256 columns of O; not with few tiles"
 _WIDE_TIMED = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): half the time of the portable kernels from 4K on"
@@ -337,6 +339,11 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), ("long",), _TIMED, causal=True, buckets=("long",)),
     HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _MEDIUM, _SLOWER, causal=True, much_work=True),
     HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TIMED, causal=False),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, consumers=3, rotates_queries=False, attend_registers=160,
+              values_first=True, section_bytes=_WIDEST, rotate_heads=4), ("long",), _PIECES, buckets=("long",),
+              packed=False),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, values_first=True, section_bytes=_WIDEST), _MEDIUM,
+              _PIECES, buckets=_MEDIUM, much_work=True, packed=False),
     HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _TIMED, buckets=("long",)),
     HopperRow(128, HopperForwardConfig(128, pin=True, halves_diagonal=True, section_bytes=_WIDEST), _MEDIUM, _HALVES,
               buckets=_MEDIUM, much_work=True),

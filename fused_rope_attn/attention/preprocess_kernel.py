@@ -38,11 +38,12 @@ class Statistics:
     """What the kernel writes of each query row besides q; each (B, HQ, pitch), rows one after the other."""
 
     stats_ptr: tl.tensor  # float32: lse in base 2, (B, HQ, pitch), and as many numbers behind it delta
-    accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, BLOCK_D) float32, set to zero
+    accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, COLUMNS) float32, set to zero
     progress_ptr: tl.tensor | None  # int32: (B * HKV,) of key heads, and one for every PROGRESS_ROWS rows, set to zero
     size: tl.tensor  # B * HQ * pitch
     num_key_heads: tl.tensor  # B * HKV
     PROGRESS_ROWS: tl.constexpr
+    COLUMNS: tl.constexpr  # of the accumulator
 
 
 @triton.jit
@@ -94,12 +95,12 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BL
     if out.accumulator_ptr is not None:
         BLOCK_D: tl.constexpr = o.format.BLOCK_D
         cleared = Rows(
-            ptr=out.accumulator_ptr + (batch_head * pitch + rows.first_padded + start) * BLOCK_D,
-            stride_row=BLOCK_D,
+            ptr=out.accumulator_ptr + (batch_head * pitch + rows.first_padded + start) * out.COLUMNS,
+            stride_row=out.COLUMNS,
             stride_column=1,
             num_rows=rows.num_padded - start,
             first_row=None,
-            format=RowFormat(D=BLOCK_D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False),
+            format=RowFormat(D=out.COLUMNS, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False),
         )
         store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
@@ -113,13 +114,14 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
                       num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
                       READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
-                      PAD_TO: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      PAD_TO: tl.constexpr, COLUMNS: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
     """Row statistics, and with ROTATE the rotated copies of q and k, normed before with weights q_norm and k_norm (D,)
     unless these are None. Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
     delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, where they are
-    not None: ``accumulator`` (B, HQ, pitch, BLOCK_D) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,)
+    not None: ``accumulator`` (B, HQ, pitch, COLUMNS) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,)
     int32, and ``counters`` (num_counters,) int32.
 
     PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
@@ -158,6 +160,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             size=tl.cast(B, tl.int64) * HQ * pitch,
             num_key_heads=B * HKV,
             PROGRESS_ROWS=PROGRESS_ROWS,
+            COLUMNS=COLUMNS,
         )
         if progress_ptr is not None:
             if block == 0:

@@ -18,9 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "async_copy", "barrier",
-    "encode_tensor_map", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add",
-    "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "async_copy",
+    "barrier", "encode_tensor_map", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
+    "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # A class whose fields travel through device code together; private before triton 3.9.
@@ -49,6 +49,9 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
         )
 
 
+# Whether Triton copies what a product takes from registers, as it does since 3.7 for the sake of a fault of ptxas: the
+# copies cost nothing but where two products take the same registers.
+COPIES_OPERANDS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 TENSOR_MAP_BYTES = 128
 # The releases whose rules of launching a compiled kernel ``runtime/parameters.py`` follows.
 LAUNCHER_IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 10)

@@ -4,6 +4,7 @@ Both directions share:
 
 - ``shapes``: the sizes that do not vary with a call.
 - ``barriers``: rings of buffers, and named barriers.
+- ``columns``: products over the columns that a head has, in one piece or two.
 - ``rows``: tiles of rows through the TMA, zeros where rows do not exist.
 - ``softmax``: the forward's softmax, and the cap of scores.
 

@@ -15,6 +15,7 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
+from fused_rope_attn.attention.hopper.columns import needed_columns
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
@@ -68,7 +69,8 @@ class BackwardCall:
         self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
-        self.accumulator_shape = (batch, heads_q, pitch, pad_d)
+        columns = needed_columns(problem.head_dim, pad_d)
+        self.accumulator_shape = (batch, heads_q, pitch, columns)
         self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
         self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
         self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
@@ -122,11 +124,12 @@ class BackwardCall:
             BLOCK_N=block,
             ROTATE=not is_rotated,
             PROGRESS_ROWS=BLOCK_M.value,
+            COLUMNS=columns,
             PAD_TO=BLOCK_M.value if problem.is_packed else 0,
             num_counters=None if self.sums is None else self.sums.num_counters,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        self._describe(q_rot, k_rot, v, do_like, element, block_n)
+        self._describe(q_rot, k_rot, v, do_like, element, block_n, pad_d)
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         self.main = Launch(
@@ -163,16 +166,16 @@ class BackwardCall:
             k_sums=None if self.sums is None else key_sums,
             HEADS=post_heads,
             BLOCK_N=post_rows,
+            COLUMNS=columns,
             IN_PANELS=self.wide,
             PAIRS=pairs,
             WHOLE=whole,
             KEY_PARTS=key_parts,
         )
 
-    def _describe(self, q_rot, k_rot, v, do, element, block_n: int) -> None:
+    def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
         """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
         layout = gl.NVMMASharedLayout.get_default_for
-        pad_d = self.accumulator_shape[3]
         rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
         query, key = (layout([1, 1, n, pad_d], element) for n in (rows, block_n))
         self.q_source, self.do_source = (Source(x, rows, pad_d, True, query) for x in (q_rot, do))

@@ -22,6 +22,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_block_product, store_gradients, weigh
+from fused_rope_attn.attention.hopper.columns import Pieces
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.records import record
@@ -234,7 +235,7 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
     # Through V and K, half of each. The other warpgroup may be at its last products of them, which are dropped, or at
     # dQ from its own half of K.
     store_gradients(
-        dk, dv, keys, sizes.NK, mask, scale, gradients,
+        Pieces(left=dk, right=None), Pieces(left=dv, right=None), keys, sizes.NK, mask, scale, gradients,
         dv_stage=reinterpret(v_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
         dk_room=reinterpret(k_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
         dk_room_empty=None, dk_room_uses=0, WARPGROUP=WARPGROUP, FIRST_COLUMN=WARPGROUP * OWN,

@@ -17,12 +17,21 @@ from fused_rope_attn.attention.hopper.backward_block import (
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
 from fused_rope_attn.attention.hopper.barriers import allocate_barriers, arrive_by_threads
+from fused_rope_attn.attention.hopper.columns import (
+    issue_by_columns,
+    piece_zeros,
+    right_columns,
+    wait_for_pieces,
+    wait_for_pieces_and,
+    zero_pieces,
+)
 from fused_rope_attn.attention.hopper.dq import stage_rows
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import (
+    COPIES_OPERANDS,
     fence_async_shared,
     gl,
     jit,
@@ -80,15 +89,16 @@ def own_rows(tile, WARPGROUP: gl.constexpr):
 
 
 @jit
-def own_columns(tile, WARPGROUP: gl.constexpr):
-    """The columns of K that make a warpgroup's part of dQ, (BLOCK_N, BLOCK_D / CONSUMERS)."""
+def own_columns(tile, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
+    """The columns of K that make a warpgroup's part of dQ, (BLOCK_N, COLUMNS)."""
     HALF: gl.constexpr = tile.smem.shape[4] // CONSUMERS
-    return whole_tile(tile.smem).slice(WARPGROUP * HALF, HALF, dim=1)
+    return whole_tile(tile.smem).slice(WARPGROUP * HALF, COLUMNS, dim=1)
 
 
 @jit
 def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries, sizes, mask, scale):
-    """Fold ``total`` > 0 query blocks, queries.count of each head of the group, into dk and dv (KEYS, BLOCK_D) float32.
+    """Fold ``total`` > 0 query blocks, queries.count of each head of the group, into dk and dv, ``Pieces`` of (KEYS,
+    BLOCK_D).
 
     The products in the order of their issue: dV, dQ, dK of this block, scores and dP of the next, which ``load``
     provides after the last block too; early scores come before dQ.
@@ -96,21 +106,27 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     q_ring, do_ring, dq_buffer = buffers.q.blocks, buffers.do.blocks, buffers.dq
     BLOCK_D: gl.constexpr = q_ring.smem.shape[4]
     # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
-    EARLY_SCORES: gl.constexpr = BLOCK_D == 64
+    # With two pieces they do, but where P and dS are copied for the second one it is faster not to.
+    EARLY_SCORES: gl.constexpr = BLOCK_D == 64 or (dk.right is not None and not COPIES_OPERANDS)
     DTYPE: gl.constexpr = q_ring.smem.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    # All rows of the block's dQ, half of the columns.
+    P: gl.constexpr = gl.DotOperandLayout(0, dk.left.type.layout, 2)
+    RIGHT: gl.constexpr = 0 if dk.right is None else dk.right.shape[1]
+    # Groups of products that dV, dK, the scores or dP are.
+    GROUPS: gl.constexpr = 1 if dk.right is None else 2
+    # All rows of the block's dQ: half of the columns, or one of two pieces.
     HALF: gl.constexpr = BLOCK_D // CONSUMERS
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OWN: gl.constexpr = RIGHT if (WARPGROUP == 1 and RIGHT) else HALF
     no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
-    no_dq = gl.zeros([BLOCK_M, HALF], gl.float32, DQ)
+    no_dq = piece_zeros(BLOCK_M, OWN)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
 
-    s_token = issue_product(own_rows(buffers.k, WARPGROUP), q_ring.smem.index(0), q_ring.full.index(0), 0, no_s)
-    dp_token = issue_product(own_rows(buffers.v, WARPGROUP), do_ring.smem.index(0), do_ring.full.index(0), 0, no_s)
-    s = warpgroup_mma_wait(1, deps=[s_token])
+    s_token = issue_product(own_rows(buffers.k, WARPGROUP), q_ring.smem.index(0), q_ring.full.index(0), 0, no_s, RIGHT)
+    dp_token = issue_product(
+        own_rows(buffers.v, WARPGROUP), do_ring.smem.index(0), do_ring.full.index(0), 0, no_s, RIGHT
+    )
+    s = warpgroup_mma_wait(GROUPS, deps=[s_token])
     block = 0
     q_slot = 0
     q_phase = 0
@@ -132,7 +148,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
             # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
             p *= 1.0 - s * s
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+        dv = issue_by_columns(p16, do, dv)
         delta = buffers.do.stats.index(do_slot).load(gl.SliceLayout(0, S))
         ds = (p * (dp - delta[None, :])).to(DTYPE)
         # Two buffers need no barrier for their release: that both warpgroups had stored dS of the last step, seen below
@@ -145,38 +161,41 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         next_q = q_ring.smem.index(next_slot)
         if EARLY_SCORES:
             s_token = issue_product(
-                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s
+                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s, RIGHT
             )
         mbarrier.wait(buffers.ds.full, step & 1)
         # Without early scores dV is alone in flight, and this waits for nothing: the wait for dQ covers dV.
-        dv = warpgroup_mma_wait(1, deps=[dv_token])
-        k_columns = own_columns(buffers.k, WARPGROUP)
+        dv = wait_for_pieces(dv, PENDING=GROUPS)
+        k_columns = own_columns(buffers.k, WARPGROUP, OWN)
         dq_token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
-        dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dk = issue_by_columns(ds_operand, q, dk)
         if EARLY_SCORES:
-            dq, s = warpgroup_mma_wait(1, deps=[dq_token, s_token])
+            dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
         else:
-            dq = warpgroup_mma_wait(1, deps=[dq_token])
+            dq = warpgroup_mma_wait(GROUPS, deps=[dq_token])
         do_ring.release_operands(step)
         mbarrier.wait(dq_buffer.empty.index(WARPGROUP), (step & 1) ^ 1)
-        dq_buffer.smem.index(WARPGROUP).reshape((BLOCK_M, HALF)).store(stage_rows(dq))
+        dq_tile = dq_buffer.smem.index(WARPGROUP).reshape((BLOCK_M, HALF))
+        if OWN < HALF:
+            dq_tile = dq_tile.slice(0, OWN, dim=1)
+        dq_tile.store(stage_rows(dq))
         fence_async_shared()
         mbarrier.arrive(dq_buffer.full.index(WARPGROUP))
         if not EARLY_SCORES:
             s_token = issue_product(
-                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s
+                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s, RIGHT
             )
         next_do_slot = do_ring.slot(step + 1)
         next_do, next_do_phase = do_ring.smem.index(next_do_slot), ((step + 1) // do_ring.STAGES) & 1
         dp_token = issue_product(
-            own_rows(buffers.v, WARPGROUP), next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s
+            own_rows(buffers.v, WARPGROUP), next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s, RIGHT
         )
         # Only dP crosses the loop's edge in flight: ptxas makes every product synchronous where an accumulator in
         # flight meets one from elsewhere, as dk and dv would meet their zeros.
         if EARLY_SCORES:
-            dk = warpgroup_mma_wait(1, deps=[dk_token])
+            dk = wait_for_pieces(dk, PENDING=GROUPS)
         else:
-            dk, s = warpgroup_mma_wait(1, deps=[dk_token, s_token])
+            dk, s = wait_for_pieces_and(dk, s_token, PENDING=GROUPS)
         arrive_by_threads(q_ring.empty.index(q_slot))
         q_slot = next_slot
         q_phase = next_phase
@@ -193,9 +212,9 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     mask.first_key None: there are no keys that do not exist, or a window hides them all.
     """
     BLOCK_D: gl.constexpr = buffers.v.smem.shape[4]
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
-    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DKV)
+    RIGHT: gl.constexpr = right_columns(gradients.D, BLOCK_D)
+    dv = zero_pieces(KEYS, BLOCK_D, RIGHT)
+    dk = zero_pieces(KEYS, BLOCK_D, RIGHT)
     mbarrier.wait(buffers.k.full, 0)
     mbarrier.wait(buffers.v.full, 0)
     total = sizes.GROUP_SIZE * queries.count

@@ -68,8 +68,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     """dk, dv of a block of keys of one key head, and their share of dQ. Grid: (``count_tiles`` of the keys * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
-    (2 * B * HQ * pitch,) lse and delta. dq_accumulator (B, HQ, pitch, BLOCK_D) float32, zero before the first block: a
-    descriptor, or for BLOCK_D beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
+    (2 * B * HQ * pitch,) lse and delta. dq_accumulator (B, HQ, pitch, ``needed_columns``) float32, zero before the
+    first block: a descriptor, or for BLOCK_D beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
 
     What a call does not use is None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr, cu_k_ptr and
     num_sequences; left and right, the keys before and behind its own position that a query sees; cap_scale, as in

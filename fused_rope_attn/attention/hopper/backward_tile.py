@@ -3,14 +3,15 @@
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper.backward_masks import hide_pairs
+from fused_rope_attn.attention.hopper.columns import LEFT, Pieces, issue_over_columns, scale_pieces, store_pieces
 from fused_rope_attn.attention.hopper.key_norm import load_raw_keys, unnorm_keys
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import KEYS
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.rotation import head_rotation, load_angles, rotate, store_pairs, unpack_pairs
 from fused_rope_attn.kernels.softmax import LN2
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, columns_from, head_rows, store_tile
-from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, reinterpret, warpgroup_mma
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, columns_from, head_rows, store_tile
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, reinterpret
 
 # A capped score, otherwise from -1 to 1, that gives p = 0 under any cap, and 0 times the tanh's derivative too.
 HIDDEN = gl.constexpr(-1e18)
@@ -41,14 +42,13 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
 
 
 @jit
-def issue_product(a, b, b_full, phase, nothing):
+def issue_product(a, b, b_full, phase, nothing, RIGHT: gl.constexpr = 0):
     """Begin the product of a (keys, columns) and the transposed b (1, 1, BLOCK_M, columns), once b has arrived.
 
-    nothing (keys, BLOCK_M) float32: zeros in the layout of the result.
+    nothing (keys, BLOCK_M) float32: zeros in the layout of the result. RIGHT: ``right_columns``.
     """
     mbarrier.wait(b_full, phase)
-    b_t = b.reshape((BLOCK_M, a.shape[1])).permute((1, 0))
-    return warpgroup_mma(a, b_t, nothing, use_acc=False, is_async=True)
+    return issue_over_columns(a, b.reshape((BLOCK_M, a.shape[1])), nothing, RIGHT)
 
 
 @jit
@@ -58,35 +58,71 @@ def issue_block_product(a, ring, slot, step, nothing):
 
 
 @jit
-def drop_keys(dk, dv, start_n, mask):
-    """dk, dv (KEYS, columns) of the keys from start_n on, zero for those that do not exist."""
-    keys = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout)) + start_n
+def drop_keys(gradient, start_n, mask):
+    """gradient (KEYS, columns) of the keys from start_n on, zero for those that do not exist."""
+    keys = gl.arange(0, KEYS, gl.SliceLayout(1, gradient.type.layout)) + start_n
     exists = (keys >= mask.first_key) & (keys < mask.num_keys)
-    return gl.where(exists[:, None], dk, 0.0), gl.where(exists[:, None], dv, 0.0)
+    return gl.where(exists[:, None], gradient, 0.0)
+
+
+@jit
+def drop_keys_of_pieces(gradient, start_n, mask):
+    """``drop_keys`` of ``Pieces``."""
+    if gradient.right is None:
+        return Pieces(left=drop_keys(gradient.left, start_n, mask), right=None)
+    else:
+        return Pieces(left=drop_keys(gradient.left, start_n, mask), right=drop_keys(gradient.right, start_n, mask))
+
+
+@jit
+def unpack_pieces(x):
+    """First and second members of the pairs of ``Pieces``, as ``Pieces``."""
+    left1, left2 = unpack_pairs(x.left)
+    if x.right is None:
+        return Pieces(left=left1, right=None), Pieces(left=left2, right=None)
+    else:
+        right1, right2 = unpack_pairs(x.right)
+        return Pieces(left=left1, right=right1), Pieces(left=left2, right=right2)
 
 
 @jit
 def store_dv(rows, dv, stage):
-    """Write dv (KEYS, columns), 16-bit, to ``Rows``, through shared memory, so that whole sectors are written.
+    """Write dv, ``Pieces`` of (KEYS, columns), to 16-bit ``Rows``, through shared memory, so that whole sectors are
+    written.
 
     stage: (KEYS, columns), 16-bit.
     """
-    COLUMNS: gl.constexpr = dv.shape[1]
+    COLUMNS: gl.constexpr = stage.shape[1]
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    stage.store(dv)
-    dv = stage.load(WHOLE)
-    store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
+    store_pieces(stage, dv, LEFT)
+    tile = stage.load(WHOLE)
+    store_tile(rows, tile, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
+
+
+@jit
+def store_sums(rows, dv):
+    """Write dv (KEYS, columns) float32 to the first columns of ``Rows``."""
+    # Four threads of a product's layout write a whole sector of 32 bytes.
+    OWN: gl.constexpr = dv.type.layout
+    row_format = RowFormat(
+        D=rows.format.D, BLOCK_D=dv.shape[1], USE_INT64_OFFSETS=rows.format.USE_INT64_OFFSETS
+    )  # fmt: skip
+    rows = Rows(
+        ptr=rows.ptr, stride_row=rows.stride_row, stride_column=rows.stride_column, num_rows=rows.num_rows,
+        first_row=None, format=row_format,
+    )  # fmt: skip
+    store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), OWN)
 
 
 @jit
 def store_dk(rows, dk, room, keys, num_keys, gradients, WARPGROUP: gl.constexpr, FIRST_PAIR: gl.constexpr):
-    """Rotate dk (KEYS, columns) float32 of ``keys`` back, take it through the norm of k where there is one, and write
-    it to ``Rows`` as ``store_dv`` does.
+    """Rotate dk, ``Pieces`` of (KEYS, columns), of ``keys`` back, take it through the norm of k where there is one, and
+    write it to ``Rows`` as ``store_dv`` does.
 
     Only the first num_keys keys of the sequence have rows in the tables. ``room``: KEYS * columns * 2 bytes of shared
     memory. FIRST_PAIR: the rotation pair that the columns begin with.
     """
-    COLUMNS: gl.constexpr = dk.shape[1]
+    COLUMNS: gl.constexpr = rows.format.BLOCK_D
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
@@ -95,10 +131,10 @@ def store_dk(rows, dk, room, keys, num_keys, gradients, WARPGROUP: gl.constexpr,
         raw1, raw2 = load_raw_keys(
             gradients.key_norm, keys, rows.num_rows, gradients, PAIRS, WHOLE, COLUMNS, FIRST_PAIR
         )  # fmt: skip
-    first, second = unpack_pairs(dk)
-    stage.store(first)
+    first, second = unpack_pieces(dk)
+    store_pieces(stage, first, LEFT // 2)
     first = stage.load(PAIRS)
-    stage.store(second)
+    store_pieces(stage, second, LEFT // 2)
     second = stage.load(PAIRS)
     rotation = head_rotation(
         gradients.cos_ptr, gradients.sin_ptr, gradients.cos_strides, gradients.sin_strides, keys.batch.to(gl.int64),
@@ -111,6 +147,10 @@ def store_dk(rows, dk, room, keys, num_keys, gradients, WARPGROUP: gl.constexpr,
     cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
     if gradients.key_norm is not None:
+        if dk.right is not None:
+            # Behind its pieces the stage holds anything, and a norm sums up rows.
+            exists = (gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) < gradients.D // 2)[None, :]
+            first, second = gl.where(exists, first, 0.0), gl.where(exists, second, 0.0)
         first, second = unnorm_keys(
             raw1, raw2, first, second, rows.num_rows, rotation, gradients.key_norm, WARPGROUP, FIRST_PAIR
         )  # fmt: skip
@@ -122,26 +162,27 @@ def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_room,
                     WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr):  # fmt: skip
     """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
 
-    dk, dv (KEYS, columns) float32. dv_stage (KEYS, columns) 16-bit and dk_room, as much again, are shared memory;
-    dk_room has been filled dk_room_uses times, and its mbarrier dk_room_empty, if there is one, says when it is empty
-    again. Keys that do not exist get zeros; rows from NK on are left out.
+    dk, dv: ``Pieces`` of (KEYS, columns). dv_stage (KEYS, columns) 16-bit and dk_room, as much again, are memory that
+    the block shares; dk_room has been filled dk_room_uses times, and its mbarrier dk_room_empty, if there is one, says
+    when it is empty again. Keys that do not exist get zeros; rows from NK on are left out.
     """
     num_rows = NK - keys.start_n
     if mask.first_key is not None:
-        dk, dv = drop_keys(dk, dv, keys.start_n, mask)
-    row_format = RowFormat(D=gradients.D, BLOCK_D=dk.shape[1], USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
+        dk, dv = drop_keys_of_pieces(dk, keys.start_n, mask), drop_keys_of_pieces(dv, keys.start_n, mask)
+    row_format = RowFormat(D=gradients.D, BLOCK_D=dv_stage.shape[1], USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
     origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
     dv_rows = head_rows(gradients.dv_ptr, gradients.dv_strides, origin, num_rows, row_format)
     dk_rows = head_rows(gradients.dk_ptr, gradients.dk_strides, origin, num_rows, row_format)
     if gradients.dv_ptr.dtype.element_ty == gl.float32:
-        # Four threads of a product's layout write a whole sector of 32 bytes.
-        OWN: gl.constexpr = dv.type.layout
-        store_tile(columns_from(dv_rows, FIRST_COLUMN), dv, gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), OWN)
+        store_sums(columns_from(dv_rows, FIRST_COLUMN), dv.left)
+        if dv.right is not None:
+            store_sums(columns_from(dv_rows, LEFT), dv.right)
     else:
-        store_dv(columns_from(dv_rows, FIRST_COLUMN), dv.to(dv_stage.dtype), dv_stage)
+        store_dv(columns_from(dv_rows, FIRST_COLUMN), dv, dv_stage)
     k_scale = scale.qk_scale * LN2
     if scale.cap_scale is not None:
         k_scale *= scale.cap_scale
     if dk_room_empty is not None:
         mbarrier.wait(dk_room_empty, (dk_room_uses & 1) ^ 1)
-    store_dk(dk_rows, dk * k_scale, dk_room, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)
+    dk = scale_pieces(dk, k_scale)
+    store_dk(dk_rows, dk, dk_room, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)

@@ -63,7 +63,7 @@ def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
 
 @jit
 def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
-    """The adding warp: every dQ block goes to the accumulator (B, HQ, pitch, BLOCK_D) through the TMA.
+    """The adding warp: every dQ block goes to the accumulator (B, HQ, pitch, columns) through the TMA.
 
     With ``Progress`` this program stores the blocks that are its own to begin and says so, and whoever adds to a block
     waits for that. At the end the program counts itself among those of its key head.

@@ -97,6 +97,7 @@ class ForwardCall:
             # to spare: 168 bytes of stack with it.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
+            VALUES_FIRST=config.values_first,
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 

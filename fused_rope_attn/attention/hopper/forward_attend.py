@@ -1,11 +1,19 @@
 """The warpgroups of the sm_90 forward that multiply: scores, softmax and values of 64 query rows each."""
 
 from fused_rope_attn.attention.hopper.barriers import arrive_at_named_barrier, wait_at_named_barrier
+from fused_rope_attn.attention.hopper.columns import (
+    issue_by_columns,
+    issue_over_columns,
+    right_columns,
+    wait_for_pieces,
+    zero_pieces,
+)
 from fused_rope_attn.attention.hopper.forward_masks import mask_diagonal, mask_scores
 from fused_rope_attn.attention.hopper.forward_output import write_output
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
+    finish_output,
     fold_scores,
     no_sums,
     pack_weights,
@@ -18,7 +26,7 @@ from fused_rope_attn.attention.hopper.softmax import (
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
+from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma_wait
 
 # The first of the named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
 # counts the barriers of its partitions from 0.
@@ -34,6 +42,7 @@ class Softmax:
     cap_scale: gl.tensor | None  # by which scores are multiplied before their tanh
     sinks_ptr: gl.tensor | None  # (HQ,)
     PIN_SUMS: gl.constexpr  # see ``softmax.pin``
+    VALUES_FIRST: gl.constexpr  # whether a block's values are complete before the next scores are issued
 
 
 @jit
@@ -61,29 +70,46 @@ def first_keys(keys, key_step, COUNT: gl.constexpr):
 
 @jit
 def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
-             CONSUMERS: gl.constexpr, COUNT: gl.constexpr):  # fmt: skip
-    """Issue the scores of key block ``key_step`` and, behind them, the values of the block before, with weights p.
+             CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES_FIRST: gl.constexpr):  # fmt: skip
+    """The scores of key block ``key_step``, and the values of the block before with weights p.
 
-    q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc (ROWS, BLOCK_D) is multiplied
-    by first. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT keys, capped where there is a
-    ``cap_scale``, and acc in flight. Unless the block ``exists``, the scores mean nothing.
+    q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc, ``Pieces`` of (ROWS, BLOCK_D),
+    is multiplied by first. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT keys, capped where there
+    is a ``cap_scale``, and acc, in flight behind them, or with VALUES_FIRST complete. Unless the block ``exists``, the
+    scores mean nothing.
     """
     BLOCK_D: gl.constexpr = q.shape[1]
     BLOCK_N: gl.constexpr = keys.smem.shape[3]
+    RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     v_slot = values.slot(key_step - 1)
-    weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    keys.wait_full(key_step, exists)
-    k = first_keys(keys, key_step, COUNT)
-    wait_for_tensor_cores(WARPGROUP)
-    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    acc = rescale_output(acc, correction)
-    values.wait_full(key_step - 1)
-    v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
-    acc = warpgroup_mma(weights, v, acc, is_async=True)
-    hand_over_tensor_cores(WARPGROUP, CONSUMERS)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
+    if VALUES_FIRST:
+        acc = rescale_output(acc, correction)
+        values.wait_full(key_step - 1)
+        v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
+        wait_for_tensor_cores(WARPGROUP)
+        acc = issue_by_columns(weights, v, acc)
+        keys.wait_full(key_step, exists)
+        k = first_keys(keys, key_step, COUNT)
+        acc = wait_for_pieces(acc, PENDING=0)
+        values.release_operands(key_step - 1)
+        scores = issue_over_columns(q, k, nothing, RIGHT)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    else:
+        keys.wait_full(key_step, exists)
+        k = first_keys(keys, key_step, COUNT)
+        wait_for_tensor_cores(WARPGROUP)
+        scores = issue_over_columns(q, k, nothing, RIGHT)
+        acc = rescale_output(acc, correction)
+        values.wait_full(key_step - 1)
+        v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
+        acc = issue_by_columns(weights, v, acc)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+        # All but the groups of the values.
+        scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
     keys.release_operands(key_step, exists)
     return cap_scores(scores, cap_scale, q.dtype), acc
 
@@ -134,7 +160,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if masks.IS_ALIGNED and WARPGROUP == 0 else BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    RIGHT: gl.constexpr = right_columns(output.D, BLOCK_D)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     rows = gl.arange(0, ROWS, ROW)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
@@ -157,7 +183,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     keys.wait_full(key_step, exists)
     k = first_keys(keys, key_step, FIRST_COUNT)
     q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
-    first = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    first = issue_over_columns(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
     keys.release_operands(key_step, exists)
     first = cap_scores(first, softmax.cap_scale, DTYPE)
@@ -168,14 +194,14 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     while tile.num_blocks > 0:
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
+        acc = zero_pieces(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
         for visit in range(1, tile.num_blocks):
             key_step += 1
             scores, acc = multiply(
                 q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
-                BLOCK_N,
+                BLOCK_N, softmax.VALUES_FIRST,
             )  # fmt: skip
             if queries.IS_SINGLE:
                 # The next tile's queries can come while this one's last softmax is computed.
@@ -186,8 +212,9 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
             if softmax.PIN_SUMS:
                 pin(row_sum)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            values.release_operands(key_step - 1)
+            if not softmax.VALUES_FIRST:
+                acc = wait_for_pieces(acc, PENDING=0)
+                values.release_operands(key_step - 1)
             p = pack_weights(p, DTYPE)
         if queries.IS_SINGLE:
             queries.release(tile_step, WARPGROUP, tile.num_blocks == 1)
@@ -206,20 +233,19 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         queries.wait_full(tile_step, WARPGROUP, exists)
         first, acc = multiply(
             queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT,
+            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES_FIRST,
         )  # fmt: skip
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
 
         seen, factor = finish_rows(output, softmax, finished, rows, row_end, row_max, row_sum, NQ, WARPGROUP)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT))
-        seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT))
         tma_store_wait(0)
         if softmax.PIN_SUMS:
             pin(new_sum)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        values.release_operands(key_step - 1)
-        o = gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
+        if not softmax.VALUES_FIRST:
+            acc = wait_for_pieces(acc, PENDING=0)
+            values.release_operands(key_step - 1)
+        o = finish_output(acc, seen, factor, DTYPE)
         write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
         p = whole_weights(pack_weights(first, DTYPE), S)
         row_max = gl.convert_layout(new_max, ROW, assert_trivial=True)

@@ -37,7 +37,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-                   PIN_SUMS: gl.constexpr, IS_ALIGNED: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
+                   PIN_SUMS: gl.constexpr, VALUES_FIRST: gl.constexpr, IS_ALIGNED: gl.constexpr,
+                   Q_LAYOUT: gl.constexpr):  # fmt: skip
     """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
     k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
@@ -52,9 +53,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its
     descriptor, and ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
 
-    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``. IS_ALIGNED: as ``forward.is_aligned``
-    says, and to be made use of. The REGISTERS are those of a thread of
-    each kind of warps; Q_LAYOUT is the shared memory's of queries that are rotated here.
+    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES_FIRST: see ``multiply``.
+    IS_ALIGNED: as ``forward.is_aligned`` says, and to be made use of. The REGISTERS are those of a thread of each kind
+    of warps; Q_LAYOUT is the shared memory's of queries that are rotated here.
     """
     NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
     IS_PACKED: gl.constexpr = tiles_per_head is not None
@@ -110,10 +111,12 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         BLOCK_M=CONSUMERS * ROWS, SAVES_QUERIES=q_rot_desc is not None,
     )  # fmt: skip
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
-    softmax = Softmax(qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS)
+    softmax = Softmax(
+        qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES_FIRST=VALUES_FIRST
+    )  # fmt: skip
     output = Output(
-        desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, IN_HALVES=O_COLUMNS < BLOCK_D,
-        USE_INT64_OFFSETS=USE_INT64_OFFSETS,
+        desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, BLOCK_D=BLOCK_D,
+        IN_HALVES=O_COLUMNS < BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
     )  # fmt: skip
     if ROTATES_QUERIES:
         source = QuerySource(

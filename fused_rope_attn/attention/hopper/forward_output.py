@@ -1,5 +1,6 @@
 """How the sm_90 forward's output leaves: through shared memory and the TMA, or where a packed sequence ends, not."""
 
+from fused_rope_attn.attention.hopper.columns import LEFT, store_pieces
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
@@ -22,6 +23,7 @@ class Output:
     lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
     smem: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, columns that leave together)
     D: gl.constexpr
+    BLOCK_D: gl.constexpr
     IN_HALVES: gl.constexpr  # whether the left and the right half of the columns leave one after the other
     USE_INT64_OFFSETS: gl.constexpr
 
@@ -66,15 +68,15 @@ def halves(x):
 
 @jit
 def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
-    """Write o (ROWS, BLOCK_D), 16-bit, to rows [row, row + ROWS), those before ``row_end``.
+    """Write o, 16-bit ``Pieces`` of (ROWS, BLOCK_D), to rows [row, row + ROWS), those before ``row_end``.
 
     The warpgroup's shared memory is free for it: its last output has left. This one may still be leaving when the
     function returns.
     """
-    BLOCK_D: gl.constexpr = o.shape[1]
+    BLOCK_D: gl.constexpr = output.BLOCK_D
     o_tile = output.smem.index(WARPGROUP)
     if output.IN_HALVES:
-        left_half, right_half = halves(o)
+        left_half, right_half = halves(o.left)
         o_tile.reshape((ROWS, BLOCK_D // 2)).store(left_half)
         fence_async_shared()
         write_columns(output, o_tile, tile, row, row_end, COLUMN=0)
@@ -83,6 +85,7 @@ def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
         fence_async_shared()
         write_columns(output, o_tile, tile, row, row_end, COLUMN=BLOCK_D // 2)
     else:
-        o_tile.reshape((ROWS, BLOCK_D)).store(o)
+        # Columns behind two pieces do not exist in memory, and nobody reads them.
+        store_pieces(o_tile.reshape((ROWS, BLOCK_D)), o, LEFT)
         fence_async_shared()
         write_columns(output, o_tile, tile, row, row_end, COLUMN=0)

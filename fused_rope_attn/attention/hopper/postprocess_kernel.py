@@ -24,7 +24,7 @@ from fused_rope_attn.kernels.rotation import (
 )
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, tile_range
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, load_where, tile_range
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -48,6 +48,18 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
+    """Numbers (rows, len(columns)) at ``words``, 0 where ``mask`` is false (None: nowhere) or columns >= COLUMNS."""
+    if columns.shape[0] != COLUMNS:
+        exists = columns[None, :] < COLUMNS
+        if mask is not None:
+            exists = exists & mask
+        return tl.load(words, mask=exists, other=0.0)
+    else:
+        return load_where(words, mask, 0.0)
+
+
+@triton.jit
 def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
     """``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on, of which num_rows exist."""
     return Rows(
@@ -61,10 +73,10 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
                        counters_ptr, dq_norm_ptr, dk_norm_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides,
                        softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
                        stats_size, key_blocks, k_sums, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
                        USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr,
                        PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr):  # fmt: skip
-    """dq from the accumulator (B, HQ, pitch, BLOCK_D) float32: scaled, rotated back, rounded once.
+    """dq from the accumulator (B, HQ, pitch, COLUMNS) float32: scaled, rotated back, rounded once.
 
     With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
     stats. IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``. Grid: (row blocks
@@ -134,20 +146,20 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             # row without ``start`` is a multiple of BLOCK_M, of which ``start`` may lie inside one.
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
-            words = accumulator_ptr + row * BLOCK_D + staged[:, None] * BLOCK_D + columns[None, :]
+            words = accumulator_ptr + row * COLUMNS + staged[:, None] * COLUMNS + columns[None, :]
         row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
         if norm_ptr is not None:
             raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
             raw1, raw2 = load_pairs(raw_rows, offs, rotation, CHECK_ROWS=True, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE)
         if cu_q_ptr is not None:
             # The block may lie behind its sequence's end, and behind that of the accumulator.
-            dq = tl.load(words, mask=whole_offs[:, None] < NQ - start, other=0.0) * softmax_scale
+            dq = load_columns(words, whole_offs[:, None] < NQ - start, columns, COLUMNS) * softmax_scale
         elif progress_ptr is None:
-            dq = tl.load(words) * softmax_scale
+            dq = load_columns(words, None, columns, COLUMNS) * softmax_scale
         else:
             wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
             begun = tl.load(progress_ptr + (num_batches * HKV + row // BLOCK_M)) != 0
-            dq = tl.load(words, mask=begun, other=0.0) * softmax_scale
+            dq = load_columns(words, begun, columns, COLUMNS) * softmax_scale
         first, second = unpack_pairs(dq)
         if PAIRS is not None:
             first, second = gl.convert_layout(first, PAIRS), gl.convert_layout(second, PAIRS)

@@ -12,6 +12,7 @@ It computes what ``kernels.softmax.online_softmax`` does, with four differences,
 import triton.language as tl
 from triton import constexpr_function
 
+from fused_rope_attn.attention.hopper.columns import Pieces
 from fused_rope_attn.kernels.products import tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -40,14 +41,42 @@ def rescale_constraints(values):
 
 
 @jit
-def rescale_output(acc, correction):
-    """acc (64, BLOCK_D) float32 times correction (64,), without a multiplication in warps whose factors are all 1."""
-    # A thread holds 32 or 64 values of the output's 64 rows, or twice 64.
-    VALUES: gl.constexpr = 32 if acc.shape[1] == 64 else 64
+def rescale_piece(acc, correction):
+    """acc (64, columns) float32 times correction (64,), without a multiplication in warps whose factors are all 1."""
+    # A thread holds half as many values of the 64 rows as there are columns; beyond 128 they are taken in two parts.
+    VALUES: gl.constexpr = min(64, acc.shape[1] // 2)
     factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
     return gl.inline_asm_elementwise(
         rescale_asm(VALUES), rescale_constraints(VALUES), [acc, factors], dtype=gl.float32, is_pure=True, pack=VALUES
     )
+
+
+@jit
+def rescale_output(acc, correction):
+    """``Pieces`` of the output so far, times correction (64,)."""
+    if acc.right is None:
+        return Pieces(left=rescale_piece(acc.left, correction), right=None)
+    else:
+        return Pieces(left=rescale_piece(acc.left, correction), right=rescale_piece(acc.right, correction))
+
+
+@jit
+def finish_piece(acc, seen, factor, DTYPE: gl.constexpr):
+    """acc (64, columns) float32 times factor (64,), zero in rows that are not ``seen``, rounded to DTYPE."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, acc.type.layout))
+    return gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
+
+
+@jit
+def finish_output(acc, seen, factor, DTYPE: gl.constexpr):
+    """``finish_piece`` of the ``Pieces`` of the output."""
+    if acc.right is None:
+        return Pieces(left=finish_piece(acc.left, seen, factor, DTYPE), right=None)
+    else:
+        return Pieces(
+            left=finish_piece(acc.left, seen, factor, DTYPE), right=finish_piece(acc.right, seen, factor, DTYPE)
+        )
 
 
 @jit

@@ -69,6 +69,7 @@ class BackwardCall:
                 BLOCK_N=block,
                 ROTATE=not self.takes_given,
                 PROGRESS_ROWS=0,
+                COLUMNS=0,
                 PAD_TO=0,
                 num_counters=None,
             )

@@ -115,7 +115,11 @@ def assert_gradients(found, case, exact, eager):
 
 @interpreted
 @ignore_overflow
-@cases(*(replace(case, sinks=True) for case in SM_90[:4]), replace(SM_90[2], norms=1.0))
+@cases(
+    *(replace(case, sinks=True) for case in SM_90[:4]),
+    replace(SM_90[2], norms=1.0),
+    replace(SM_90[2], norms=1.0, head_dim=72),
+)
 def test_the_padded_buffers_of_packed_sequences(case):
     """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
     from fused_rope_attn.attention.hopper.backward import BackwardCall

@@ -19,6 +19,7 @@ THREE = {"consumers": 3, "rotates_queries": False, "attend_registers": 160}
 DIVISIONS = {
     "three warpgroups": (64, configs.HopperForwardConfig(128, **THREE)),
     "three warpgroups, three stages": (64, configs.HopperForwardConfig(128, stages=3, rotate_heads=4, **THREE)),
+    "three warpgroups, D 96": (96, configs.HopperForwardConfig(128, rotate_heads=4, values_first=True, **THREE)),
     "two warpgroups, D 64": (64, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "diagonal by halves, D 64": (64, configs.HopperForwardConfig(128, halves_diagonal=True)),
