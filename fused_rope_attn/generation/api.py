@@ -78,6 +78,8 @@ def rope_attention_with_kvcache(
       ``v_scale``. New tokens are divided by the scale when they are written, and rounded once; what is too large
       becomes the largest number. Queries see them as they are written. Products are of float16 where q has two bytes.
     - With norms the queries and the new keys are normed: caches hold keys that are normed already, rotated or not.
+    - A chunk of a prompt may run on a contiguous copy of the keys that it sees, which has the size of the caches'
+      capacity and at most 1 GiB; ``plan_with_kvcache`` says where.
     - No gradient: with gradients enabled, tensors that require one are refused.
 
     Args:

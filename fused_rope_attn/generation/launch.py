@@ -9,8 +9,9 @@ import triton.language as tl
 
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.generation.combine_kernel import combine_kernel
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
-from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
+from fused_rope_attn.generation.kernel import decode_kernel
 from fused_rope_attn.generation.problem import Tensors, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls
@@ -80,13 +81,18 @@ class StepCall:
         options = {**config.launch_options}
         if many_rows:  # so many rows of sums take the registers of twice as many threads
             options["num_warps"] = max(8, config.num_warps)
+        all_rows = problem.batch * problem.heads_kv * group_rows
+        new_with_parts = appends and not is_chunk and all_rows <= config.rows_apart
+        if new_with_parts and config.registers_apart is not None and not many_rows:
+            options["maxnreg"] = config.registers_apart
         at_once = max(1, config.programs_per_sm * config.num_warps // options["num_warps"])
         heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
         # No more programs than there can be shares.
         most = heads * max(1, -(-problem.len_k // block_n))
         programs = min(at_once * device.num_sms(q.device), -(-most // config.least_tiles))
         self.o_strides = output_strides(q)
-        self.workspace = programs * 2 * block_m * (problem.head_dim + 2)
+        whole_parts = heads if new_with_parts else 0
+        self.workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
         of_cache = cache_arguments(given)
         page_size = cache_of(problem).page_size
         if page_size is not None:  # keeps the assertion that a page is in the pool, and no others
@@ -105,29 +111,35 @@ class StepCall:
             "ALIGNS_TILES": page_size is not None and page_size % block_n == 0,
             "HAS_NEW_KEYS": appends,
             "PDL": config.pdl,
+            "ONE_PASS": problem.batch <= 32,
+            "NEW_WITH_PARTS": new_with_parts,
+            "CACHE_IS_ROTATED": cache_of(problem).is_rotated,
+            "FLOAT8_DTYPE": product_dtype(problem),
+            "IS_ALIGNED": of_cache["STRIDE_UNIT"] > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
+            "BLOCK_NEW": min(64, block_n) if is_chunk else 16,
+            "q_strides": q.stride(),
+            "k_strides": new_strides[0] if appends else None,
+            "v_strides": new_strides[1] if appends else None,
+            "USE_INT64_OFFSETS": is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         }
         self.attend = Launch(
             decode_kernel,
             programs,
             options,
             shared | of_cache,
-            q_strides=q.stride(),
-            k_strides=new_strides[0] if appends else None,
-            v_strides=new_strides[1] if appends else None,
-            FLOAT8_DTYPE=product_dtype(problem),
-            IS_ALIGNED=of_cache["STRIDE_UNIT"] > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
             IS_CHUNK=is_chunk,
-            BLOCK_NEW=min(64, block_n) if is_chunk else 16,
-            CACHE_IS_ROTATED=cache_of(problem).is_rotated,
-            USE_INT64_OFFSETS=is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         )
+        combine_options: dict[str, int] = {"num_warps": 4}
+        if config.pdl:
+            combine_options["launch_pdl"] = True
+        if page_size is not None:
+            combine_options |= {"debug": True, "sanitize_overflow": False}
         self.combine = Launch(
             combine_kernel,
-            problem.batch * problem.heads_kv * group_rows,
-            {"num_warps": 4, "launch_pdl": True} if config.pdl else {"num_warps": 4},
-            shared,
+            all_rows,
+            combine_options,
+            shared | of_cache,
             BLOCK_PARTS=config.combine_parts,
-            USE_INT64_OFFSETS=is_long(self.o_strides),
         )
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +157,10 @@ class StepCall:
             lse_ptr=lse, parts_ptr=parts,
         )  # fmt: skip
         self.combine(
-            stream, seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, parts_ptr=parts, o_ptr=o,
-            lse_ptr=lse,
+            stream, q_ptr=q, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos, sin_ptr=sin, k_ptr=k, v_ptr=v,
+            seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, table_ptr=block_table,
+            k_scale_ptr=k_scale, v_scale_ptr=v_scale, q_norm_ptr=norms[0], k_norm_ptr=norms[1], o_ptr=o,
+            lse_ptr=lse, parts_ptr=parts,
         )  # fmt: skip
         return o, lse
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation import launch, planning, write_launch
+from fused_rope_attn.generation import chunk_launch, launch, planning, write_launch
 from fused_rope_attn.generation.configs import DecodeConfig
 from fused_rope_attn.generation.problem import (
     SCHEMA,
@@ -26,6 +26,9 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 def _prepare(problem: Problem, tensors: tuple, override: DecodeConfig | None) -> Callable:
+    gathered = None if override is not None else planning.gathered_config(problem)
+    if gathered is not None:
+        return chunk_launch.prepared(problem.for_launch(), tensors, gathered)
     return launch.prepared(problem.for_launch(), tensors, override or planning.step_config(problem))
 
 

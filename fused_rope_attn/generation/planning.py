@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fused_rope_attn.attention.configs import family
+import torch
+
+from fused_rope_attn.attention import planning
+from fused_rope_attn.attention.configs import HopperForwardConfig, family
 from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import configs
@@ -36,6 +39,30 @@ def choose_step_backend(problem: Problem) -> tuple[str, str]:
     return "reference", why
 
 
+def attention_problem(problem: Problem) -> Problem:
+    """A chunk as a call of attention, whose keys are those in the cache after it."""
+    len_k = problem.len_k + (problem.len_q if cache_of(problem).appends else 0)
+    return problem._replace(cache=None, len_k=len_k, has_kv_lens=True)
+
+
+def gathered_config(problem: Problem) -> HopperForwardConfig | None:
+    """The configuration of attention by which a chunk runs on a contiguous copy of its keys; None where it does not.
+
+    A step that is not causal may have queries without room in the cache that see keys which do exist.
+    """
+    if device.arch(problem.device) != "sm_90" or problem.dtype.itemsize != 2 or not problem.causal:
+        return None
+    rows = problem.batch * problem.heads_kv * problem.len_k
+    tiles = problem.batch * problem.heads_q * -(-problem.len_q // configs.CHUNK_TILE)
+    is_large = problem.len_q * problem.group_size >= configs.GATHERED_ROWS
+    fits = 2 * rows * problem.head_dim * problem.dtype.itemsize <= configs.GATHERED_BYTES
+    if not (is_large and fits and 4 * tiles >= 3 * device.num_sms(problem.device)):
+        return None
+    copy = torch.empty((1, 1, 1, problem.head_dim), dtype=problem.dtype, device=problem.device)
+    forward = planning.plan_for(attention_problem(problem), copy).forward
+    return forward if isinstance(forward, HopperForwardConfig) else None
+
+
 def step_config(problem: Problem) -> configs.DecodeConfig:
     """The configuration of a step that ``attention.planning.choose_backend`` has admitted to the kernels."""
     if override is not None:
@@ -50,6 +77,10 @@ def step_config(problem: Problem) -> configs.DecodeConfig:
 
 def plan_for(problem: Problem, reason: str) -> Plan:
     """The plan of such a step; ``reason`` is why the kernels were chosen."""
+    gathered = None if override is not None else gathered_config(problem)
+    if gathered is not None:
+        why = "a chunk of a prompt: sm_90 kernels on a contiguous copy of the cached keys"
+        return Plan("hopper", None, f"{reason}; {why}" if reason else why, gathered)
     keys = "cached keys are read as they are" if cache_of(problem).is_rotated else "cached keys are rotated in the loop"
     page_size = cache_of(problem).page_size
     keys = keys if page_size is None else f"{keys}, from pages of {page_size} rows"

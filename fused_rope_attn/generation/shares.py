@@ -29,6 +29,7 @@ class Caches:
     BLOCK_N: tl.constexpr
     BLOCK_B: tl.constexpr  # sequences that are looked at together
     ALIGNS_TILES: tl.constexpr  # tiles begin at multiples of BLOCK_N
+    ONE_PASS: tl.constexpr  # there are no more than BLOCK_B sequences: no loop over them
 
 
 @record
@@ -87,7 +88,7 @@ def tiles_before(caches, sequence):
     """Key tiles of one block of every sequence: (of all sequences, of those before ``sequence``)."""
     total = 0
     before = 0
-    for start in range(0, caches.B, caches.BLOCK_B):
+    for start in range(0, 1 if caches.ONE_PASS else caches.B, caches.BLOCK_B):
         sequences = start + tl.arange(0, caches.BLOCK_B)
         tiles = key_tiles_of(caches, sequences)
         total += tl.sum(tiles, 0)
@@ -101,7 +102,7 @@ def sequence_of(caches, tile):
     sequence = 0
     before = 0
     passed = 0
-    for start in range(0, caches.B, caches.BLOCK_B):
+    for start in range(0, 1 if caches.ONE_PASS else caches.B, caches.BLOCK_B):
         tiles = key_tiles_of(caches, start + tl.arange(0, caches.BLOCK_B))
         behind = (passed + tl.cumsum(tiles, 0) <= tile) & (tiles > 0)
         sequence += tl.sum(behind.to(tl.int32), 0)
@@ -127,6 +128,14 @@ def part_pointers(parts, program, begins):
     part = tl.cast(2 * program + begins.to(tl.int32), tl.int64)
     stats = parts.ptr + tl.cast(2 * parts.num_programs, tl.int64) * SIZE + part * (2 * parts.BLOCK_M)
     return parts.ptr + part * SIZE, stats
+
+
+@triton.jit
+def whole_part_pointers(parts, block):
+    """``part_pointers`` of a block that one program has alone, behind those of shared ones."""
+    SIZE: tl.constexpr = parts.BLOCK_M * parts.D
+    part = parts.ptr + tl.cast(2 * parts.num_programs + block, tl.int64) * (SIZE + 2 * parts.BLOCK_M)
+    return part, part + SIZE
 
 
 @triton.jit

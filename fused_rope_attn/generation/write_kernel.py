@@ -4,11 +4,18 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.generation.float8 import head_scale, quantised
-from fused_rope_attn.generation.keys import rows_at
+from fused_rope_attn.generation.keys import load_raw, rows_at
 from fused_rope_attn.generation.pages import assert_in_pool, page_entries, rows_in_pages, sequence_pages
 from fused_rope_attn.generation.shares import in_elements
 from fused_rope_attn.kernels.lengths import existing_keys, packed_tile, rows_of_sequence
-from fused_rope_attn.kernels.rotation import head_rotation, load_angles, load_pairs, rotate, store_pairs
+from fused_rope_attn.kernels.rotation import (
+    head_rotation,
+    load_angles,
+    load_normed_pairs,
+    rotate,
+    store_pairs,
+    with_norm,
+)
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, head_rows, load_tile, store_tile
 
 
@@ -26,17 +33,18 @@ def slots_of_head(cache_ptr, strides, head, batch, first, limit, pages, page_str
 
 @triton.jit(do_not_specialize=["N", "S", "HKV", "num_sequences", "num_pages", "position_limit", "tiles"])
 def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table_ptr, seqlens_ptr, lens_ptr, cu_ptr,
-                 k_scale_ptr, v_scale_ptr, k_strides, v_strides, k_cache_strides, v_cache_strides, cos_strides,
-                 sin_strides, table_strides, k_scale_stride, v_scale_stride, N, S, HKV, num_sequences, num_pages,
-                 position_limit, tiles, D: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
-                 BLOCK_D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-                 CACHE_IS_ROTATED: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                 IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
+                 k_scale_ptr, v_scale_ptr, k_norm_ptr, sums_ptr, k_strides, v_strides, k_cache_strides,
+                 v_cache_strides, cos_strides, sin_strides, table_strides, k_scale_stride, v_scale_stride, norm_eps,
+                 norm_offset, N, S, HKV, num_sequences, num_pages, position_limit, tiles, D: tl.constexpr,
+                 R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+                 INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+                 PAGE_SIZE: tl.constexpr, IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """BLOCK_T tokens of HEADS key heads. Grid: (head blocks * tiles * B,), packed sequences have one B.
 
     k and v (B, HKV, N, D), of which tokens from lens (B,) on do not exist; with cu_seqlens, packed sequences along N.
     Token i of sequence b goes to row seqlens[b] + i of the cache, where that is below S. What a call has not is None:
-    table, seqlens (0), lens (N), cu, the scales. The caches and their arguments are those of ``decode_kernel``.
+    table, seqlens (0), lens (N), cu, the scales, the weights k_norm (D,) of a norm of k, and sums (B,)
+    int32, which gets seqlens + N. The caches and their arguments are those of ``decode_kernel``.
     """
     k_cache_strides = in_elements(k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     v_cache_strides = in_elements(v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
@@ -59,6 +67,9 @@ def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table
     cached = 0
     if seqlens_ptr is not None:
         cached = existing_keys(seqlens_ptr, sequence, S)
+        if sums_ptr is not None:
+            if tile + first_head == 0:
+                tl.store(sums_ptr + sequence, cached + N)
     # Tokens of this tile, and those of them that find a row.
     limit = tl.minimum(num_new, S - cached) - start
     if limit <= 0:
@@ -79,6 +90,7 @@ def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table
         entries = page_entries(pages, positions, position + limit)
         assert_in_pool(entries, pages)
     rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, sequence64, position_limit, R, INTERLEAVED)
+    rotation = with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D)
     if CACHE_IS_ROTATED:
         cos, sin = load_angles(rotation, positions, BLOCK_D, CHECK_POSITIONS=True)
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
@@ -98,14 +110,14 @@ def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table
         if IS_FLOAT8:
             v = quantised(v, head_scale(v_scale_ptr, v_scale_stride, head64))
         if CACHE_IS_ROTATED:
-            first, second = load_pairs(k_rows, offs, rotation, CHECK_ROWS=True)
+            first, second = load_normed_pairs(k_rows, offs, rotation, CHECK_ROWS=True)
             first, second = rotate(first, second, cos, sin, CONJUGATE=False)
             if IS_FLOAT8:
                 k_scale = head_scale(k_scale_ptr, k_scale_stride, head64)
                 first, second = quantised(first, k_scale), quantised(second, k_scale)
             store_pairs(k_slots, first, second, offs, rotation)
         else:
-            k = load_tile(k_rows, offs, CHECK_ROWS=True)
+            k = load_raw(k_rows, offs, rotation.norm)
             if IS_FLOAT8:
                 k = quantised(k, head_scale(k_scale_ptr, k_scale_stride, head64))
             store_tile(k_slots, k, offs)

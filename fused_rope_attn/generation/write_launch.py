@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.launch import cache_arguments
 from fused_rope_attn.generation.problem import Written, cache_of
@@ -31,6 +33,8 @@ class WriteCall:
             v_strides=strides[1],
             cos_strides=cos_strides,
             sin_strides=sin_strides,
+            norm_eps=None if problem.norm_eps is None else float(problem.norm_eps),
+            norm_offset=None if problem.norm_offset is None else float(problem.norm_offset),
             N=problem.len_q,
             S=problem.len_k,
             HKV=problem.heads_kv,
@@ -48,12 +52,15 @@ class WriteCall:
             USE_INT64_OFFSETS=is_long(*strides),
         )
 
-    def __call__(self, tensors: Written) -> None:
+    def __call__(
+        self, tensors: Written, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
         k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale = tensors
         self.launch(
             device.current_stream(k.device), k_ptr=k, v_ptr=v, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos,
             sin_ptr=sin, table_ptr=block_table, seqlens_ptr=cache_seqlens, lens_ptr=new_lens, cu_ptr=cu_seqlens,
-            k_scale_ptr=k_scale, v_scale_ptr=v_scale,
+            k_scale_ptr=k_scale, v_scale_ptr=v_scale, k_norm_ptr=k_norm, sums_ptr=sums,
         )  # fmt: skip
 
 

@@ -16,11 +16,13 @@ from tests.support.marks import interpreted
 
 
 @triton.jit
-def schedule_kernel(lens_ptr, total_ptr, found_ptr, B, NQ, S, left, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+def schedule_kernel(lens_ptr, total_ptr, found_ptr, B, NQ, S, left, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+                    ONE_PASS: tl.constexpr):  # fmt: skip
     """The total of tiles, and for each tile its sequence and the tiles before that, by both functions."""
     caches = Caches(
-        lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B, ALIGNS_TILES=False
-    )
+        lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B, ALIGNS_TILES=False,
+        ONE_PASS=ONE_PASS,
+    )  # fmt: skip
     total, _ = tiles_before(caches, 0)
     tl.store(total_ptr, total)
     for tile in range(total):
@@ -38,7 +40,7 @@ def test_every_tile_finds_its_sequence(count, left):
     """More sequences than one step looks at, empty ones, and a window."""
     lens = torch.tensor([0, 9, 33, 8, 16, 0, 0, 17, 1, 40, 99], dtype=torch.int32)[:count]
     total, found = torch.zeros(1, dtype=torch.int32), torch.full((100, 3), -1, dtype=torch.int32)
-    schedule_kernel[(1,)](lens, total, found, count, 1, 40, left, BLOCK_N=8, BLOCK_B=4)
+    schedule_kernel[(1,)](lens, total, found, count, 1, 40, left, BLOCK_N=8, BLOCK_B=4, ONE_PASS=count <= 4)
     keys = lens.clamp(max=40) if left is None else lens.clamp(max=min(left, 40))
     tiles = ((keys + 7) // 8).clamp(min=1)
     assert int(total) == int(tiles.sum())

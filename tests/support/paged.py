@@ -3,6 +3,7 @@
 import torch
 
 from fused_rope_attn import rope_attention_with_kvcache, rope_tables
+from fused_rope_attn.generation.cache_reference import stored
 from tests.support.dtypes import BF16
 
 PAGE, PAGES, HEADS, HEAD_DIM = 16, 20, (8, 2), 128
@@ -45,3 +46,16 @@ class Server:
                 number[self.spare[page].long()] = number[self.table[1, page].long()]
             self.table[1, page] = self.spare[page]
         self.lens += 1
+
+
+def pages_of(k_cache, v_cache, page):
+    """(K's pool, V's pool, block_table) of contiguous caches on a GPU, in pages of ``page`` rows in random order."""
+    batch, _, capacity, _ = k_cache.shape
+    order = torch.randperm(batch * capacity // page, generator=torch.Generator().manual_seed(0)).to(k_cache.device)
+    pools = []
+    for cache in (k_cache, v_cache):
+        rows = stored(cache).unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
+        pool = torch.empty_like(rows)
+        pool[order] = rows
+        pools.append(pool.view(cache.dtype))
+    return *pools, order.view(batch, -1).int()

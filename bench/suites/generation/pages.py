@@ -62,10 +62,14 @@ def stored_step(page_size: int | None, float8: bool) -> Callable[[Step], Run]:
     return make
 
 
-def gathering(page_size: int) -> Callable[[Step], Run]:
-    """What serves pages without a kernel for them: rotate, write, gather into contiguous tensors, SDPA.
+# (q (B, HQ, 1, D) rotated, pools of keys and values, the step) -> o (B, HQ, 1, D)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    All sequences are as long.
+
+def in_parts(page_size: int, prepare: Callable[[Step, Tensor], Attend]) -> Callable[[Step], Run]:
+    """Rotate in one launch, write each pool in one, then attend: who reads pages, and neither rotates nor writes.
+
+    ``prepare(step, table)`` gives the attention; entries of pages that nobody needs are 0.
     """
 
     def make(step: Step) -> Run:
@@ -73,18 +77,67 @@ def gathering(page_size: int) -> Callable[[Step], Run]:
 
         q, k, v, _, _, lengths, cos, sin = step
         k_pool, v_pool, table = pools_of(step, page_size)
-        row, index = lengths[:1].long(), table.flatten().long()
-        last, slot = table[:, -1].long(), int(lengths[0]) % page_size
+        table = table.clamp_min(0)
+        attend = prepare(step, table)
+        row = lengths.long().unsqueeze(1)
+        page, slot = table.long().gather(1, row // page_size).squeeze(1), row.squeeze(1) % page_size
 
         def run() -> Tensor:
             q_rot, k_rot = apply_rope_qk(q, k, cos, sin, position_ids=row)
-            gathered = []
             for pool, new in ((k_pool, k_rot), (v_pool, v)):
-                pool[last, :, slot] = new[:, :, 0]
-                gathered.append(pool.index_select(0, index).unflatten(0, table.shape).transpose(1, 2).flatten(2, 3))
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return F.scaled_dot_product_attention(q_rot, *gathered, enable_gqa=True)
+                pool[page, :, slot] = new[:, :, 0]
+            return attend(q_rot, k_pool, v_pool)
 
         return run
 
     return make
+
+
+def gathered(step: Step, table: Tensor) -> Attend:
+    """What serves pages without a kernel for them: gather into contiguous tensors, SDPA. All sequences are as long."""
+    index = table.flatten().long()
+
+    def attend(q: Tensor, *pools: Tensor) -> Tensor:
+        found = [pool.index_select(0, index).unflatten(0, table.shape).transpose(1, 2).flatten(2, 3) for pool in pools]
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, *found, enable_gqa=True)
+
+    return attend
+
+
+def by_flash_attention_4(step: Step, table: Tensor) -> Attend:
+    """FlashAttention-4 on pages. On sm_90 it does not split a sequence's keys among multiprocessors."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    used = step.lengths + 1
+
+    def attend(q: Tensor, *pools: Tensor) -> Tensor:
+        k, v = (pool.transpose(1, 2) for pool in pools)
+        o = flash_attn_varlen_func(q.transpose(1, 2), k, v, seqused_k=used, page_table=table, causal=True)
+        return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+    return attend
+
+
+def by_flashinfer(step: Step, table: Tensor) -> Attend:
+    """FlashInfer on pages, planned for these lengths on the host before any clock runs."""
+    import flashinfer
+
+    _, heads_kv, capacity, head_dim = step.k_cache.shape
+    page_size = capacity // table.shape[1]
+    used = step.lengths.cpu() + 1
+    counts = -(-used // page_size)
+    ends = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()))
+    index = torch.cat([row[:count] for row, count in zip(table, counts.tolist())])
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=table.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    wrapper.plan(
+        ends.to(table.device), index, ((used - 1) % page_size + 1).to(table.device), step.q.shape[1], heads_kv,
+        head_dim, page_size, q_data_type=step.q.dtype, kv_data_type=step.q.dtype,
+    )  # fmt: skip
+
+    def attend(q: Tensor, *pools: Tensor) -> Tensor:
+        k, v = (pool.transpose(1, 2) for pool in pools)
+        return wrapper.run(q[:, :, 0], (k, v)).unsqueeze(2)
+
+    return attend

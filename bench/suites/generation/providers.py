@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from baselines.attentions import FA4
 from baselines.base import missing_package
 from bench.suite import never_missing
-from bench.suites.generation.pages import gathering, stored_step
+from bench.suites.generation.pages import by_flash_attention_4, by_flashinfer, gathered, in_parts, stored_step
 from bench.suites.generation.step import Run, Step
 
 # What the copy moves at most; its time is taken in proportion to a larger cache.
@@ -104,26 +104,6 @@ def _fa4(step: Step) -> Run:
     return appending(step, lambda q, k, v: FA4.attend(q, k, v, True))
 
 
-def _flashinfer(step: Step) -> Run:
-    """Pages of 16 rows, planned for these lengths; the step itself neither rotates nor writes."""
-    import flashinfer
-
-    q, k_cache, v_cache = step.q[:, :, 0], step.k_cache, step.v_cache
-    batch, heads_kv, capacity, head_dim = k_cache.shape
-    page = 16
-    pages = tuple(
-        x.unflatten(2, (capacity // page, page)).transpose(1, 2).reshape(-1, heads_kv, page, head_dim)
-        for x in (k_cache, v_cache)
-    )
-    each = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * (capacity // page)
-    index = torch.arange(batch * capacity // page, dtype=torch.int32, device=q.device)
-    last = torch.full((batch,), page, dtype=torch.int32, device=q.device)
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-    wrapper.plan(each, index, last, q.shape[1], heads_kv, head_dim, page, q_data_type=q.dtype)
-    return lambda: wrapper.run(q, pages).unsqueeze(2)
-
-
 def _copy(step: Step) -> Run:
     """Reads and writes together as many bytes as the step reads, or COPY_BYTES."""
     flat = step.k_cache.view(torch.uint8).flatten()
@@ -160,8 +140,24 @@ PROVIDERS: dict[str, DecodeProvider] = {
         _stored(16, float8=True),
         _stored(64, float8=True),
         DecodeProvider(
-            "gather_sdpa", "rotate + write + gather pages of 16 + SDPA flash", never_missing, gathering(16),
+            "gather_sdpa", "rotate + write + gather pages of 16 + SDPA flash", never_missing, in_parts(16, gathered),
             page_size=16, even=True,
+        ),
+        *(
+            DecodeProvider(
+                f"fa4_page{page_size}", f"rotate + write + FlashAttention-4, pages of {page_size}",
+                lambda: missing_package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func"),
+                in_parts(page_size, by_flash_attention_4), page_size=page_size, pip=FA4.pip,
+            )
+            for page_size in (16, 128)
+        ),
+        *(
+            DecodeProvider(
+                f"flashinfer_page{page_size}", f"rotate + write + FlashInfer, pages of {page_size}",
+                lambda: missing_package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper"),
+                in_parts(page_size, by_flashinfer), page_size=page_size, pip=("flashinfer-python",),
+            )
+            for page_size in (16, 64)
         ),
         DecodeProvider("sdpa_flash", "rotate + write + SDPA flash", never_missing, _sdpa(SDPBackend.FLASH_ATTENTION),
                        even=True),
@@ -177,11 +173,6 @@ PROVIDERS: dict[str, DecodeProvider] = {
             rounded_tables=True, pip=("flash-attn",),
         ),
         DecodeProvider("fa4", "rotate + write + FlashAttention-4", FA4.missing, _fa4, even=True, pip=FA4.pip),
-        DecodeProvider(
-            "flashinfer", "bare FlashInfer",
-            lambda: missing_package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper"),
-            _flashinfer, bare=True, even=True, pip=("flashinfer-python",),
-        ),
         DecodeProvider(COPY, "copy (ceiling)", never_missing, _copy, copies=True),
         DecodeProvider(READ, "plain read (amax)", never_missing, _read, copies=True),
     )

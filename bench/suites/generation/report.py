@@ -79,7 +79,7 @@ def _lines(rows: list[Row]) -> tuple[list[str], list[list[str]], int]:
         share = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in shown]
         line = [*key, milliseconds(mine["ms"]), f"{mine['gb_s']:.0f}", *share]
         for bare in (False, True):
-            others = [row for name, row in group.items() if name not in (COPY, READ)]
+            others = [row for name, row in group.items() if name not in (COPY, READ) and not row.get("stored")]
             rivals = [row for row in others if not row["ours"] and row["bare"] == bare]
             rival = min(rivals, key=lambda row: row["ms"], default=None)
             if rival is None:

@@ -9,12 +9,16 @@ from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
+from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, layout_of_rows, output_strides
 from fused_rope_attn.runtime.triton_compat import gl
+
+# int32 words of the counter of a call without packed sequences.
+COUNTER_WORDS = TILE_WORDS.value
 
 
 def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
@@ -30,10 +34,15 @@ def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
 
 
 class ForwardCall:
-    """The launches of one forward signature; of packed queries only wide heads are saved as ``Saving.ROWS``."""
+    """The launches of one forward signature; of packed queries only wide heads are saved as ``Saving.ROWS``.
+
+    keys_are_ready: k is rotated and in pair order when the call begins, and a launch before it zeroes the counter that
+    the call is given. k may have fewer rows than NK, which then lie behind the last key that a query sees.
+    """
 
     def __init__(
-        self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saving: Saving = Saving.NOTHING
+        self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saving: Saving = Saving.NOTHING,
+        keys_are_ready: bool = False,
     ):  # fmt: skip
         given, rooms = split_rooms(tensors)
         q, k, v = given.q, given.k, given.v
@@ -50,9 +59,11 @@ class ForwardCall:
         block_n = config.block_n
         shared = shared_arguments(problem, given.cos, given.sin)
         self.rotate_queries = RotateQueries(given, problem, shared, config) if reads_rotated else None
-        self.rotate_keys = RotateKeys(
-            given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=reads_rotated
-        )
+        self.rotate_keys = None
+        if not keys_are_ready:
+            self.rotate_keys = RotateKeys(
+                given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=reads_rotated
+            )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for
         # Columns of O that leave together.
@@ -84,6 +95,8 @@ class ForwardCall:
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             tiles_per_head=tiles_per_head if self.packed else None,
+            # Queries behind the last row of the tables exist nowhere else.
+            position_limit=given.cos.shape[-2] if keys_are_ready else None,
             BLOCK_N=block_n,
             BLOCK_D=pad_d,
             STAGES=config.stages,
@@ -101,8 +114,10 @@ class ForwardCall:
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 
-    def __call__(self, tensors: Tensors, o: torch.Tensor | None = None) -> Outputs:
-        """o: where it is to be written, if the call was prepared for such a place."""
+    def __call__(
+        self, tensors: Tensors, o: torch.Tensor | None = None, counter: torch.Tensor | None = None
+    ) -> Outputs:  # fmt: skip
+        """o: where it is to be written, if the call was prepared for such a place; counter: where keys are ready."""
         q = tensors.q
         if o is None:
             o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
@@ -110,7 +125,8 @@ class ForwardCall:
         if self.empty:
             return Outputs(o, lse)
         stream = device.current_stream(q.device)
-        counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
+        if self.rotate_keys is not None:
+            counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
         q_norm = tensors.q_norm
         q_rot = q_desc = q_rot_desc = None
         if self.rotate_queries is not None:
@@ -119,7 +135,7 @@ class ForwardCall:
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
-        k = self.rotate_keys(stream, tensors, counter)
+        k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
         self.launch(
             stream, q_ptr=q, q_desc=q_desc, q_rot_desc=q_rot_desc, k_desc=self.k_source(k),
             v_desc=self.v_source(tensors.v), o_desc=self.o_source(o), o_ptr=o if self.packed else None,

@@ -28,11 +28,12 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 @jit(do_not_specialize=[
     "num_tiles", "num_heads", "heads_per_section", "HQ", "GROUP_SIZE", "NQ", "NK", "tiles_per_head", "left", "right",
+    "position_limit",
 ])  # fmt: skip
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
                    counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides,
                    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_tiles, num_heads,
-                   heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head,
+                   heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
@@ -52,6 +53,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     What a call does not use is None, and costs nothing: q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32,
     cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its
     descriptor, and ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
+
+    position_limit: queries from this position on are rotated by no angle; None: there are none behind the last key.
 
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES_FIRST: see ``multiply``.
     IS_ALIGNED: as ``forward.is_aligned`` says, and to be made use of. The REGISTERS are those of a thread of each kind
@@ -122,7 +125,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         source = QuerySource(
             ptr=q_ptr, strides=q_strides, cos_ptr=cos_ptr, sin_ptr=sin_ptr, cos_strides=cos_strides,
             sin_strides=sin_strides, norm_ptr=q_norm_ptr, norm_eps=norm_eps, norm_offset=norm_offset, sign=q_sign,
-            saved_desc=q_rot_desc, D=D, R=R, INTERLEAVED=INTERLEAVED, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
+            position_limit=position_limit, saved_desc=q_rot_desc, D=D, R=R, INTERLEAVED=INTERLEAVED,
+            USE_INT64_OFFSETS=USE_INT64_OFFSETS,
         )  # fmt: skip
         gl.warp_specialize([
             (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),

@@ -97,6 +97,7 @@ class QuerySource:
     norm_eps: gl.tensor | None
     norm_offset: gl.tensor | None
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
+    position_limit: gl.tensor | None  # positions that the tables have; None: as many as there are keys, or more
     saved_desc: gl.tensor | None  # where the rotated queries are kept for a backward pass, in blocks of ROWS rows
     D: gl.constexpr
     R: gl.constexpr
@@ -122,9 +123,12 @@ def rotate_queries(tiles, queries, source, NQ, NK):
     tile_step = 0
     tile = next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
+        num_positions = tile_bounds(tile, NK).num_keys
+        if source.position_limit is not None:
+            num_positions = source.position_limit
         rotation = head_rotation(
             source.cos_ptr, source.sin_ptr, source.cos_strides, source.sin_strides, tile.batch.to(gl.int64),
-            tile_bounds(tile, NK).num_keys, source.R, source.INTERLEAVED,
+            num_positions, source.R, source.INTERLEAVED,
         )  # fmt: skip
         rotation = with_norm(rotation, source.norm_ptr, source.norm_eps, source.norm_offset, source.D)
         strides = source.strides

@@ -1,0 +1,105 @@
+"""Kernels beside the attention to a chunk of a prompt: the cached keys and values that it sees brought into contiguous
+memory, in the order of columns that attention takes, and rows of the output for which the cache had no room."""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.generation.float8 import head_scale
+from fused_rope_attn.generation.pages import assert_in_pool, page_entries, sequence_pages
+from fused_rope_attn.generation.shares import in_elements
+from fused_rope_attn.generation.write_kernel import slots_of_head
+from fused_rope_attn.kernels.lengths import existing_keys
+from fused_rope_attn.kernels.masks import first_key
+from fused_rope_attn.kernels.rotation import head_rotation, load_angles, load_pairs, pack_pairs, rotate
+from fused_rope_attn.kernels.schedule import let_next_launch_start
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, head_rows, load_tile, store_tile
+
+
+@triton.jit(do_not_specialize=["left", "NQ", "NK", "S", "HKV", "num_pages", "position_limit", "tiles"])
+def gather_kernel(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, table_ptr, lens_ptr, starts_ptr,
+                  k_scale_ptr, v_scale_ptr, counter_ptr, k_cache_strides, v_cache_strides, k_strides, v_strides,
+                  cos_strides, sin_strides, table_strides, k_scale_stride, v_scale_stride, left, NQ, NK, S, HKV,
+                  num_pages, position_limit, tiles, D: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
+                  BLOCK_D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  CACHE_IS_ROTATED: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                  IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK_T cached rows of HEADS key heads of one sequence. Grid: (head blocks * tiles * B,).
+
+    k and v (B, HKV, S, D) get the rows that a query sees: keys rotated and in pair order, values; v None: only keys.
+    lens (B,) int32: keys of each sequence, NQ new ones among them, of NK at most; those from S on lie nowhere. The word
+    at ``counter`` becomes zero. The caches and their arguments are those of ``decode_kernel``.
+    """
+    let_next_launch_start(PDL)
+    k_cache_strides = in_elements(k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
+    v_cache_strides = in_elements(v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(counter_ptr, 0)
+    head_blocks = tl.cdiv(HKV, HEADS)
+    first_head = pid % head_blocks * HEADS
+    start = pid // head_blocks % tiles * BLOCK_T
+    sequence = pid // head_blocks // tiles
+    sequence64 = tl.cast(sequence, tl.int64)
+    num_keys = existing_keys(lens_ptr, sequence, NK)
+    first_seen = first_key(starts_ptr, sequence, num_keys - NQ, num_keys, left)
+    end = tl.minimum(num_keys, S)
+    if (start >= end) | (start + BLOCK_T <= first_seen):
+        return
+    offs = tl.arange(0, BLOCK_T)
+    # What is before the first key that is seen may have no page: the first one's is read in its place.
+    positions = tl.maximum(start + offs, first_seen)
+    limit = end - start
+    start64 = tl.cast(start, tl.int64)
+    pages = None
+    entries = None
+    k_page_stride = None
+    v_page_stride = None
+    if table_ptr is not None:
+        k_page_stride = k_cache_strides[0]
+        v_page_stride = v_cache_strides[0]
+        pages = sequence_pages(table_ptr, table_strides, sequence64, num_pages, k_page_stride, v_page_stride, PAGE_SIZE)
+        entries = page_entries(pages, positions, end)
+        assert_in_pool(entries, pages)
+    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, sequence64, position_limit, R, INTERLEAVED)
+    if not CACHE_IS_ROTATED:
+        cos, sin = load_angles(rotation, start + offs, BLOCK_D, CHECK_POSITIONS=True)
+    for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
+        head64 = tl.cast(head, tl.int64)
+        k_slots = slots_of_head(
+            k_cache_ptr, k_cache_strides, head64, sequence64, start64, limit, pages, k_page_stride, entries, positions,
+            row_format,
+        )  # fmt: skip
+        first, second = load_pairs(k_slots, offs, rotation, CHECK_ROWS=True)
+        if IS_FLOAT8:
+            k_scale = head_scale(k_scale_ptr, k_scale_stride, head64)
+            first, second = first * k_scale, second * k_scale
+        if not CACHE_IS_ROTATED:
+            first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+        origin = Origin(batch=sequence64, head=head64, row=start)
+        store_tile(head_rows(k_ptr, k_strides, origin, limit, row_format), pack_pairs(first, second), offs)
+        if v_ptr is not None:
+            v_slots = slots_of_head(
+                v_cache_ptr, v_cache_strides, head64, sequence64, start64, limit, pages, v_page_stride, entries,
+                positions, row_format,
+            )  # fmt: skip
+            v = load_tile(v_slots, offs, CHECK_ROWS=True)
+            if IS_FLOAT8:
+                v = v.to(tl.float32) * head_scale(v_scale_ptr, v_scale_stride, head64)
+            store_tile(head_rows(v_ptr, v_strides, origin, limit, row_format), v, offs)
+
+
+@triton.jit(do_not_specialize=["NQ", "S", "HQ"])
+def clear_kernel(lens_ptr, o_ptr, lse_ptr, o_strides, NQ, S, HQ, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of o (B, HQ, NQ, D) and lse (B, HQ, NQ) of tokens that find no room among S rows: 0 and -inf.
+
+    lens (B,) int32 as in ``gather_kernel``. Grid: (B * HQ,).
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    num_keys = tl.load(lens_ptr + pid // HQ)
+    columns = tl.arange(0, BLOCK_D)
+    o = o_ptr + pid // HQ * o_strides[0] + pid % HQ * o_strides[1]
+    for token in range(tl.maximum(0, S - (num_keys - NQ)), NQ):
+        row = o + tl.cast(token, tl.int64) * o_strides[2] + columns * o_strides[3]
+        tl.store(row, tl.zeros((BLOCK_D,), o_ptr.dtype.element_ty), mask=columns < D)
+        tl.store(lse_ptr + pid * NQ + token, float("-inf"))
