@@ -75,6 +75,7 @@ CASES = {
     "read only": {"page": 16, "appends": False, "lengths": (900, 200)},
     "part of the columns": {"page": 16, "head_dim": 120, "rotary_dim": 64, "interleaved": True},
     "narrow": {"page": 16, "head_dim": 64},
+    "in two pieces of columns": {"page": 16, "head_dim": 96},
     "wide": {"page": 16, "head_dim": 256},
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache
+from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.generation import configs
 from fused_rope_attn.generation.planning import configured
 from fused_rope_attn.runtime import device
@@ -47,3 +48,29 @@ def test_it_refuses_what_the_call_refuses():
     for function in (plan_with_kvcache, rope_attention_with_kvcache):
         with pytest.raises(ValueError, match=r"^kv_starts must have shape \(B,\) = \(2,\)"):
             function(*arguments, **options, kv_starts=torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_copied"),
+    [({}, True), ({"tokens": 256}, False), ({"causal": False}, False), ({"capacity": 1 << 19}, False),
+     ({"dtype": torch.float32}, False)],
+)  # fmt: skip
+def test_large_chunks_are_attentions(monkeypatch, changes, is_copied):
+    """On sm_90, with tiles of queries for most multiprocessors, and caches that are not too large for a copy."""
+    monkeypatch.setattr(device, "arch", lambda where: "sm_90")
+    monkeypatch.setattr(device, "num_sms", lambda where: 132)
+    made = {"tokens": 512, "causal": True, "capacity": 1 << 15, "dtype": torch.bfloat16} | changes
+
+    def tensor(heads, length):
+        return torch.empty(1, heads, length, 128, device="meta", dtype=made["dtype"])
+
+    caches = [tensor(8, made["capacity"]) for _ in range(2)]
+    new = [tensor(heads, made["tokens"]) for heads in (32, 8, 8)]
+    table = torch.empty(made["capacity"], 64, device="meta")
+    lengths = torch.empty(1, device="meta", dtype=torch.int32)
+    chosen = plan_with_kvcache(
+        new[0], *caches, table, table, *new[1:], cache_seqlens=lengths, causal=made["causal"]
+    )  # fmt: skip
+    assert (chosen.backend == "hopper") == is_copied
+    assert ("contiguous copy" in chosen.reason) == is_copied
+    assert isinstance(chosen.forward, HopperForwardConfig) == is_copied
