@@ -68,7 +68,8 @@ class DecodeConfig(TritonOptions):
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One line of ``DECODE``: the configuration (``pdl`` is added by architecture) for what the other fields select.
+    """One line of ``DECODE``: the configuration (``config_on`` adds what the architecture decides) for what the other
+    fields select.
 
     element_size: of q, or 1 where q has two bytes and the caches are float8. rotated: whether the cached keys are.
     most_page: the caches are pages of so many rows at most. small: whether caches have SMALL_CACHE rows at most. None
@@ -96,6 +97,11 @@ class DecodeRow:
             and (self.most_page is None or page_size is not None and page_size <= self.most_page)
             and self.small in (None, small)
         )
+
+    def config_on(self, arch: str) -> DecodeConfig:
+        """The configuration as ``arch`` takes it."""
+        apart = ROWS_APART if arch in HOPPER and self.element_size < 4 else self.config.rows_apart
+        return replace(self.config, pdl=arch in PDL, rows_apart=apart)
 
 
 _TUNED = (
@@ -180,6 +186,4 @@ def decode(
     arch: str, element_size: int, head_dim: int, rotated: bool, page_size: int | None = None, small: bool = False
 ) -> DecodeConfig:
     """The configuration of the generation step for these properties, as ``DecodeRow`` names them."""
-    config = find_row(DECODE, arch, element_size, head_dim, rotated, page_size, small).config
-    apart = ROWS_APART if arch in HOPPER and element_size < 4 else config.rows_apart
-    return replace(config, pdl=arch in PDL, rows_apart=apart)
+    return find_row(DECODE, arch, element_size, head_dim, rotated, page_size, small).config_on(arch)

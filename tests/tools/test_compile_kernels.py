@@ -66,8 +66,7 @@ def test_no_row_is_left_out(arch):
             assert any((direction, row.element_size, row.head_dim, config) in compiled for config in of_row), row
     for row in generation_configs.DECODE:
         if arch in row.archs:
-            config = replace(row.config, pdl=arch in configs.PDL)
-            assert ("decode", row.element_size, row.head_dim, config) in compiled, row
+            assert ("decode", row.element_size, row.head_dim, row.config_on(arch)) in compiled, row
     for direction, table in (("forward", configs.HOPPER_FORWARD), ("backward", configs.HOPPER_BACKWARD)):
         for row in table if arch == "sm_90" else ():
             assert (direction, 2, row.head_dim, replace(row.config, section_bytes=0)) in compiled, row
