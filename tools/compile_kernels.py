@@ -169,9 +169,9 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
-    each row and at the widths of a tile, at which not causal too; with other masks, those of long sequences; with
-    norms, those of 128 columns, which leave the fewest registers; of rotated q and k, those of 128 columns and more.
-    ``full`` as in ``table_jobs``, and norms and rotated ones at every width."""
+    each row and at the widths of a tile, at which not causal too; with other masks, those of long sequences, each mask
+    at 128 columns; with norms, those of 128 columns, which leave the fewest registers; of rotated q and k, those of 128
+    columns and more. ``full`` as in ``table_jobs``, and norms, masks and rotated ones at every width."""
     jobs = []
     dims = 64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM
     for direction, table, find in (
@@ -196,7 +196,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
             packed_wide = "packed" in masks and head_dim > configs.HOPPER_HEAD_DIM and direction == "backward"
-            if head_dim in dims and not packed_wide and (causal or full):
+            # Of other widths what takes most registers, and packed sequences alone.
+            chosen = head_dim == configs.HOPPER_HEAD_DIM or len(masks) > 2 or masks == ("packed",)
+            if head_dim in dims and not packed_wide and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)
                 jobs.append(job)
