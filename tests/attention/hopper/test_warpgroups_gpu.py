@@ -23,6 +23,7 @@ DIVISIONS = {
     "two warpgroups, D 64": (64, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "diagonal by halves, D 64": (64, configs.HopperForwardConfig(128, halves_diagonal=True)),
+    "diagonal by halves, D 96": (96, configs.HopperForwardConfig(128, halves_diagonal=True, values_first=True)),
     "diagonal by halves": (128, configs.HopperForwardConfig(128, halves_diagonal=True)),
     "diagonal by halves, pinned": (128, configs.HopperForwardConfig(128, halves_diagonal=True, pin=True)),
     "diagonal by halves, no rotating warps": (
