@@ -14,6 +14,7 @@ from fused_rope_attn.attention.arguments import (
     shared_arguments,
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
+from fused_rope_attn.attention.hopper.alignment import is_aligned
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
@@ -146,6 +147,7 @@ class BackwardCall:
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
+            SKIPS_HIDDEN=config.skips_hidden and is_aligned(problem, block_n, block_n),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None

@@ -50,10 +50,14 @@ class QueryBlocks:
     num_masked: without a window on the left, the blocks first .. first + num_masked - 1 need a mask and the others do
     not. With one, each block's position says whether it needs a mask; all do where num_masked is ``count`` or more. It
     is None where every key that the mask lets through exists.
+
+    num_ahead: of how many blocks, the first of each head, 0 or 1, all heads come before any others: they see only the
+    keys of the first warpgroup. None: every head comes whole.
     """
 
     first: gl.tensor
     num_masked: gl.tensor | None
+    num_ahead: gl.tensor | None
     count: gl.tensor
 
 
@@ -163,6 +167,6 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
         first_row = first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     blocks = QueryBlocks(
-        first=first, num_masked=gl.where(is_partial, last, num_masked) - first, count=last - first
+        first=first, num_masked=gl.where(is_partial, last, num_masked) - first, num_ahead=None, count=last - first
     )  # fmt: skip
     return blocks, first_row

@@ -5,6 +5,8 @@ computed in. Only dS goes through shared memory, for dQ, which needs all keys; o
 columns.
 """
 
+from triton import constexpr_function
+
 from fused_rope_attn.attention.hopper.backward_block import (
     Buffer,
     KeyBlock,
@@ -95,15 +97,60 @@ def own_columns(tile, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
     return whole_tile(tile.smem).slice(WARPGROUP * HALF, COLUMNS, dim=1)
 
 
+@constexpr_function
+def own_width(warpgroup, block_d, right):
+    """How many columns of dQ a warpgroup owns: half of a tile's, or one of two pieces, the second of ``right``."""
+    return right if warpgroup == 1 and right else block_d // CONSUMERS.value
+
+
 @jit
-def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries, sizes, mask, scale):
-    """Fold ``total`` > 0 query blocks, queries.count of each head of the group, into dk and dv, ``Pieces`` of (KEYS,
-    BLOCK_D).
+def send_dq(WARPGROUP: gl.constexpr, dq, buffer, step):
+    """Give a warpgroup's columns of the dQ of a step, (BLOCK_M, columns) float32, to the warp that adds them."""
+    HALF: gl.constexpr = buffer.smem.shape[4]
+    mbarrier.wait(buffer.empty.index(WARPGROUP), (step & 1) ^ 1)
+    tile = buffer.smem.index(WARPGROUP).reshape((BLOCK_M, HALF))
+    if dq.shape[1] < HALF:
+        tile = tile.slice(0, dq.shape[1], dim=1)
+    tile.store(stage_rows(dq))
+    fence_async_shared()
+    mbarrier.arrive(buffer.full.index(WARPGROUP))
+
+
+@jit
+def pass_hidden_queries(WARPGROUP: gl.constexpr, buffers, total, RIGHT: gl.constexpr):
+    """A warpgroup's part of the first ``total`` query blocks, which see none of its keys: zeros for its keys' dS, and
+    its columns of dQ. RIGHT: ``right_columns``."""
+    q_ring, do_ring = buffers.q.blocks, buffers.do.blocks
+    OWN: gl.constexpr = own_width(WARPGROUP, q_ring.smem.shape[4], RIGHT)
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    no_ds = gl.zeros([KEYS, BLOCK_M], q_ring.smem.dtype, ZEROS)
+    no_dq = piece_zeros(BLOCK_M, OWN)
+    for step in range(total):
+        ds_tile = buffers.ds.smem.index(step % 2)
+        ds_tile.slice(WARPGROUP * KEYS, KEYS, dim=0).store(no_ds)
+        fence_async_shared()
+        mbarrier.arrive(buffers.ds.full)
+        mbarrier.wait(buffers.ds.full, step & 1)
+        k_columns = own_columns(buffers.k, WARPGROUP, OWN)
+        token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[token])
+        # Not before the other warpgroup has stored its dS: it is then done with the block before, so that what both
+        # release is one and the same.
+        do_ring.release_operands(step)
+        q_ring.release_operands(step)
+        send_dq(WARPGROUP, dq, buffers.dq, step)
+
+
+@jit
+def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale):
+    """Fold query blocks [first, total) of the group's heads into dk and dv, ``Pieces`` of (KEYS, BLOCK_D).
+
+    first None: from 0 on. total is more than 0; with ``first`` it may be no more than that.
 
     The products in the order of their issue: dV, dQ, dK of this block, scores and dP of the next, which ``load``
     provides after the last block too; early scores come before dQ.
     """
-    q_ring, do_ring, dq_buffer = buffers.q.blocks, buffers.do.blocks, buffers.dq
+    q_ring, do_ring = buffers.q.blocks, buffers.do.blocks
     BLOCK_D: gl.constexpr = q_ring.smem.shape[4]
     # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
     # With two pieces they do, but where P and dS are copied for the second one it is faster not to.
@@ -114,23 +161,33 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     RIGHT: gl.constexpr = 0 if dk.right is None else dk.right.shape[1]
     # Groups of products that dV, dK, the scores or dP are.
     GROUPS: gl.constexpr = 1 if dk.right is None else 2
-    # All rows of the block's dQ: half of the columns, or one of two pieces.
-    HALF: gl.constexpr = BLOCK_D // CONSUMERS
-    OWN: gl.constexpr = RIGHT if (WARPGROUP == 1 and RIGHT) else HALF
+    # All rows of the block's dQ.
+    OWN: gl.constexpr = own_width(WARPGROUP, BLOCK_D, RIGHT)
     no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
+    num_ahead = None
+    if queries.num_ahead is not None:
+        num_ahead = sizes.GROUP_SIZE * queries.num_ahead
     no_dq = piece_zeros(BLOCK_M, OWN)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
 
-    s_token = issue_product(own_rows(buffers.k, WARPGROUP), q_ring.smem.index(0), q_ring.full.index(0), 0, no_s, RIGHT)
-    dp_token = issue_product(
-        own_rows(buffers.v, WARPGROUP), do_ring.smem.index(0), do_ring.full.index(0), 0, no_s, RIGHT
-    )
-    s = warpgroup_mma_wait(GROUPS, deps=[s_token])
-    block = 0
     q_slot = 0
     q_phase = 0
-    for step in range(total):
+    do_slot = 0
+    do_phase = 0
+    block = 0
+    if first is not None:
+        q_slot, q_phase = q_ring.slot(first), (first // q_ring.STAGES) & 1
+        do_slot, do_phase = do_ring.slot(first), (first // do_ring.STAGES) & 1
+        block = queries.num_ahead
+    s_token = issue_product(
+        own_rows(buffers.k, WARPGROUP), q_ring.smem.index(q_slot), q_ring.full.index(q_slot), q_phase, no_s, RIGHT
+    )
+    dp_token = issue_product(
+        own_rows(buffers.v, WARPGROUP), do_ring.smem.index(do_slot), do_ring.full.index(do_slot), do_phase, no_s, RIGHT
+    )
+    s = warpgroup_mma_wait(GROUPS, deps=[s_token])
+    for step in range(0 if first is None else first, total):
         do_slot = do_ring.slot(step)
         next_slot = gl.where(q_slot == q_ring.STAGES - 1, 0, q_slot + 1)
         next_phase = gl.where(q_slot == q_ring.STAGES - 1, q_phase ^ 1, q_phase)
@@ -174,13 +231,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         else:
             dq = warpgroup_mma_wait(GROUPS, deps=[dq_token])
         do_ring.release_operands(step)
-        mbarrier.wait(dq_buffer.empty.index(WARPGROUP), (step & 1) ^ 1)
-        dq_tile = dq_buffer.smem.index(WARPGROUP).reshape((BLOCK_M, HALF))
-        if OWN < HALF:
-            dq_tile = dq_tile.slice(0, OWN, dim=1)
-        dq_tile.store(stage_rows(dq))
-        fence_async_shared()
-        mbarrier.arrive(dq_buffer.full.index(WARPGROUP))
+        send_dq(WARPGROUP, dq, buffers.dq, step)
         if not EARLY_SCORES:
             s_token = issue_product(
                 own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s, RIGHT
@@ -200,7 +251,11 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         q_slot = next_slot
         q_phase = next_phase
         block += 1
-        block = gl.where(block == queries.count, 0, block)
+        if queries.num_ahead is None:
+            block = gl.where(block == queries.count, 0, block)
+        else:
+            block = gl.where(block == queries.count, queries.num_ahead, block)
+            block = gl.where(step + 1 < num_ahead, 0, block)
     warpgroup_mma_wait(0, deps=[dp_token])
     return dk, dv
 
@@ -219,7 +274,11 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     mbarrier.wait(buffers.v.full, 0)
     total = sizes.GROUP_SIZE * queries.count
     if total > 0:
-        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
+        first = None
+        if WARPGROUP == 1 and queries.num_ahead is not None:
+            first = sizes.GROUP_SIZE * queries.num_ahead
+            pass_hidden_queries(WARPGROUP, buffers, first, RIGHT)
+        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale)
     # dv goes through V, of which each warpgroup read its own rows only, and dk through the room for dQ once that has
     # been read.
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)

@@ -94,29 +94,18 @@ def load_block(desc, batch, head, start_m, ring, step, arrival, arrivals, first_
 
 
 @jit
-def load(operands, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr,
-         LETS_NEXT_LAUNCH_START: gl.constexpr):  # fmt: skip
-    """The loading warp: K and V once, and every query block with its statistics. What does not exist is zero.
+def load_queries(operands, destinations, batch, head_q, queries, begin, end, existing, sizes, stats_size, step,
+                 arrivals):  # fmt: skip
+    """Query blocks [begin, end) of each of the group's heads, of which head_q is the first, with their statistics.
 
-    keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
-    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), and behind them delta.
-    LETS_NEXT_LAUNCH_START: this warp does so, once the pre-process has finished.
+    begin None: from 0 on. Returns (step, arrivals), counted on.
     """
-    batch = keys.batch
     arrival = destinations.arrival
     first_query = existing.first_query
-    arrivals = 0
-    arrivals = load_keys(operands.v, destinations.v, keys, existing, arrival, arrivals)
-    # The pre-process writes all that follows, and every other warp waits for some of it.
-    wait_for_previous_launch(PDL)
-    if LETS_NEXT_LAUNCH_START:
-        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
-        let_next_launch_start(PDL)
-    arrivals = load_keys(operands.k, destinations.k, keys, existing, arrival, arrivals)
-    head_q = keys.head * sizes.GROUP_SIZE
-    step = 0
+    if begin is None:
+        begin = 0
     for group_head in range(sizes.GROUP_SIZE):
-        for i in range(queries.count):
+        for i in range(begin, end):
             start_m = (queries.first + i) * BLOCK_M
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             arrivals = load_block(
@@ -133,6 +122,39 @@ def load(operands, destinations, keys, queries, existing, sizes, stats_size, PDL
                 first_row=first_do, end_row=existing.do_end, stats_desc=operands.stats, stats_row=stats_row,
             )  # fmt: skip
             step += 1
+    return step, arrivals
+
+
+@jit
+def load(operands, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr,
+         LETS_NEXT_LAUNCH_START: gl.constexpr):  # fmt: skip
+    """The loading warp: K and V once, and every query block with its statistics. What does not exist is zero.
+
+    keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
+    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), and behind them delta.
+    LETS_NEXT_LAUNCH_START: this warp does so, once the pre-process has finished.
+    """
+    batch = keys.batch
+    arrival = destinations.arrival
+    arrivals = 0
+    arrivals = load_keys(operands.v, destinations.v, keys, existing, arrival, arrivals)
+    # The pre-process writes all that follows, and every other warp waits for some of it.
+    wait_for_previous_launch(PDL)
+    if LETS_NEXT_LAUNCH_START:
+        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
+        let_next_launch_start(PDL)
+    arrivals = load_keys(operands.k, destinations.k, keys, existing, arrival, arrivals)
+    head_q = keys.head * sizes.GROUP_SIZE
+    step = 0
+    if queries.num_ahead is not None:
+        step, arrivals = load_queries(
+            operands, destinations, batch, head_q, queries, 0, queries.num_ahead, existing, sizes, stats_size, step,
+            arrivals,
+        )  # fmt: skip
+    step, arrivals = load_queries(
+        operands, destinations, batch, head_q, queries, queries.num_ahead, queries.count, existing, sizes, stats_size,
+        step, arrivals,
+    )  # fmt: skip
     # Scores and dP of a block after the last are computed and dropped: rows past the end, which read as zeros.
     if step > 0:
         load_block(operands.q, batch, head_q, sizes.pitch, destinations.q, step, arrival, arrivals)

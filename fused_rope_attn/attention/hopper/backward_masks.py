@@ -31,7 +31,9 @@ def hide_pairs(mask, x, value, keys, columns, diagonal):
 @jit
 def needs_mask(mask, diagonal, block, queries):
     """Whether KEYS keys and query block number ``block`` of ``queries`` need a mask; diagonal as in ``hide_pairs``."""
-    if mask.left is None:
+    if queries.num_ahead is not None:
+        return (diagonal < KEYS - 1) | (queries.num_masked >= queries.count)
+    elif mask.left is None:
         return block < queries.num_masked
     else:
         # With a window few blocks need no mask, and a block's position says what these keys need.

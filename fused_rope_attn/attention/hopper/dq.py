@@ -71,10 +71,18 @@ def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
     step = 0
     if progress.ptr is not None:
         wait_for_previous_launch(PDL)
+    num_ahead = 0
+    if queries.num_ahead is not None:
+        num_ahead = queries.num_ahead
+        for group_head in range(sizes.GROUP_SIZE):
+            for i in range(num_ahead):
+                head_q = keys.head * sizes.GROUP_SIZE + group_head
+                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
+                step += 1
     for group_head in range(sizes.GROUP_SIZE):
         head_q = keys.head * sizes.GROUP_SIZE + group_head
         if progress.ptr is None:
-            for i in range(queries.count):
+            for i in range(num_ahead, queries.count):
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
                 step += 1
         else:
