@@ -188,6 +188,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             if key[0] not in dims and not key[1] and not full:
                 continue
             config = replace(find(*key).config, section_bytes=0)
+            if not key[1]:
+                # The same kernel: there is no diagonal.
+                config = replace(config, halves_diagonal=False)
             job = Job(arch, direction, torch.bfloat16, key[0], config, causal=key[1])
             jobs.append(job)
             if full:

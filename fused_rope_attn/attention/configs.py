@@ -122,9 +122,9 @@ class HopperBackwardConfig:
     loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
     of the pre-process turns; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
-    where q and k are normed, which reads twice as much of a row and sums it. skips_hidden: where queries and keys lie
-    as ``hopper.alignment.is_aligned`` asks, the second warpgroup leaves out the query block that sees none of its keys.
-    pdl: as in ``ForwardConfig``.
+    where q and k are normed, which reads twice as much of a row and sums it. halves_diagonal: the second warpgroup
+    leaves out the query block that sees none of its keys, where queries and keys lie as ``hopper.alignment.is_aligned``
+    asks. pdl: as in ``ForwardConfig``.
     """
 
     q_stages: int = 3
@@ -137,7 +137,7 @@ class HopperBackwardConfig:
     post_heads: int = 4
     norm_rows: int = 8
     norm_heads: int = 8
-    skips_hidden: bool = False
+    halves_diagonal: bool = False
     pdl: bool = True
 
 
@@ -364,10 +364,10 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=16, norm_heads=4), (), _PADDED),
     HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4,
-              skips_hidden=True), BUCKETS, _TIMED, buckets=_SHORT),
-    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8, skips_hidden=True),
+              halves_diagonal=True), BUCKETS, _TIMED, buckets=_SHORT),
+    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8, halves_diagonal=True),
               BUCKETS, f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
-    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8, skips_hidden=True),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8, halves_diagonal=True),
               BUCKETS, _TIMED),
     HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=4, norm_heads=4), BUCKETS,
               _WIDE_TIMED),

@@ -64,7 +64,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     IS_CAUSAL: gl.constexpr, READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, SKIPS_HIDDEN: gl.constexpr):  # fmt: skip
+                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr):  # fmt: skip
     """dk, dv of a block of keys of one key head, and their share of dQ. Grid: (``count_tiles`` of the keys * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
@@ -77,8 +77,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     whose norm dk goes back, and k_sums, float32: each warpgroup's part of the weights' gradient, (2 * programs, D), or
     for BLOCK_D beyond 128 both of theirs, (programs, D). READS_LENGTHS: there are starts, lens or packed sequences.
     HAS_KEYS_BEFORE_WINDOW: there are keys before the first query's window. num_heads: B * HKV, of which
-    heads_per_section are scheduled together. SKIPS_HIDDEN (BLOCK_D up to 128): ``alignment.is_aligned`` holds for key
-    blocks, and the second warpgroup leaves out the query blocks that see none of its keys.
+    heads_per_section are scheduled together. IS_ALIGNED: as ``alignment.is_aligned`` says of key blocks, and to be
+    made use of (BLOCK_D up to 128): the second warpgroup leaves out the query blocks that see none of its keys.
 
     Packed sequences, B = 1, BLOCK_D up to 128: q, stats and dq are padded to whole query blocks, as the pre-process
     does by BLOCK_M, so that what adds to dq in blocks stays within a sequence.
@@ -140,7 +140,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     )
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
     num_ahead = None
-    if SKIPS_HIDDEN:
+    if IS_ALIGNED:
         # Rows from the diagonal on: before it there are none where the keys begin before the queries.
         num_ahead = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
     queries = QueryBlocks(
