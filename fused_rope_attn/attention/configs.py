@@ -321,6 +321,7 @@ HOPPER_NARROW_HEAD_DIM = 96
 # What the sm_90 backend keeps together in the L2 of 50 MB.
 _WIDEST = 32 << 20
 _BEYOND_TINY = ("short", "medium", "long")
+_UP_TO_MEDIUM = ("tiny", "short", "medium")
 _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/experiments)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _BOTH = "H200, triton 3.6.0 and 3.9.0, 2026-11-22 (docs/experiments)"
@@ -328,6 +329,7 @@ _SLOWER = f"{_BOTH}: up to 1024 tokens the portable kernels are faster"
 _THREE = f"{_BOTH}: three warpgroups hide each other's exponentials; with 3.9 they spill, and lose up to 4096 tokens"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
 _HALVES = f"{_TILES}; by halves, diagonals take 2 to 3 % less from 1K to 4K, and 2 % more at 16K (3.6.0, 2026-11-23)"
+_HIDDEN = "H200, 2026-11-23 (docs/experiments): 0 to 2 % less with triton 3.6.0, 2 to 3 % with 3.9.0; not with GQA"
 _PIECES = "H200, triton 3.6.0 and 3.9.0, 2026-11-23 (docs/experiments): a third warpgroup pays from 8192 tokens on"
 _TINY_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 9 and 15 % faster with 64 and 128 heads of 512"
 _WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 64 keys beside 256 columns of O; not with few tiles"
@@ -363,12 +365,15 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=16, norm_heads=4), (), _PADDED),
-    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4,
-              halves_diagonal=True), BUCKETS, _TIMED, buckets=_SHORT),
-    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8, halves_diagonal=True),
-              BUCKETS, f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=("medium",)),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
+              BUCKETS, _TIMED, buckets=_SHORT),
+    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
+              f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=_MEDIUM),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS,
+              _TIMED),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8, halves_diagonal=True),
-              BUCKETS, _TIMED),
+              BUCKETS, _HIDDEN, causal=True, gqa=False, buckets=_UP_TO_MEDIUM),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
     HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=4, norm_heads=4), BUCKETS,
               _WIDE_TIMED),
 )

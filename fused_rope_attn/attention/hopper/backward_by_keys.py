@@ -91,6 +91,15 @@ def own_rows(tile, WARPGROUP: gl.constexpr):
 
 
 @jit
+def issue_scores(held, tile, b, b_full, phase, nothing, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr):
+    """``issue_product`` of ``own_rows``, or of those ``held`` in registers, which is None where they are not."""
+    if held is None:
+        return issue_product(own_rows(tile, WARPGROUP), b, b_full, phase, nothing, RIGHT)
+    else:
+        return issue_product(held, b, b_full, phase, nothing)
+
+
+@jit
 def own_columns(tile, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
     """The columns of K that make a warpgroup's part of dQ, (BLOCK_N, COLUMNS)."""
     HALF: gl.constexpr = tile.smem.shape[4] // CONSUMERS
@@ -164,6 +173,12 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
     # All rows of the block's dQ.
     OWN: gl.constexpr = own_width(WARPGROUP, BLOCK_D, RIGHT)
     no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
+    k_rows = None
+    v_rows = None
+    if BLOCK_D == 64:
+        # Reading shared memory takes longer than the products do. With more columns there are no registers for this.
+        k_rows = own_rows(buffers.k, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
+        v_rows = own_rows(buffers.v, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
     num_ahead = None
     if queries.num_ahead is not None:
         num_ahead = sizes.GROUP_SIZE * queries.num_ahead
@@ -180,11 +195,11 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         q_slot, q_phase = q_ring.slot(first), (first // q_ring.STAGES) & 1
         do_slot, do_phase = do_ring.slot(first), (first // do_ring.STAGES) & 1
         block = queries.num_ahead
-    s_token = issue_product(
-        own_rows(buffers.k, WARPGROUP), q_ring.smem.index(q_slot), q_ring.full.index(q_slot), q_phase, no_s, RIGHT
+    s_token = issue_scores(
+        k_rows, buffers.k, q_ring.smem.index(q_slot), q_ring.full.index(q_slot), q_phase, no_s, WARPGROUP, RIGHT
     )
-    dp_token = issue_product(
-        own_rows(buffers.v, WARPGROUP), do_ring.smem.index(do_slot), do_ring.full.index(do_slot), do_phase, no_s, RIGHT
+    dp_token = issue_scores(
+        v_rows, buffers.v, do_ring.smem.index(do_slot), do_ring.full.index(do_slot), do_phase, no_s, WARPGROUP, RIGHT
     )
     s = warpgroup_mma_wait(GROUPS, deps=[s_token])
     for step in range(0 if first is None else first, total):
@@ -217,8 +232,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         ds_operand = gl.convert_layout(ds, P)
         next_q = q_ring.smem.index(next_slot)
         if EARLY_SCORES:
-            s_token = issue_product(
-                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s, RIGHT
+            s_token = issue_scores(
+                k_rows, buffers.k, next_q, q_ring.full.index(next_slot), next_phase, no_s, WARPGROUP, RIGHT
             )
         mbarrier.wait(buffers.ds.full, step & 1)
         # Without early scores dV is alone in flight, and this waits for nothing: the wait for dQ covers dV.
@@ -233,13 +248,13 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         do_ring.release_operands(step)
         send_dq(WARPGROUP, dq, buffers.dq, step)
         if not EARLY_SCORES:
-            s_token = issue_product(
-                own_rows(buffers.k, WARPGROUP), next_q, q_ring.full.index(next_slot), next_phase, no_s, RIGHT
+            s_token = issue_scores(
+                k_rows, buffers.k, next_q, q_ring.full.index(next_slot), next_phase, no_s, WARPGROUP, RIGHT
             )
         next_do_slot = do_ring.slot(step + 1)
         next_do, next_do_phase = do_ring.smem.index(next_do_slot), ((step + 1) // do_ring.STAGES) & 1
-        dp_token = issue_product(
-            own_rows(buffers.v, WARPGROUP), next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s, RIGHT
+        dp_token = issue_scores(
+            v_rows, buffers.v, next_do, do_ring.full.index(next_do_slot), next_do_phase, no_s, WARPGROUP, RIGHT
         )
         # Only dP crosses the loop's edge in flight: ptxas makes every product synchronous where an accumulator in
         # flight meets one from elsewhere, as dk and dv would meet their zeros.
