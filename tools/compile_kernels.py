@@ -198,7 +198,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             packed_wide = "packed" in masks and head_dim > configs.HOPPER_HEAD_DIM and direction == "backward"
             # Of other widths what takes most registers, and packed sequences alone.
             chosen = head_dim == configs.HOPPER_HEAD_DIM or len(masks) > 2 or masks == ("packed",)
-            if head_dim in dims and not packed_wide and (full or causal and chosen):
+            if head_dim in dims and (full or causal and chosen and not packed_wide):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)
                 jobs.append(job)

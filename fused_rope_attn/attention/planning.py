@@ -110,11 +110,6 @@ def _hopper_obstacle(direction: str, needs: Needs) -> Obstacle | None:
             "v must have adjacent columns and positive strides and an address that are multiples of 16 bytes for "
             f"backend='hopper', which reads it through the TMA, but has {needs.v_layout}"
         )
-    if direction == "backward" and needs.packed and needs.head_dim > configs.HOPPER_HEAD_DIM:
-        return NotImplementedError, (
-            "the sm_90 kernels have no backward pass for packed sequences of head dims beyond "
-            f"{configs.HOPPER_HEAD_DIM}"
-        )
     return None
 
 
