@@ -6,7 +6,6 @@ The main kernels run on a GPU only; where a test needs what they compute, it com
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
 from fused_rope_attn.attention import configs
@@ -149,10 +148,9 @@ def assert_gradients(found, case, exact, eager):
 @ignore_overflow
 @cases(
     *(replace(case, sinks=True) for case in SM_90[:4]),
-    replace(SM_90[2], norms=1.0),
     replace(SM_90[2], norms=1.0, head_dim=72),
     replace(SM_90[1], sinks=True, head_dim=136),
-    replace(SM_90[4], norms=1.0, head_dim=136),
+    packed((20, 33), norms=1.0, head_dim=136),
 )
 def test_the_padded_buffers_of_packed_sequences(case):
     """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
