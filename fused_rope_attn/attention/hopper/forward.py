@@ -34,7 +34,8 @@ def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
 
 
 class ForwardCall:
-    """The launches of one forward signature; of packed queries only wide heads are saved as ``Saving.ROWS``.
+    """The launches of one forward signature; packed queries that are rotated in the main kernel, those of up to 128
+    columns, cannot be saved as ``Saving.ROWS``.
 
     keys_are_ready: k is rotated and in pair order when the call begins, and a launch before it zeroes the counter that
     the call is given. k may have fewer rows than NK, which then lie behind the last key that a query sees.
