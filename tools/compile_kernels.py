@@ -195,8 +195,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            # Of other widths what takes most registers, and packed sequences alone; backward, wide heads take most of
-            # them with packed sequences too.
+            # Of other widths what takes most registers, and packed sequences alone; of the wide backward the former.
             chosen = head_dim == configs.HOPPER_HEAD_DIM or len(masks) > 2 or masks == ("packed",)
             if head_dim > configs.HOPPER_HEAD_DIM and direction == "backward":
                 chosen = masks == _MOST
