@@ -79,8 +79,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     HAS_KEYS_BEFORE_WINDOW: there are keys before the first query's window. num_heads: B * HKV, of which
     heads_per_section are scheduled together.
 
-    Packed sequences, B = 1: q, stats and dq are padded to whole query blocks, as the pre-process does by BLOCK_M, so that
-    what adds to dq in blocks stays within a sequence.
+    Packed sequences, B = 1: q, stats and dq are padded to whole query blocks, as the pre-process does by BLOCK_M, so
+    that what adds to dq in blocks stays within a sequence.
 
     progress_ptr: None, or (BLOCK_D up to 128, not packed) how many programs of each key head are done (B * HKV,) and
     which query blocks of dQ are begun (B * HQ * pitch / BLOCK_M,), int32, zero before the first block; then

@@ -57,9 +57,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     position_limit: queries from this position on are rotated by no angle; None: there are none behind the last key.
 
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES_FIRST: see ``multiply``.
-    IS_ALIGNED: as ``forward.is_aligned`` says, and to be made use of. QUERIES_IN_TILES: packed queries lie in q_rot, or in
-    the rotated q, as ``Saving.TILES`` has them. The REGISTERS are those of a thread of each kind of warps; Q_LAYOUT is
-    the shared memory's of queries that are rotated here.
+    IS_ALIGNED: as ``forward.is_aligned`` says, and to be made use of. QUERIES_IN_TILES: packed queries lie in q_rot, or
+    in the rotated q, as ``Saving.TILES`` has them. The REGISTERS are those of a thread of each kind of warps; Q_LAYOUT
+    is the shared memory's of queries that are rotated here.
     """
     NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
     IS_PACKED: gl.constexpr = tiles_per_head is not None
