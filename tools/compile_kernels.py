@@ -198,10 +198,11 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            packed_wide = "packed" in masks and head_dim > configs.HOPPER_HEAD_DIM and direction == "backward"
-            # Of other widths what takes most registers, and packed sequences alone.
+            # Of other widths what takes most registers, and packed sequences alone; of the wide backward the former.
             chosen = head_dim == configs.HOPPER_HEAD_DIM or len(masks) > 2 or masks == ("packed",)
-            if head_dim in dims and not packed_wide and (full or causal and chosen):
+            if head_dim > configs.HOPPER_HEAD_DIM and direction == "backward":
+                chosen = masks == _MOST
+            if head_dim in dims and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)
                 jobs.append(job)

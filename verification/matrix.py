@@ -149,6 +149,7 @@ LARGE = (
     _large("64 packed sequences of 16 to 4096 tokens", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED))),
     _large("64 packed sequences, window (256, 0)", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED)),
            window=(256, 0)),
+    _large("64 packed sequences, D 256 GQA", 1, 4, 2, sum(_MIXED), 256, seqlens=tuple(zip(_MIXED, _MIXED))),
     # norms; without the gradients of their weights, of which only small cases have the reference
     _large("Llama3-8B-4K with norms", 2, 32, 8, 4096, 128, norms=0.0),
     _large("2K D 256 GQA with norms", 2, 8, 2, 2048, 256, norms=1.0),

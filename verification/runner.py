@@ -102,7 +102,7 @@ def hopper_serves(check: Check, dtype: torch.dtype) -> bool:
     needs = planning.Needs(
         "sm_90", dtype, case.head_dim, packed=case.seqlens is not None, no_keys=case.len_k == 0
     )  # fmt: skip
-    return planning.obstacle("hopper", "forward", needs) is None
+    return planning.obstacle("hopper", needs) is None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

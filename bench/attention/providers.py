@@ -55,7 +55,7 @@ class Fused:
         needs = planning.Needs(
             device.arch(where), case.dtype, case.head_dim, self.strategy, no_keys=case.len_k == 0
         )  # fmt: skip
-        obstacle = planning.obstacle("hopper", "forward", needs)
+        obstacle = planning.obstacle("hopper", needs)
         return None if obstacle is None else obstacle[1]
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

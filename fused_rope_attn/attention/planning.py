@@ -63,8 +63,8 @@ class Needs(NamedTuple):
     v_layout: str | None = None
 
 
-def obstacle(backend: str, direction: str, needs: Needs) -> Obstacle | None:
-    """Why the ``backend`` "triton" or "hopper" cannot run the ``direction`` "forward" or "backward" of a call.
+def obstacle(backend: str, needs: Needs) -> Obstacle | None:
+    """Why the ``backend`` "triton" or "hopper" cannot run a call.
 
     None when it can; else the error that an explicit backend raises. This is the one statement of what each serves.
     """
@@ -87,7 +87,7 @@ def obstacle(backend: str, direction: str, needs: Needs) -> Obstacle | None:
         )
     if backend == "triton":
         return _portable_machine_obstacle(needs.arch)
-    return _hopper_obstacle(direction, needs)
+    return _hopper_obstacle(needs)
 
 
 def _portable_machine_obstacle(arch: str) -> Obstacle | None:
@@ -98,7 +98,7 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
     return RuntimeError, f"the Triton kernels need a GPU, or TRITON_INTERPRET=1 for CPU tensors, but q is on {arch}"
 
 
-def _hopper_obstacle(direction: str, needs: Needs) -> Obstacle | None:
+def _hopper_obstacle(needs: Needs) -> Obstacle | None:
     if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if needs.no_keys:
@@ -109,11 +109,6 @@ def _hopper_obstacle(direction: str, needs: Needs) -> Obstacle | None:
         return NotImplementedError, (
             "v must have adjacent columns and positive strides and an address that are multiples of 16 bytes for "
             f"backend='hopper', which reads it through the TMA, but has {needs.v_layout}"
-        )
-    if direction == "backward" and needs.packed and needs.head_dim > configs.HOPPER_HEAD_DIM:
-        return NotImplementedError, (
-            "the sm_90 kernels have no backward pass for packed sequences of head dims beyond "
-            f"{configs.HOPPER_HEAD_DIM}"
         )
     return None
 
@@ -139,7 +134,6 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
         problem.dtype,
         problem.head_dim,
         problem.strategy,
-        problem.sequences is not None,
         problem.cache is not None,
         problem.backend == "hopper" and problem.len_k == 0,
         problem.device.type == "cpu",
@@ -147,13 +141,13 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
 
 
 @functools.cache
-def _choose(backend, arch, dtype, head_dim, strategy, packed, cached, no_keys, on_cpu) -> tuple[str, str]:
+def _choose(backend, arch, dtype, head_dim, strategy, cached, no_keys, on_cpu) -> tuple[str, str]:
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
         return "reference", "asked for"
     kernels = "hopper" if backend == "hopper" else "triton"
-    found = obstacle(kernels, "forward", Needs(arch, dtype, head_dim, strategy, packed, cached, no_keys))
+    found = obstacle(kernels, Needs(arch, dtype, head_dim, strategy, cached=cached, no_keys=no_keys))
     if found is not None:
         if backend != "auto" or strategy != "auto":
             raise found[0](found[1])
@@ -198,7 +192,7 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
     if tma and queries and not has_descriptor(v):
         where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
         if problem.backend == "hopper":
-            error, message = cast(Obstacle, obstacle("hopper", "forward", needs._replace(v_layout=where)))
+            error, message = cast(Obstacle, obstacle("hopper", needs._replace(v_layout=where)))
             raise error(message)
         plan, _ = _plan(needs._replace(v_layout="another layout"), *wanted)
     return plan
@@ -214,18 +208,18 @@ def _plan(
     """
     shape = (causal, length_bucket, gqa)
     strategy = needs.strategy
-    forward_obstacle = obstacle("hopper", "forward", needs)
-    if forward_obstacle is None:
+    hopper_obstacle = obstacle("hopper", needs)
+    if hopper_obstacle is None:
         row, row_backward = (
             find(needs.head_dim, *shape, needs.packed) for find in (configs.hopper_forward, configs.hopper_backward)
         )
     elif backend == "hopper":
-        raise forward_obstacle[0](forward_obstacle[1])
+        raise hopper_obstacle[0](hopper_obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
     if backend != "auto":
         forward = backward = (backend == "hopper", "asked for")
-    elif forward_obstacle is not None:
-        forward = backward = (False, forward_obstacle[1])
+    elif hopper_obstacle is not None:
+        forward = backward = (False, hopper_obstacle[1])
     elif work == 0:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:
@@ -233,13 +227,9 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
-    if backward[0]:
-        backward_obstacle = obstacle("hopper", "backward", needs)
-        if backward_obstacle is not None:
-            backward = (False, backward_obstacle[1])
-        elif deterministic:
-            asked = "deterministic=True or torch.use_deterministic_algorithms asks for equal gradients in every run"
-            backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
+    if backward[0] and deterministic:
+        asked = "deterministic=True or torch.use_deterministic_algorithms asks for equal gradients in every run"
+        backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
 
     why, backward_strategy = "strategy asked for", strategy
     if strategy == "auto":
@@ -249,8 +239,9 @@ def _plan(
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
-    # Both must rotate ahead of their loops. The sm_90 forward stores queries that it rotates itself in whole tiles: it
-    # cannot leave packed ones as the portable backward reads them, without rows between the sequences.
+    # Both must rotate ahead of their loops. The sm_90 forward stores queries that it rotates itself, those of up to 128
+    # columns, in whole tiles: it cannot leave packed ones as the portable backward reads them, without rows between the
+    # sequences.
     rotates_ahead = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
     stores_tiles = forward[0] and needs.head_dim <= configs.HOPPER_HEAD_DIM
     plan = Plan(

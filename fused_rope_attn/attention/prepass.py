@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, rotated_shape
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS, rotate_kernel
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import tile_count
@@ -18,13 +19,13 @@ def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config,
     """The launch of ``rotate_kernel`` over x ``(B, H, N, D)``; ``own`` are arguments of one of its two uses."""
     batch, heads, length, _ = x.shape
     block_n, chunk = config.rotate_rows, config.rotate_heads
+    rows = own["PAD_TO"] or block_n
     return Launch(
         rotate_kernel,
-        tile_count(length, problem.sequences, block_n) * triton.cdiv(heads, chunk) * batch,
+        tile_count(length, problem.sequences, rows) * (rows // block_n) * triton.cdiv(heads, chunk) * batch,
         {"num_warps": 4, **({"launch_pdl": True} if overlaps else {})},
         shared,
         x_strides=x.stride(),
-        out_strides=contiguous_strides(x.shape),
         H=heads,
         N=length,
         HEADS=chunk,
@@ -38,16 +39,25 @@ def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config,
 
 
 class RotateQueries:
-    """Rotated copy of q ``(B, HQ, NQ, D)`` times the scale's sign, contiguous, columns in pair order."""
+    """Rotated copy of q ``(B, HQ, NQ, D)`` times the scale's sign, contiguous, columns in pair order.
 
-    def __init__(self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config):
-        own = {"sign": shared["q_sign"], "NQ": None, "NK": problem.len_k, "ZERO_COUNTER": False, "TILE_ROWS": 0}
-        self.strides = contiguous_strides(tensors.q.shape)
+    in_tiles: the copy of packed queries is that of ``Saving.TILES``, with zeros behind each sequence.
+    """
+
+    def __init__(
+        self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config, *, in_tiles: bool = False
+    ):  # fmt: skip
+        self.shape = rotated_shape(problem, in_tiles=in_tiles)
+        self.strides = contiguous_strides(self.shape)
+        own = {
+            "sign": shared["q_sign"], "NQ": None, "NK": problem.len_k, "ZERO_COUNTER": False, "TILE_ROWS": 0,
+            "PAD_TO": PADDED_TILE_ROWS if in_tiles and problem.is_packed else 0, "out_strides": self.strides,
+        }  # fmt: skip
         self.launch = _rotation(tensors.q, problem, shared, config, **own)
 
     def __call__(self, stream: int, tensors: Tensors) -> torch.Tensor:
         q = tensors.q
-        out = torch.empty_strided(q.shape, self.strides, dtype=q.dtype, device=q.device)
+        out = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
         self.launch(
             stream, x_ptr=q, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, norm_ptr=tensors.q_norm,
             counter_ptr=None, lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_q, cu_q_ptr=None,
@@ -75,10 +85,13 @@ class RotateKeys:
         self.describes_tiles = tile_rows > 0 and problem.is_packed
         tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.describes_tiles else 0
         self.counter_size = TILE_WORDS.value * (1 + tiles)
-        own = {"sign": None, "NQ": None, "NK": None, "ZERO_COUNTER": counter, "TILE_ROWS": 0}
+        self.strides = contiguous_strides(tensors.k.shape)
+        own = {
+            "sign": None, "NQ": None, "NK": None, "ZERO_COUNTER": counter, "TILE_ROWS": 0, "PAD_TO": 0,
+            "out_strides": self.strides,
+        }  # fmt: skip
         if self.describes_tiles:
             own |= {"NQ": problem.len_q, "TILE_ROWS": tile_rows}
-        self.strides = contiguous_strides(tensors.k.shape)
         self.launch = _rotation(tensors.k, problem, shared, config, overlaps=overlaps and config.pdl, **own)
 
     def __call__(self, stream: int, tensors: Tensors, counter: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,8 +6,8 @@ The portable kernels and those of sm_90 share it.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.prepass_kernel import rotate_heads
-from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
+from fused_rope_attn.attention.prepass_kernel import rotate_heads, sequence_rows
+from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, with_norm
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
@@ -24,16 +24,6 @@ from fused_rope_attn.kernels.tiles import (
 
 
 @record
-class QueryRows:
-    """Where a sequence's queries lie: as the caller passes them, and in what a backward pass makes of them."""
-
-    first_row: tl.tensor  # in o, dO, lse and q
-    num_rows: tl.tensor
-    first_padded: tl.tensor  # in stats, the accumulator and the rotated q
-    num_padded: tl.tensor  # num_rows and the rows behind them that are written too
-
-
-@record
 class Statistics:
     """What the kernel writes of each query row besides q; each (B, HQ, pitch), rows one after the other."""
 
@@ -47,33 +37,11 @@ class Statistics:
 
 
 @triton.jit
-def query_rows(block, batch, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr):
-    """(block within its sequence, sequence, ``QueryRows``) of a block of BLOCK_N query rows; see the kernel."""
-    if cu_q_ptr is None:
-        return block, 0, QueryRows(first_row=0, num_rows=NQ, first_padded=0, num_padded=pitch)
-    else:
-        if PAD_TO:
-            PARTS: tl.constexpr = PAD_TO // BLOCK_N
-            sequence, first_row, num_rows, tile = packed_tile(block // PARTS, cu_q_ptr, num_sequences, NQ, PAD_TO)
-            rows = QueryRows(
-                first_row=first_row,
-                num_rows=num_rows,
-                first_padded=padded_row(first_row, sequence, PAD_TO),
-                num_padded=tl.cdiv(num_rows, PAD_TO) * PAD_TO,
-            )
-            return tile * PARTS + block % PARTS, sequence, rows
-        else:
-            sequence, first_row, num_rows, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N)
-            rows = QueryRows(first_row=first_row, num_rows=num_rows, first_padded=first_row, num_padded=num_rows)
-            return block, sequence, rows
-
-
-@triton.jit
 def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N: tl.constexpr,
                      READS_LENGTHS: tl.constexpr):  # fmt: skip
     """lse and delta of rows [start, start + BLOCK_N) of one head, of batch * HQ + head = batch_head (int64).
 
-    ``out`` are ``Statistics``, ``rows`` ``QueryRows``; o and do ``Rows`` from ``start`` on.
+    ``out`` are ``Statistics``, ``rows`` ``SequenceRows``; o and do ``Rows`` from ``start`` on.
     """
     offs = tl.arange(0, BLOCK_N)
     exists = offs < rows.num_rows - start
@@ -146,7 +114,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         first_head = chunk * HEADS
         last_head = tl.minimum(first_head + HEADS, HQ)
         len_k = existing_keys(lens_ptr, batch, NK)
-        block, sequence, rows = query_rows(block, batch, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N, PAD_TO)
+        block, sequence, rows = sequence_rows(block, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N, PAD_TO)
         if cu_q_ptr is not None:
             _, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         start = block * BLOCK_N

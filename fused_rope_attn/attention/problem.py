@@ -62,7 +62,7 @@ class Outputs(NamedTuple):
 
     q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are what the products took: normed, rotated,
     in pair order, q times the sign of softmax_scale. Packed queries that the sm_90 backward reads lie in q_rot as
-    ``hopper.shapes.padded_rows`` says.
+    ``arguments.padded_rows`` says.
     """
 
     o: Any

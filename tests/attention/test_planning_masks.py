@@ -12,10 +12,9 @@ from tests.support.planning import HOPPER, PORTABLE, call, kinds
 
 
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
-def test_wide_packed_sequences_have_a_forward_alone(arch, backend):
+def test_wide_packed_sequences_take_the_sm_90_kernels(arch, backend):
     chosen = packed_plan(8, 65536, 8192, heads=(8, 8), head_dim=256, backend=backend)
-    assert kinds(chosen) == (HOPPER[0], PORTABLE[1])
-    assert "backward, portable kernels: the sm_90 kernels have no backward pass for packed" in chosen.reason
+    assert kinds(chosen) == HOPPER and chosen.saves_rotated
 
 
 def test_packed_calls_are_planned_by_their_longest_sequence(arch):
@@ -124,11 +123,8 @@ def test_keys_that_a_query_sees(window, causal):
 
 
 def test_packed_sequences_of_every_width(arch):
-    """The sm_90 kernels serve them in both passes up to 128 columns, and forward beyond."""
-    for head_dim, expected in ((64, HOPPER), (128, HOPPER), (136, (HOPPER[0], PORTABLE[1]))):
-        chosen = packed_plan(32, 131072, 4096, head_dim=head_dim, backend="hopper")
-        assert kinds(chosen) == expected, head_dim
-        assert ("no backward pass for packed sequences" in chosen.reason) == (head_dim > 128)
+    for head_dim in (64, 128, 136, 256):
+        assert kinds(packed_plan(32, 131072, 4096, head_dim=head_dim, backend="hopper")) == HOPPER, head_dim
 
 
 def test_how_much_a_window_leaves_of_packed_sequences(arch, tables, monkeypatch):

@@ -191,20 +191,22 @@ def test_packed_queries_are_read_by_the_kernels_that_they_were_saved_for(arch, m
 
 
 @pytest.mark.parametrize(
-    ("options", "packed", "expected"),
+    ("head_dim", "options", "packed", "expected"),
     [
-        ({"backend": "hopper"}, False, True),
-        ({"backend": "hopper"}, True, True),
-        ({"backend": "hopper", "deterministic": True}, False, True),
-        ({"backend": "hopper", "deterministic": True}, True, False),
-        ({"backend": "triton", "strategy": "prepass"}, True, True),
-        ({"backend": "triton", "strategy": "inline"}, False, False),
+        (128, {"backend": "hopper"}, False, True),
+        (128, {"backend": "hopper"}, True, True),
+        (128, {"backend": "hopper", "deterministic": True}, False, True),
+        (128, {"backend": "hopper", "deterministic": True}, True, False),
+        (256, {"backend": "hopper"}, True, True),
+        (256, {"backend": "hopper", "deterministic": True}, True, True),
+        (128, {"backend": "triton", "strategy": "prepass"}, True, True),
+        (128, {"backend": "triton", "strategy": "inline"}, False, False),
     ],
 )
-def test_what_a_plan_says_of_it(arch, options, packed, expected):
-    """The sm_90 forward stores tiles, which the portable backward of packed sequences cannot read."""
+def test_what_a_plan_says_of_it(arch, head_dim, options, packed, expected):
+    """Up to 128 columns the sm_90 forward stores tiles, which the portable backward of packed sequences cannot read."""
     ends = {"cu_seqlens_q": torch.tensor([0, 2000]), "cu_seqlens_k": torch.tensor([0, 2000]), "max_seqlen": 2000}
-    given = call(2000, head_dim=128, batch=1, heads=(2, 1)) | options
+    given = call(2000, head_dim=head_dim, batch=1, heads=(2, 1)) | options
     assert plan_of(given, **(ends if packed else {})).saves_rotated is expected
 
 

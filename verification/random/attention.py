@@ -177,9 +177,9 @@ class AttentionCall:
         needs = planning.Needs(
             machine.arch, case.dtype, case.head_dim, strategy, case.seqlens is not None, False, case.len_k == 0
         )  # fmt: skip
-        found = planning.obstacle(name, "forward", needs)
+        found = planning.obstacle(name, needs)
         if found is None and name == "hopper" and inputs.q.numel() > 0 and not has_descriptor(inputs.v):
-            found = planning.obstacle(name, "forward", needs._replace(v_layout="another layout"))
+            found = planning.obstacle(name, needs._replace(v_layout="another layout"))
         return found
 
     def run(self, machine: Machine) -> Iterator[Finding]:

@@ -271,7 +271,7 @@ class GenerationCall:
         if self.setting.float8 != "none" and machine.arch not in FLOAT8 and backend == "triton":
             return NotImplementedError, "float8_e4m3fn caches need one of"
         needs = planning.Needs(machine.arch, self.case.dtype, self.case.head_dim, cached=True)
-        return planning.obstacle(backend, "forward", needs)
+        return planning.obstacle(backend, needs)
 
 
 def _with_backend(backend: str) -> Callable[..., Any]:

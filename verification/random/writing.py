@@ -182,7 +182,7 @@ class WriteCall:
         if self.setting.float8 != "none" and machine.arch not in FLOAT8:
             return NotImplementedError, "float8_e4m3fn caches need one of"
         needs = planning.Needs(machine.arch, self.setting.dtype, self.setting.head_dim, cached=True)
-        found = planning.obstacle(backend, "forward", needs)
+        found = planning.obstacle(backend, needs)
         return None if found is None else (found[0], found[1].split(",")[0])
 
 

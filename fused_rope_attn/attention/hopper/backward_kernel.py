@@ -80,8 +80,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     heads_per_section are scheduled together. IS_ALIGNED: as ``alignment.is_aligned`` says of key blocks, and to be
     made use of (BLOCK_D up to 128): the second warpgroup leaves out the query blocks that see none of its keys.
 
-    Packed sequences, B = 1, BLOCK_D up to 128: q, stats and dq are padded to whole query blocks, as the pre-process
-    does by BLOCK_M, so that what adds to dq in blocks stays within a sequence.
+    Packed sequences, B = 1: q, stats and dq are padded to whole query blocks, as the pre-process does by BLOCK_M, so
+    that what adds to dq in blocks stays within a sequence.
 
     progress_ptr: None, or (BLOCK_D up to 128, not packed) how many programs of each key head are done (B * HKV,) and
     which query blocks of dQ are begun (B * HQ * pitch / BLOCK_M,), int32, zero before the first block; then
@@ -156,6 +156,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         start_row, first_key_row, end_key_row = start_n + first_k, first_key + first_k, num_keys + first_k
         first_block, first_row = queries.first + padded // BLOCK_M, first_row + padded
         do_shift, do_end = first_q - padded, first_q + NQ
+        if SPLITS_COLUMNS:
+            dq_accumulator += padded.to(gl.int64) * BLOCK_D
     key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
     query_rows = QueryBlocks(first=first_block, num_masked=None, num_ahead=num_ahead, count=queries.count)
     existing = ExistingRows(

@@ -23,7 +23,8 @@ COUNTER_WORDS = TILE_WORDS.value
 
 
 class ForwardCall:
-    """The launches of one forward signature; of packed queries only wide heads are saved as ``Saving.ROWS``.
+    """The launches of one forward signature; packed queries that are rotated in the main kernel, those of up to 128
+    columns, cannot be saved as ``Saving.ROWS``.
 
     keys_are_ready: k is rotated and in pair order when the call begins, and a launch before it zeroes the counter that
     the call is given. k may have fewer rows than NK, which then lie behind the last key that a query sees.
@@ -47,7 +48,10 @@ class ForwardCall:
             return
         block_n = config.block_n
         shared = shared_arguments(problem, given.cos, given.sin)
-        self.rotate_queries = RotateQueries(given, problem, shared, config) if reads_rotated else None
+        in_tiles = saving is Saving.TILES
+        self.rotate_queries = None
+        if reads_rotated:
+            self.rotate_queries = RotateQueries(given, problem, shared, config, in_tiles=in_tiles)
         self.rotate_keys = None
         if not keys_are_ready:
             self.rotate_keys = RotateKeys(
@@ -62,12 +66,10 @@ class ForwardCall:
         self.k_source = Source(k.new_empty(k.shape), block_n, pad_d, True, key_layout)
         self.v_source = Source(v, block_n, pad_d, True, key_layout)
         self.o_source = Source(o_like, ROWS.value, columns, True, layout([1, 1, ROWS.value, columns], element))
-        q_layout = layout([1, 1, ROWS.value, pad_d], element)
-        if reads_rotated:
-            self.q_source = Source(q.new_empty(q.shape), ROWS.value, pad_d, True, q_layout)
-        elif self.saves_rotated:
-            shape = rotated_shape(problem)
+        if reads_rotated or self.saves_rotated:
+            shape = rotated_shape(problem, in_tiles=in_tiles)
             self.q_rot_layout = shape, contiguous_strides(shape)
+            q_layout = layout([1, 1, ROWS.value, pad_d], element)
             self.q_source = Source(q.new_empty(shape), ROWS.value, pad_d, True, q_layout)
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
@@ -98,6 +100,7 @@ class ForwardCall:
             # With few blocks to a tile the registers that it takes cost more than it gives, and packed calls have none
             # to spare: 168 bytes of stack with it.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
+            QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
             VALUES_FIRST=config.values_first,
             Q_LAYOUT=layout([ROWS.value, pad_d], element),

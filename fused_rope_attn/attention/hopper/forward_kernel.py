@@ -39,7 +39,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, VALUES_FIRST: gl.constexpr, IS_ALIGNED: gl.constexpr,
-                   Q_LAYOUT: gl.constexpr):  # fmt: skip
+                   QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
     k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
@@ -57,8 +57,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     position_limit: queries from this position on are rotated by no angle; None: there are none behind the last key.
 
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES_FIRST: see ``multiply``.
-    IS_ALIGNED: as ``alignment.is_aligned`` says, and to be made use of. The REGISTERS are those of a thread of each
-    kind of warps; Q_LAYOUT is the shared memory's of queries that are rotated here.
+    IS_ALIGNED: as ``alignment.is_aligned`` says, and to be made use of. QUERIES_IN_TILES: packed queries lie in q_rot,
+    or in the rotated q, as ``Saving.TILES`` has them. The REGISTERS are those of a thread of each kind of warps;
+    Q_LAYOUT is the shared memory's of queries that are rotated here.
     """
     NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
     IS_PACKED: gl.constexpr = tiles_per_head is not None
@@ -111,7 +112,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         counter_ptr=counter_ptr, starts_ptr=starts_ptr, lens_ptr=lens_ptr, num_tiles=num_tiles, num_heads=num_heads,
         heads_per_section=heads_per_section, HQ=None if IS_PACKED else HQ, GROUP_SIZE=GROUP_SIZE,
         NQ=None if IS_PACKED else NQ, NK=None if IS_PACKED else NK, tiles_per_head=tiles_per_head, BLOCK_N=BLOCK_N,
-        BLOCK_M=CONSUMERS * ROWS, SAVES_QUERIES=q_rot_desc is not None,
+        BLOCK_M=CONSUMERS * ROWS, QUERIES_IN_TILES=QUERIES_IN_TILES,
     )  # fmt: skip
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
     softmax = Softmax(

@@ -3,7 +3,7 @@
 from fused_rope_attn.attention.hopper.forward_schedule import first_work, next_work
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
 from fused_rope_attn.attention.hopper.shapes import ROWS
-from fused_rope_attn.attention.hopper.tiles import announce_tile
+from fused_rope_attn.attention.hopper.tiles import announce_tile, rotated_row
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit
@@ -25,7 +25,7 @@ def load_queries(q_desc, queries, tile, tile_step):
     """Load the rotated queries of a tile, for each warpgroup as soon as it has done with its last ones."""
     for warpgroup in gl.static_range(queries.CONSUMERS):
         queries.wait_empty(tile_step, warpgroup)
-        row = tile.start_m + warpgroup * ROWS
+        row = rotated_row(tile) + warpgroup * ROWS
         full = queries.full.index(queries.barrier(tile_step, warpgroup))
         load_rows(q_desc, tile.batch, tile.head, row, queries.tile(tile_step, warpgroup), full)
 

@@ -32,7 +32,7 @@ class Schedule:
     tiles_per_head: gl.tensor | None  # packed calls: entries of the table, some of which hold no queries
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
-    SAVES_QUERIES: gl.constexpr  # whether packed tiles need their place among the rotated queries that are saved
+    QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
 
 
 @record
@@ -144,7 +144,7 @@ def packed_work(schedule, masks, index):
         head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
     mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS)
     rotated_row = row
-    if schedule.SAVES_QUERIES:
+    if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
         rotated_row = padded_row(first_q, sequence, BACKWARD_BLOCK_M) + row - first_q
     tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, rotated_row, schedule.BLOCK_M, schedule.BLOCK_N)

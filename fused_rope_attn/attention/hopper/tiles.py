@@ -24,7 +24,7 @@ class TileBounds:
     first_key: gl.tensor  # no row sees a key before this one
     num_keys: gl.tensor  # keys from this one on do not exist
     query_end: gl.tensor | None  # in packed calls: the row behind the last one of the tile's sequence
-    rotated_row: gl.tensor | None  # in packed calls: the tile's first row among the rotated queries that are saved
+    rotated_row: gl.tensor | None  # in packed calls: the tile's first row among rotated queries, saved or loaded
 
 
 @record
@@ -68,7 +68,7 @@ def query_end(tile, NQ):
 
 @jit
 def rotated_row(tile):
-    """The row at which a tile's queries begin among the rotated ones that are saved for a backward pass."""
+    """The row at which a tile's queries begin among rotated ones: those that are loaded, or saved for backward."""
     if tile.bounds is None:
         return tile.start_m
     elif tile.bounds.rotated_row is None:

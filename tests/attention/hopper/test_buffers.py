@@ -54,10 +54,26 @@ LENGTHS = (
 )
 
 
+def first_tile(first, sequence):
+    """The row of a padded buffer where a packed sequence begins that has ``first`` queries before it."""
+    return (first // 64 + sequence) * 64
+
+
 @interpreted
 @cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
 def test_rotated_queries(case):
     """What the sm_90 forward of wide heads reads: the queries that exist, at their positions, times a sign."""
+    check_rotated_queries(case, in_tiles=False)
+
+
+@interpreted
+@cases(*(replace(case, dtype=F32) for case in SM_90[1:4]))
+def test_rotated_queries_in_tiles(case):
+    """As the backward reads them too: each sequence has whole tiles, with zeros behind its last query."""
+    check_rotated_queries(case, in_tiles=True)
+
+
+def check_rotated_queries(case, *, in_tiles):
     from fused_rope_attn.attention.prepass import RotateQueries
 
     inputs = make_inputs(case)
@@ -68,15 +84,21 @@ def test_rotated_queries(case):
     else:
         sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
     config = configs.HopperForwardConfig(64, pdl=False)
-    out = RotateQueries(tensors, problem, shared | {"q_sign": -1.0}, config)(0, tensors)
-    for batch, first, len_q, len_k in sequences:
+    rotate = RotateQueries(tensors, problem, shared | {"q_sign": -1.0}, config, in_tiles=in_tiles)
+    out = rotate(0, tensors)
+    for s, (batch, first, len_q, len_k) in enumerate(sequences):
         position = torch.arange(len_q) + len_k - len_q
         seen = position >= 0  # others see no key, and may be anything
         rows = slice(first, first + len_q)
         one, two = inputs.q[batch, :, rows][:, seen].chunk(2, -1)
         cos, sin = (table[position[seen]] for table in (inputs.cos, inputs.sin))
         expected = -torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
-        torch.testing.assert_close(out[batch, :, rows][:, seen], expected, rtol=1e-6, atol=1e-6)
+        start = first
+        if in_tiles:
+            start = first_tile(first, s)
+            assert not out[batch, :, start + len_q : start - (-len_q // 64) * 64].any()
+        found = out[batch, :, start : start + len_q][:, seen]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def unrotated(pairs, inputs, case):
@@ -87,6 +109,15 @@ def unrotated(pairs, inputs, case):
     a, b = one[..., :half], two[..., :half]
     one[..., :half], two[..., :half] = a * cos + b * sin, b * cos - a * sin
     return torch.stack((one, two), -1).flatten(-2) if case.interleaved else torch.cat((one, two), -1)
+
+
+def words_of_dq(rows, accumulator, head_dim):
+    """Where the main kernel adds these rows of a head's dQ in that head's part of the accumulator: (rows, D)."""
+    rows, columns, width = rows[:, None], torch.arange(head_dim), accumulator.shape[-1]
+    if width > 128:  # panels of 8 columns, in which rows follow each other
+        return rows // 64 * (64 * width) + columns // 8 * 512 + rows % 64 * 8 + columns % 8
+    # Where ``stage_rows`` puts them.
+    return (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * width + columns
 
 
 def write_dk(dk, dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case):
@@ -117,8 +148,9 @@ def assert_gradients(found, case, exact, eager):
 @ignore_overflow
 @cases(
     *(replace(case, sinks=True) for case in SM_90[:4]),
-    replace(SM_90[2], norms=1.0),
     replace(SM_90[2], norms=1.0, head_dim=72),
+    replace(SM_90[1], sinks=True, head_dim=136),
+    packed((20, 33), norms=1.0, head_dim=136),
 )
 def test_the_padded_buffers_of_packed_sequences(case):
     """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
@@ -133,11 +165,13 @@ def test_the_padded_buffers_of_packed_sequences(case):
 
     def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, k_norm_ptr, raw_k_ptr,
              k_sums_ptr, **rest):  # fmt: skip
-        q_rot, k_rot, v, do, stats, dq = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator))
+        q_rot, k_rot, v, do, stats = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc))
+        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
+        added = dq.view(case.heads_q, -1)
         lse, delta = stats.reshape(2, case.heads_q, -1)
         whole_dk = torch.zeros(dk_ptr.shape)
         for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
-            first, size = (first_q // 64 + s) * 64, -(-len_q // 64) * 64
+            first, size = first_tile(first_q, s), -(-len_q // 64) * 64
             rows, keys = slice(first, first + size), slice(first_k, first_k + len_k)
             behind = slice(first + len_q, first + size)
             assert not (
@@ -145,9 +179,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
             )
             position = torch.arange(size)[:, None] + len_k - len_q
             hidden = (position < 0) | (torch.arange(len_k) > position if case.causal else False)
-            # Where ``stage_rows`` puts them.
-            row = torch.arange(size)
-            staged = first + row // 8 * 8 + row % 4 * 2 + row // 4 % 2
+            words = words_of_dq(torch.arange(first, first + size), dq, case.head_dim)
             for h in range(case.heads_q):
                 do_rows = torch.zeros(size, case.head_dim)
                 do_rows[:len_q] = do[0, h, first_q : first_q + len_q]
@@ -155,7 +187,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
                 scores = q_rot[0, h, rows].float() @ k_rows.T * case.scale
                 p = torch.exp(scores - lse[h, rows, None] * math.log(2)).masked_fill(hidden, 0.0)
                 ds = p * (do_rows @ v_rows.T - delta[h, rows, None])
-                dq[0, h, staged, : case.head_dim] += ds @ k_rows
+                added[h, words] += ds @ k_rows
                 dk = unrotated(case.scale * ds.T @ q_rot[0, h, rows].float(), inputs, case)
                 whole_dk[0, h // group, keys] += dk
         write_dk(whole_dk, dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case)
@@ -192,8 +224,7 @@ def test_the_buffers_of_wide_heads(case):
         if case.causal:
             p = p.tril(case.len_k - case.len_q)
         assert not dq.any()
-        rows, columns = torch.arange(case.len_q)[:, None], torch.arange(case.head_dim)
-        words = rows // 64 * (64 * 256) + columns // 8 * 512 + rows % 64 * 8 + columns % 8
+        words = words_of_dq(torch.arange(case.len_q), dq, case.head_dim)
         ds = p * (do @ v.mT - delta)
         dq.view(case.batch, case.heads_q, -1)[:, :, words] = ds @ k_rot
         dk = unrotated(case.scale * ds.mT @ q_rot, inputs, case)

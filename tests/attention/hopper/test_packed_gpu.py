@@ -48,6 +48,23 @@ PACKINGS = (
     packed((1500, 40, 2000, 900), heads_q=16, heads_kv=4),
     packed((1500, 40, 0, 2000, 1, 900, 127, 4096), causal=False),
     packed(tuple(1 + 37 * i % 300 for i in range(300)), heads_q=4, heads_kv=4),
+    packed((700, 1, 333, 64, 128, 129, 63), head_dim=256),
+    packed((256, 128, 384), head_dim=256, causal=False),
+    packed((5,), head_dim=256),
+    packed(UNEVEN, head_dim=256),
+    packed(UNEVEN, head_dim=160, causal=False),
+    packed((0, 0, 200, 0, 333, 0), head_dim=256),
+    packed((20, 333), behind=(400, 700), head_dim=256),
+    packed((), behind=(5, 9), head_dim=192),
+    packed(EMPTY, head_dim=256),
+    packed((700, 500), window=(0, 0), head_dim=256),
+    packed(UNEVEN, window=(33, 0), head_dim=192),
+    packed(UNEVEN, window=(20, 300), causal=False, softcap=3.0, sinks=True, head_dim=256),
+    packed(UNEVEN, window=(90, 0), softcap=20.0, sinks=True, head_dim=256, heads_kv=1),
+    packed((300, 401), interleaved=True, rotary_dim=64, full_width=True, tables="random", head_dim=256),
+    packed((300, 401), softmax_scale=-0.3, head_dim=136, layout="bhnd"),
+    packed((1500, 40, 2000, 900), heads_q=16, heads_kv=8, head_dim=256),
+    packed(tuple(1 + 37 * i % 300 for i in range(300)), heads_q=4, heads_kv=4, head_dim=256),
 )
 
 
@@ -66,6 +83,8 @@ def test_packed_sequences_against_float64(number, dtype):
         packed(UNEVEN, behind=(90, 150)),
         packed(UNEVEN, behind=(90, 150), causal=False, softcap=20.0),
         packed((300, 65, 200), behind=(0, 30), window=(50, 0), dtype=F16),
+        packed((300, 65, 200), head_dim=256),
+        packed(UNEVEN, behind=(90, 150), causal=False, head_dim=192),
     ],
     ids=lambda case: case.name,
 )
@@ -91,14 +110,16 @@ def test_nan_stays_in_its_sequence(case, bad):
         assert_same_but_dq(out, expected)
 
 
-def test_packed_reruns():
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_packed_reruns(head_dim):
     """Tiles are taken in any order, and what nobody has written is poisoned each time."""
-    check_reruns(packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4), times=50)
+    check_reruns(packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4, head_dim=head_dim), times=50)
 
 
-def test_auto_takes_them_for_packed_sequences():
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_auto_takes_them_for_packed_sequences(head_dim):
     """The same bits as when they are asked for, which the portable kernels' are not."""
-    case = packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4)
+    case = packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4, head_dim=head_dim)
     inputs = make_inputs(case, "cuda")
     auto, asked, portable = (run_op(inputs, case, backend=name) for name in ("auto", "hopper", "triton"))
     assert_same_but_dq(auto, asked)
@@ -106,17 +127,19 @@ def test_auto_takes_them_for_packed_sequences():
     assert_alike(auto, portable, 2e-2)
 
 
-def test_packed_passes_of_different_backends_fit_together():
-    case = packed(UNEVEN, window=(150, 0), softcap=30.0, sinks=True)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_packed_passes_of_different_backends_fit_together(head_dim):
+    case = packed(UNEVEN, window=(150, 0), softcap=30.0, sinks=True, head_dim=head_dim)
     inputs = make_inputs(case, "cuda")
     for forward, backward in (("hopper", "triton"), ("triton", "hopper")):
         out = run_operators(inputs, case, forward=forward, backward=backward)
         assert_matches_float64(case, inputs, out)
 
 
-def test_packed_lengths_change_under_a_graph():
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_packed_lengths_change_under_a_graph(head_dim):
     """cu_seqlens are read on the device: no synchronisation, and a replay sees the new ones."""
-    case = packed((300, 0, 401, 99))
+    case = packed((300, 0, 401, 99), head_dim=head_dim)
     inputs = make_inputs(case, "cuda")
     q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3])
     do = inputs.do[0].transpose(0, 1)
@@ -143,7 +166,7 @@ def test_packed_lengths_change_under_a_graph():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_rows_behind_the_last_sequence_read_no_table_rows(name, head_dim, causal):
     options = {"causal": causal, **ON_SM_90}

@@ -32,6 +32,9 @@ CASES = (
     packed(EMPTY),
     packed((20, 333), behind=(400, 700), window=(33, 0)),
     packed((63, 65, 1, 127, 129)),
+    packed(UNEVEN, head_dim=256),
+    packed((20, 333), behind=(400, 700), window=(33, 0), head_dim=192),
+    packed(EMPTY, head_dim=256),
 )
 
 
@@ -47,7 +50,7 @@ def test_the_saved_are_what_the_backward_would_rotate(case):
     assert_matches_float64(case, inputs, rotated_by_forward)
 
 
-@cases(CASES[0], CASES[5], CASES[9])
+@cases(CASES[0], CASES[5], CASES[9], CASES[14])
 def test_a_forward_pass_that_saves_returns_the_same(case):
     inputs = make_inputs(case, "cuda")
     with torch.no_grad():
