@@ -284,8 +284,7 @@ FORWARD: tuple[Row, ...] = (
 )
 
 BACKWARD: tuple[Row, ...] = (
-    Row(HOPPER, 2, 64, (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)), _ONE_LAUNCH, buckets=_TINY, one_launch=True),
-    Row(HOPPER, 2, 128, (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)), _ONE_LAUNCH, buckets=_TINY, one_launch=True),
+    Row(HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)), _ONE_LAUNCH, buckets=_TINY, one_launch=True, tma=True),
     Row(HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _MASKED, _PREPASS, masked=True, section_bytes=_NARROW,
         tma=True),
     Row(HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_WIDE, tma=True),

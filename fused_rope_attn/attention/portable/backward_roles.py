@@ -122,22 +122,9 @@ def statistics_of_head(operands, origin, num_queries, first_row, READS_LENGTHS: 
 
 
 @triton.jit
-def load_numbers(pointers, exists, other):
-    """One float32 number for each of a tile's rows, ``other`` where it does not exist; exists None: all of them do.
-
-    Each is read four times, by neighbouring threads. Triton takes a load of fewer numbers than threads for so cheap
-    that it repeats it in the layout in which a product wants them: sixteen loads by each thread, and their addresses.
-    """
-    copies = pointers[:, None] + tl.zeros((1, 4), tl.int32)
-    if exists is not None:
-        exists = exists[:, None]
-    return tl.max(load_where(copies, exists, other), 1)
-
-
-@triton.jit
 def load_lse(statistics, start, offs, exists):
     """lse of the rows ``start + offs`` in base 2, +inf where a row does not exist; exists None: all of them do."""
-    lse = load_numbers(statistics.lse_ptr + start + offs, exists, float("inf"))
+    lse = load_where(statistics.lse_ptr + start + offs, exists, float("inf"))
     if statistics.o is not None:
         lse = lse_in_base_2(lse)
     return lse
@@ -147,7 +134,7 @@ def load_lse(statistics, start, offs, exists):
 def load_delta(statistics, do, lse, start, offs, exists, CHECK_ROWS: tl.constexpr):
     """delta of the rows ``start + offs``, 0 where a row does not exist; do and lse are those of the same rows."""
     if statistics.o is None:
-        return load_numbers(statistics.delta_ptr + start + offs, exists, 0.0)
+        return load_where(statistics.delta_ptr + start + offs, exists, 0.0)
     else:
         o = load_head_tile(statistics.o, start, offs, CHECK_ROWS)
         return output_delta(o, do, lse, statistics.READS_LENGTHS)
