@@ -74,9 +74,11 @@ class ForwardConfig:
 class BackwardConfig:
     """As ``ForwardConfig``; with tma, dkdv reads Q and dO, and dq reads K and V, through descriptors.
 
-    one_launch: everything runs in one launch, for which both tiles name the same warps, stages and registers; what
-    follows it does not apply then, nor does the strategy: q and k are rotated in the loops unless forward saved them
-    rotated. Raises ValueError where the two tiles cannot share a launch.
+    one_launch: everything runs in one launch where nothing is to be rotated before it: forward saved q and k rotated,
+    or the strategy is inline. Both tiles name the same warps, stages and registers then, and with tma the same rows.
+
+    Raises:
+        ValueError: where the two tiles cannot share a launch.
     """
 
     strategy: str
@@ -155,7 +157,7 @@ class Row:
     """One line of the table: ``tiles`` (one forward; dkdv and dq backward) for what the other fields select.
 
     head_dim: largest head dimension served. masked: whether the call has a window, lengths, a cap or sinks, which take
-    registers. None matches anything. note: why these tiles.
+    registers. None matches anything. note: why these tiles. one_launch: as ``BackwardConfig`` has it.
     """
 
     archs: tuple[str, ...]

@@ -263,7 +263,9 @@ class OneLaunchCall:
 def _prepare(
     problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False
 ) -> BackwardCall | OneLaunchCall:
-    return (OneLaunchCall if config.one_launch else BackwardCall)(problem, tensors, config, is_rotated)
+    has_nothing_to_rotate_before = is_rotated or config.strategy == "inline"
+    kind = OneLaunchCall if config.one_launch and has_nothing_to_rotate_before else BackwardCall
+    return kind(problem, tensors, config, is_rotated)
 
 
 prepared = PreparedCalls(_prepare)
