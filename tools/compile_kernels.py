@@ -126,8 +126,8 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 config=replace(row.config(arch, strategy), section_bytes=0),
                 causal=row.causal is not False,
                 gqa=bool(row.gqa),
-                # A store more than without.
-                rotated=direction == "forward" and strategy == "prepass",
+                # Forward has a store more than without; backward is one launch only so.
+                rotated=strategy == "prepass" and (direction == "forward" or row.one_launch),
             )
             jobs.append(job)
             if full:

@@ -72,16 +72,30 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """As ``ForwardConfig``; with tma, dkdv reads Q and dO, and dq reads K and V, through descriptors."""
+    """As ``ForwardConfig``; with tma, dkdv reads Q and dO, and dq reads K and V, through descriptors.
+
+    one_launch: everything runs in one launch where nothing is to be rotated before it: forward saved q and k rotated,
+    or the strategy is inline. Both tiles name the same warps, stages and registers then, and with tma the same rows.
+
+    Raises:
+        ValueError: where the two tiles cannot share a launch.
+    """
 
     strategy: str
     dkdv: Tile
     dq: Tile
+    one_launch: bool = False
     section_bytes: int = 0
     rotate_rows: int = 32
     rotate_heads: int = 4
     pdl: bool = False
     tma: bool = False
+
+    def __post_init__(self) -> None:
+        if self.one_launch and self.dkdv.launch_options != self.dq.launch_options:
+            raise ValueError(f"the tiles of one launch must have the same launch options: {self.dkdv}, {self.dq}")
+        if self.one_launch and self.tma and self.dkdv != self.dq:
+            raise ValueError(f"the tiles of one launch with descriptors must be the same: {self.dkdv}, {self.dq}")
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ class Row:
     """One line of the table: ``tiles`` (one forward; dkdv and dq backward) for what the other fields select.
 
     head_dim: largest head dimension served. masked: whether the call has a window, lengths, a cap or sinks, which take
-    registers. None matches anything. note: why these tiles.
+    registers. None matches anything. note: why these tiles. one_launch: as ``BackwardConfig`` has it.
     """
 
     archs: tuple[str, ...]
@@ -164,6 +178,7 @@ class Row:
     rotate_heads: int = 4
     tma: bool = False
     prefetch_rows: int = 0
+    one_launch: bool = False
 
     def matches(self, arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> bool:
         return (
@@ -188,7 +203,7 @@ class Row:
         }
         if len(self.tiles) == 2:
             dkdv, dq = self.tiles
-            return BackwardConfig(strategy, dkdv, dq, **options)
+            return BackwardConfig(strategy, dkdv, dq, self.one_launch, **options)
         (tile,) = self.tiles
         return ForwardConfig(strategy, tile, prefetch_rows=self.prefetch_rows, **options)
 
@@ -241,6 +256,7 @@ _WIDE = 24 << 20
 _NARROW = 8 << 20
 
 _H200 = "H200, triton 3.6.0, 2026-11-21 (docs/experiments); untimed on sm_100"
+_ONE_LAUNCH = "H200, triton 3.6.0, 2026-11-23 (docs/experiments): no launch waits for another; untimed on sm_100"
 FMA = "true float32 products run on the FMA units; sized by registers, untimed"
 UNTIMED = "sized by shared memory and registers, untimed"
 _MASKED = "untimed: with masks the tiles for longer sequences spill up to 500 bytes, inside the loops; this one nothing"
@@ -273,7 +289,7 @@ FORWARD: tuple[Row, ...] = (
 )
 
 BACKWARD: tuple[Row, ...] = (
-    Row(HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _H200, buckets=_TINY, section_bytes=_WIDE),
+    Row(HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)), _ONE_LAUNCH, buckets=_TINY, one_launch=True, tma=True),
     Row(HOPPER, 2, 64, (Tile(32, 64, 4, 3), Tile(64, 64, 4, 3)), _MASKED, _PREPASS, masked=True, section_bytes=_NARROW,
         tma=True),
     Row(HOPPER, 2, 64, (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)), _H200, buckets=_SHORT, section_bytes=_WIDE, tma=True),
@@ -365,6 +381,8 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
 
 HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=16, norm_heads=4), (), _PADDED),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
+              BUCKETS, _TIMED, buckets=_TINY, some_work=True),
     HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
               BUCKETS, _TIMED, buckets=_SHORT),
     HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,

@@ -231,6 +231,7 @@ def _plan(
         asked = "deterministic=True or torch.use_deterministic_algorithms asks for equal gradients in every run"
         backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
 
+    portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
     why, backward_strategy = "strategy asked for", strategy
     if strategy == "auto":
         # Backward has a pre-process anyway, so that rotating there costs no launch.
@@ -238,7 +239,8 @@ def _plan(
         why = "K is rotated once instead of once per query block"
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
-    portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
+            if configs.backward(*portable, "inline", *shape, masked).one_launch:
+                backward_strategy = "inline"
     # Both must rotate ahead of their loops. The sm_90 forward stores queries that it rotates itself, those of up to 128
     # columns, in whole tiles: it cannot leave packed ones as the portable backward reads them, without rows between the
     # sequences.

@@ -11,7 +11,7 @@ from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_p
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation, with_norm
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
-from fused_rope_attn.kernels.softmax import LOG2E
+from fused_rope_attn.kernels.softmax import lse_in_base_2, output_delta
 from fused_rope_attn.kernels.tiles import (
     RowFormat,
     Rows,
@@ -49,13 +49,10 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BL
     o_tile = load_tile(o, offs, CHECK_ROWS=True)
     do_tile = load_tile(do, offs, CHECK_ROWS=True)
     lse = tl.load(lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = lse_in_base_2(lse)
     index = batch_head * pitch + rows.first_padded + start + offs
     tl.store(out.stats_ptr + index, lse, mask=is_written)
-    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    if READS_LENGTHS:
-        # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
-        delta = tl.where(lse == float("inf"), 0.0, delta)
+    delta = output_delta(o_tile, do_tile, lse, READS_LENGTHS)
     tl.store(out.stats_ptr + out.size + index, delta, mask=is_written)
     if out.progress_ptr is not None:
         words = out.progress_ptr + out.num_key_heads + index // out.PROGRESS_ROWS

@@ -51,15 +51,15 @@ class Sequence:
 
 
 @triton.jit
-def scheduled_rows(N, H, num_heads, heads_per_section, cu_ptr, num_sequences, BLOCK: tl.constexpr,
+def scheduled_rows(pid, N, H, num_heads, heads_per_section, cu_ptr, num_sequences, BLOCK: tl.constexpr,
                    LAST_TILE_FIRST: tl.constexpr):  # fmt: skip
-    """The ``Tile`` of BLOCK rows that this program works on, in the order of ``scheduled_tile``.
+    """The ``Tile`` of BLOCK rows that program ``pid`` works on, in the order of ``scheduled_tile``.
 
     Rows of a (B, H, N, D) tensor, num_heads = B * H; of packed sequences cu_ptr (sequences + 1,) int32 says where they
-    begin, otherwise it and num_sequences are None. Grid: (``count_tiles`` * num_heads).
+    begin, otherwise it and num_sequences are None. There are ``count_tiles`` * num_heads programs.
     """
     tiles = count_tiles(N, num_sequences, BLOCK)
-    number, batch_head = scheduled_tile(tl.program_id(0), tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
+    number, batch_head = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
     batch = (batch_head // H).to(tl.int64)
     head = (batch_head % H).to(tl.int64)
     sequence = None
@@ -72,18 +72,18 @@ def scheduled_rows(N, H, num_heads, heads_per_section, cu_ptr, num_sequences, BL
 
 
 @triton.jit
-def scheduled_queries(NQ, HQ, num_heads, heads_per_section, masks, BLOCK_M: tl.constexpr):
+def scheduled_queries(pid, NQ, HQ, num_heads, heads_per_section, masks, BLOCK_M: tl.constexpr):
     """``scheduled_rows`` of queries (B, HQ, NQ, D): causal, the last tiles take the longest and start first."""
     return scheduled_rows(
-        NQ, HQ, num_heads, heads_per_section, masks.cu_q_ptr, masks.num_sequences, BLOCK_M, masks.IS_CAUSAL
+        pid, NQ, HQ, num_heads, heads_per_section, masks.cu_q_ptr, masks.num_sequences, BLOCK_M, masks.IS_CAUSAL
     )
 
 
 @triton.jit
-def scheduled_keys(NK, HKV, num_heads, heads_per_section, masks, BLOCK_N: tl.constexpr):
+def scheduled_keys(pid, NK, HKV, num_heads, heads_per_section, masks, BLOCK_N: tl.constexpr):
     """``scheduled_rows`` of keys (B, HKV, NK, D): causal, the first tiles take the longest."""
     return scheduled_rows(
-        NK, HKV, num_heads, heads_per_section, masks.cu_k_ptr, masks.num_sequences, BLOCK_N, LAST_TILE_FIRST=False
+        pid, NK, HKV, num_heads, heads_per_section, masks.cu_k_ptr, masks.num_sequences, BLOCK_N, LAST_TILE_FIRST=False
     )
 
 

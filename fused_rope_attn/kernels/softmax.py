@@ -41,6 +41,23 @@ def add_sink(row_max, row_sum, sink, seen):
 
 
 @triton.jit
+def lse_in_base_2(lse):
+    """The base-2 logarithm, as backward passes take it, of natural ones: +inf where a row saw nothing (lse is -inf), so
+    that p = exp2(scores - lse) is 0 there."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def output_delta(o, do, lse, READS_LENGTHS: tl.constexpr):
+    """delta = sum(o * do) of rows of o and dO (rows, columns), float32; ``lse`` is ``lse_in_base_2``'s."""
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if READS_LENGTHS:
+        # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
+        delta = tl.where(lse == float("inf"), 0.0, delta)
+    return delta
+
+
+@triton.jit
 def sink_gradient(sink, lse, delta):
     """Part of a sink's gradient from some rows: base-2 lse (+inf where a row saw nothing) and delta, float32.
 

@@ -124,6 +124,17 @@ def test_launch_bound_calls_stay_portable(arch):
     assert plan(**call(1, 4096, heads=(4, 4), batch=1, backend="hopper")).strategy == "prepass"
 
 
+def test_the_backward_pass_of_short_problems_is_one_launch(arch):
+    """Up to 512 tokens at D 64, until there is work enough for the kernels of sm_90."""
+    for batch, heads, length in ((1, 4, 128), (4, 8, 512)):
+        chosen = plan(**call(length, heads=(heads, heads), batch=batch, head_dim=64))
+        assert kinds(chosen) == PORTABLE and chosen.backward.one_launch
+        assert chosen.backward.strategy == chosen.strategy == ("inline" if batch == 1 else "prepass")
+    assert chosen.saves_rotated and "backward" not in chosen.reason.partition(";")[0]
+    for batch, length in ((16, 512), (4, 513)):
+        assert kinds(plan(**call(length, heads=(8, 8), batch=batch, head_dim=64)))[1] == HOPPER[1]
+
+
 def test_the_persistent_forward_wants_tiles_to_spare(arch):
     """Measured: (2, 64/64, 1024, 128) is faster there, (1, 32/8, 1024, 128) is not; backward both are."""
     assert kinds(plan(**call(1024, heads=(64, 64), batch=2))) == HOPPER

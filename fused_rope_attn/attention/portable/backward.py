@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
 from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, room_strides, shared_arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.norm_gradient import NormGradients
-from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel
+from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel, one_launch_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
 from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The gradients of a backward signature, and what is left to do for them behind the kernels of attention."""
+
+    strides: tuple[tuple[int, int, int, int], ...]  # of dq, dk and dv
+    key_dtype: torch.dtype
+    dsinks_shape: tuple[int, int] | None  # of the parts of the sinks' gradient, one for each tile of queries and head
+    norms: NormGradients | None
+
+    def rooms(self, o: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rooms: Rooms) -> list[torch.Tensor]:
+        """dq, dk and dv: the caller's, or new ones."""
+        return [
+            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device) if room is None else room
+            for x, strides, dtype, room in zip(
+                (o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype), rooms
+            )
+        ]
+
+    def sink_parts(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Zeros: tiles behind the end of a packed sequence write nothing."""
+        return None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
+
+    def gradients(
+        self, stream: int, tensors: Tensors, written: list[torch.Tensor], parts: torch.Tensor | None
+    ) -> Gradients:
+        """All gradients of a call, when its kernels of attention have been launched. written: what ``rooms`` gave."""
+        dq, dk, dv = written
+        sinks = tensors.sinks
+        dsinks = dq_norm = dk_norm = None
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype)
+        if self.norms is not None:
+            dq_norm, dk_norm = self.norms(stream, tensors, dq, dk)
+        return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 
 
 class BackwardCall:
@@ -29,9 +67,8 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
-        self.preprocess = self.dkdv = self.dq = self.norms = self.dsinks_shape = None
-        self.strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
-        self.key_dtype = key_gradient_dtype(problem)
+        self.preprocess = self.dkdv = self.dq = dsinks_shape = norms = None
+        strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)
@@ -49,7 +86,7 @@ class BackwardCall:
             "BLOCK_D": pad_d,
             "ROTATE_INLINE": inline,
             "USE_TMA": tma,
-            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *strides),
             "PDL": pdl,
         }
         if programs:
@@ -97,7 +134,7 @@ class BackwardCall:
             key_bytes = head_bytes * problem.longest(problem.len_k)
             tiles = tile_count(problem.len_q, sequences, tile.block_m)
             if problem.has_sinks:
-                self.dsinks_shape = (tiles * batch, problem.heads_q)
+                dsinks_shape = (tiles * batch, problem.heads_q)
             self.dq = Launch(
                 dq_kernel,
                 tiles * heads,
@@ -109,9 +146,9 @@ class BackwardCall:
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
             )
-
         if problem.has_norms:
-            self.norms = NormGradients(problem, given, shared, self.strides, is_rotated, pdl)
+            norms = NormGradients(problem, given, shared, strides, is_rotated, pdl)
+        self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the rotated q and k; q and k themselves where they are rotated inline, or have been before."""
@@ -124,12 +161,7 @@ class BackwardCall:
     ) -> Gradients:
         """rooms: where dq, dk and dv are to be written, if the call was prepared for such places."""
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
-        dq, dk, dv = (
-            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device) if room is None else room
-            for x, strides, dtype, room in zip(
-                (o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype), rooms
-            )
-        )
+        dq, dk, dv = written = self.results.rooms(o, k, v, rooms)
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
@@ -145,23 +177,98 @@ class BackwardCall:
                 cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm, k_norm_ptr=k_norm, dk_ptr=dk, dv_ptr=dv,
                 starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
-        # Tiles behind the end of a packed sequence write nothing.
-        parts = None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
+        parts = self.results.sink_parts(q)
         if self.dq is not None:
             self.dq(
                 stream, q_ptr=q_rot, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), do_ptr=do, stats_ptr=stats,
                 cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm, k_norm_ptr=k_norm, dq_ptr=dq, dsinks_ptr=parts,
                 sinks_ptr=sinks, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
             )  # fmt: skip
-        dsinks = dq_norm = dk_norm = None
-        if sinks is not None:
-            dsinks = torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype)
-        if self.norms is not None:
-            dq_norm, dk_norm = self.norms(stream, tensors, dq, dk)
-        return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
+        return self.results.gradients(stream, tensors, written, parts)
 
 
-prepared = PreparedCalls(BackwardCall)
+class OneLaunchCall:
+    """The same by one launch, which rotates q and k in its loops unless they are rotated, and that of norms.
+
+    It has no launch before it: its programs make the row statistics for themselves, again for every tile of keys.
+    """
+
+    def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False):
+        do, o, *of_forward = tensors
+        given, rooms = split_rooms(tuple(of_forward))
+        q, k, v = given.q, given.k, given.v
+        batch, sequences = problem.batch, problem.sequences
+        strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
+        key_tiles = tile_count(problem.len_k, sequences, config.dkdv.block_n)
+        query_tiles = tile_count(problem.len_q, sequences, config.dq.block_m)
+        programs = batch * (key_tiles * problem.heads_kv + query_tiles * problem.heads_q)
+        tma = config.tma and is_rotated and all(map(has_descriptor, (q, k, v, do, o)))
+        pad_d = block_d(problem.head_dim)
+        self.query_source, self.do_source, self.o_source = (
+            Source(x, config.dq.block_m, pad_d, tma) for x in (q, do, o)
+        )
+        self.k_source, self.v_source = (Source(x, config.dq.block_n, pad_d, tma) for x in (k, v))
+        shared = shared_arguments(problem, given.cos, given.sin) | {
+            "q_strides": q.stride(),
+            "k_strides": k.stride(),
+            "BLOCK_D": pad_d,
+            "ROTATE_INLINE": not is_rotated,
+            "USE_TMA": tma,
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *strides),
+            "PDL": False,
+        }
+        self.launch = None
+        if programs:
+            self.launch = Launch(
+                one_launch_kernel,
+                programs,
+                config.dkdv.launch_options,
+                shared,
+                v_strides=v.stride(),
+                do_strides=do.stride(),
+                o_strides=o.stride(),
+                dq_strides=dq_strides,
+                dk_strides=dk_strides,
+                dv_strides=dv_strides,
+                num_batches=batch,
+                DKDV_BLOCK_M=config.dkdv.block_m,
+                DKDV_BLOCK_N=config.dkdv.block_n,
+                DQ_BLOCK_M=config.dq.block_m,
+                DQ_BLOCK_N=config.dq.block_n,
+            )
+        dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks and batch * query_tiles else None
+        norms = None
+        if problem.has_norms:
+            norms = NormGradients(problem, given, shared, strides, is_rotated, pdl=False)
+        self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
+
+    def __call__(
+        self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
+    ) -> Gradients:
+        """As ``BackwardCall``'s."""
+        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
+        dq, dk, dv = written = self.results.rooms(o, k, v, rooms)
+        parts = self.results.sink_parts(q)
+        stream = device.current_stream(q.device)
+        if self.launch is not None:
+            self.launch(
+                stream, q_ptr=self.query_source(q), k_ptr=self.k_source(k), v_ptr=self.v_source(v),
+                do_ptr=self.do_source(do), o_ptr=self.o_source(o), lse_ptr=lse, cos_ptr=cos, sin_ptr=sin,
+                q_norm_ptr=q_norm, k_norm_ptr=k_norm, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dsinks_ptr=parts,
+                sinks_ptr=sinks, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+            )  # fmt: skip
+        return self.results.gradients(stream, tensors, written, parts)
+
+
+def _prepare(
+    problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False
+) -> BackwardCall | OneLaunchCall:
+    has_nothing_to_rotate_before = is_rotated or config.strategy == "inline"
+    kind = OneLaunchCall if config.one_launch and has_nothing_to_rotate_before else BackwardCall
+    return kind(problem, tensors, config, is_rotated)
+
+
+prepared = PreparedCalls(_prepare)
 
 
 def attention_backward(
