@@ -73,6 +73,10 @@ def joined(parts: list[dict[str, torch.Tensor]], sharding: str = "zigzag") -> di
         if sharding == "zigzag":
             halves = [x.chunk(2, dim=2) for x in shards]
             order = [halves[r][0] for r in range(size)] + [halves[r][1] for r in reversed(range(size))]
+        elif sharding.startswith("dealt:"):
+            ranks = [int(rank) for rank in sharding.removeprefix("dealt:").split(",")]
+            chunks = [list(x.chunk(len(ranks) // size, dim=2)) for x in shards]
+            order = [chunks[rank].pop(0) for rank in ranks]
         else:
             order = shards
         found[name] = torch.cat(order, dim=2)

@@ -17,7 +17,7 @@ ROWS = [
     ({"softcap": -1.0}, ValueError, "softcap must be finite and positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a float"),
     ({"all": True, "method": "all_to_all"}, ValueError, "k has 2 heads"),
-    ({"all": True, "length": 7}, ValueError, "q must have an even number of rows"),
+    ({"all": True, "length": 7}, ValueError, "q must have a multiple of 2 rows"),
     ({"all": True, "heads_kv": 3}, ValueError, "k has 3 heads, but q's 4 heads"),
     ({"all": True, "length_k": 6}, ValueError, "k must have q's 12 rows"),
     ({"all": True, "sharding": "striped"}, ValueError, "sharding must be"),

@@ -25,6 +25,17 @@ def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, 
         assert comparison.ok, f"{case.name}: {comparison.tensor}: {comparison.detail}"
 
 
+def balanced(ranks: tuple[int, ...], cu_seqlens: list[int]) -> tuple[str, float]:
+    """(the sharding that a balanced plan finds, this rank's work over half of all, by its own positions)."""
+    group = group_of(ranks)
+    plan = plan_varlen_cp(cu_seqlens, group=group, sharding="balanced")
+    limits, every = torch.tensor(cu_seqlens), torch.arange(cu_seqlens[-1])
+    seen = every - limits[torch.searchsorted(limits, every, right=True) - 1] + 1
+    own = seen[cp_positions(plan.total, group=group, sharding=plan.sharding)]
+    assert torch.equal(own, cp_shard(seen, 0, group=group, sharding=plan.sharding))
+    return plan.sharding, float(own.sum() / seen.sum() * len(ranks))
+
+
 def refused_plan(ranks: tuple[int, ...], cu_seqlens: list[int], options: dict[str, Any]) -> str:
     """The message with which ``plan_varlen_cp`` refuses."""
     try:

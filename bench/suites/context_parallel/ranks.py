@@ -52,6 +52,8 @@ def measure(
     calls: dict[str, Callable[[], Any]] = {}
     for name in names:
         provider = PROVIDERS[name]
+        if not provider.is_for(work):
+            continue
         base = {**work.fields(), "shape": f"P={size}", "ranks": size, "provider": name, "label": provider.label}
         rows[name] = {**base, "pass": part, "mode": "eager", "status": "ok", "detail": ""}
         reason = provider.missing(work)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
+from fused_rope_attn.distributed.cuts import SHARDINGS, check_sharding
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
-from fused_rope_attn.distributed.layout import SHARDINGS
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_what_nobody_computes
 from fused_rope_attn.runtime.checks import refuse_choice
@@ -33,14 +33,16 @@ class Shards(NamedTuple):
 
 def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
     """The ``Shards`` of ``patch_model``'s arguments. Raises TypeError and ValueError naming them."""
-    if cp_sharding not in SHARDINGS:
-        refuse_choice("cp_sharding", cp_sharding, SHARDINGS)
     if cp_group is None:
+        if cp_sharding not in SHARDINGS:
+            refuse_choice("cp_sharding", cp_sharding, SHARDINGS)
         return None
     try:
-        return Shards(group_of(cp_group), cp_sharding)
+        group = group_of(cp_group)
     except (TypeError, ValueError) as error:
         raise type(error)(f"cp_{error}") from None
+    check_sharding("cp_sharding", cp_sharding, group.size)
+    return Shards(group, cp_sharding)
 
 
 class Shared(NamedTuple):
