@@ -20,7 +20,6 @@ from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_i
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
-from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.keywords import explain_keywords
 
 
@@ -192,8 +191,6 @@ def _describe(
     convert=torch.Tensor.to,
 ) -> _Described:  # fmt: skip
     """Check the arguments of ``rope_attention_cp`` and make records of them."""
-    if in_context_parallel():
-        refuse_context_parallel("rope_attention_cp")
     check_sharding("sharding", sharding, members.size)
     _check_method(method)
     if layout != "bhsd":
@@ -222,8 +219,6 @@ def _describe(
 
 def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, options) -> _Described:
     """Check the arguments of ``rope_attention_varlen_cp`` and make records of them."""
-    if in_context_parallel():
-        refuse_context_parallel("rope_attention_varlen_cp")
     _check_method(method)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):

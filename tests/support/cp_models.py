@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def step(
     options = dict(options)
     cut = {"group": group_of(ranks), "sharding": options.pop("sharding", "zigzag")}
     rows = options.pop("rows", 1)
-    checkpoints = options.pop("checkpoints", False)
+    checkpoints, by_torch = options.pop("checkpoints", False), options.pop("by_torch", False)
     model = patch_model(make_model(family), cp_group=cut["group"], cp_sharding=cut["sharding"])
     if options.pop("copied", False):
         model = copy.deepcopy(model)
@@ -47,8 +48,17 @@ def step(
         "labels": cp_shard(ids, 1, **cut), "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
         "num_items_in_batch": int((labels_of(ids, documents) != -100).sum()),
     }  # fmt: skip
-    found = model(**given)
-    found.loss.backward()
+    if by_torch:  # as transformers' Trainer cuts a batch, with accelerate's ParallelismConfig
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        whole = [ids.clone(), positions.clone().expand(rows, -1).contiguous(), ids.clone(), labels_of(ids, documents)]
+        given |= dict(zip(("input_ids", "position_ids", "labels", "shift_labels"), whole))
+        mesh = DeviceMesh.from_group(cut["group"], "cpu", mesh_dim_names=("cp",))
+        cutting = context_parallel(mesh, buffers=whole, buffer_seq_dims=[1] * 4, no_restore_buffers=set(whole))
+    with cutting if by_torch else nullcontext():
+        found = model(**given)
+        found.loss.backward()
     assert all(row.patched for row in patch_report(model))
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found.logits.detach(), found.loss.detach(), gradients

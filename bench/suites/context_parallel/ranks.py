@@ -128,7 +128,10 @@ def call_of(provider: Any, part: str) -> Callable[[], Any]:
 
 
 def timed(call: Callable[[], Any], count: int, group: Any, *, warm: bool = True) -> list[float]:
-    """Milliseconds of each of ``count`` calls one after another, of the rank that took longest. warm: after one more."""
+    """Milliseconds of each of ``count`` calls one after another, of the rank that took longest.
+
+    warm: behind one more call.
+    """
     if warm:
         call()
     barrier(group)

@@ -15,6 +15,7 @@ from fused_rope_attn.distributed.groups import Group, group_named, group_of
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_what_nobody_computes
 from fused_rope_attn.runtime.checks import refuse_choice
+from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
 _ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
 
@@ -59,7 +60,7 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
     All ranks exchange their position ids, of which packed documents begin wherever one is not the one before plus one.
     Raises what cannot be computed on shards: there is nobody to hand it to.
     """
-    refuse_what_nobody_computes(attentions, given)
+    refuse_what_nobody_computes(attentions, given, on_shards=True)
     causal = is_causal(attentions, config, given)
     reason = obstacle(attentions, config, given, causal)
     if reason:
@@ -90,12 +91,25 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
 def _plan(position_ids: Tensor, shards: Shards) -> DocumentPlan | None:
     whole = cp_unshard(position_ids, 1, **shards.options)
     begins = whole[:, 1:] != whole[:, :-1] + 1
+    if in_context_parallel():
+        _check_cut(whole, begins, shards)
     if not bool(begins.any()):
         return None
     if whole.shape[0] > 1:
         raise NotImplementedError(f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row")
     first = torch.nn.functional.pad(begins[0], (1, 0), value=True).nonzero().flatten()
     return plan_varlen_cp(torch.nn.functional.pad(first, (0, 1), value=whole.shape[1]), **shards.options)
+
+
+def _check_cut(whole: Tensor, begins: Tensor, shards: Shards) -> None:
+    """Raise where torch's context_parallel, or somebody before it, has cut sequences otherwise than these shards."""
+    firsts = torch.cat((whole[:, :1], torch.where(begins, whole[:, 1:], 0)), 1)
+    if bool((firsts != 0).any()):
+        raise ValueError(
+            f"cp_sharding must be how torch's context_parallel has cut the sequence, but is {shards.sharding!r}, by "
+            "which the ranks' position_ids join to a document that does not begin with 0: torch cuts by 'zigzag', "
+            "unless its load balancing is turned off, and cuts only what is among its buffers"
+        )
 
 
 def attend_shard(
