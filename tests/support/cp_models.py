@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fused_rope_attn.distributed import cp_shard, cp_shift_labels
+from fused_rope_attn.distributed import cp_shard, cp_shift_labels, plan_varlen_cp
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids, make_model
 from verification.ranks import group_of
@@ -34,6 +34,7 @@ def step(
     options = dict(options)
     cut = {"group": group_of(ranks), "sharding": options.pop("sharding", "zigzag")}
     rows = options.pop("rows", 1)
+    planned = options.pop("planned", None)
     checkpoints, by_torch = options.pop("checkpoints", False), options.pop("by_torch", False)
     model = patch_model(make_model(family), cp_group=cut["group"], cp_sharding=cut["sharding"])
     if options.pop("copied", False):
@@ -43,7 +44,11 @@ def step(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids, positions = make_ids(rows, sum(documents)), positions_of(documents)
     limits = torch.tensor((0, *documents)).cumsum(0)
-    given = {
+    given: dict[str, Any] = {}
+    if planned:
+        given["cp_plan"] = plan_varlen_cp(limits, group=cut["group"], sharding=planned)
+        cut["sharding"] = given["cp_plan"].sharding
+    given |= {
         "input_ids": cp_shard(ids, 1, **cut), "position_ids": cp_shard(positions, 1, **cut).expand(rows, -1),
         "labels": cp_shard(ids, 1, **cut), "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
         "num_items_in_batch": int((labels_of(ids, documents) != -100).sum()),
@@ -86,6 +91,13 @@ def refused(ranks: tuple[int, ...], what: str) -> str:
     elif what == "layer":
         call = model.model.layers[0]
         given = {"hidden_states": torch.randn(1, 8, 64), "position_embeddings": (torch.ones(1, 8, 16),) * 2}
+    elif what.startswith("plan"):
+        given["cp_plan"] = plan_varlen_cp([0, 9, 32 if "longer" in what else 16], group=group)
+        if "rows" in what:
+            given = {**given, "input_ids": make_ids(2, 8), "position_ids": given["position_ids"].expand(2, -1)}
+        if "nobody" in what:
+            unpatch_model(model)
+            patch_model(model)
     elif what == "attentions":
         given["output_attentions"] = True
     try:

@@ -19,6 +19,7 @@ ROWS = [
     ((0, 1), "qwen3", (24,), {}),
     ((0, 1), "gemma3", (3, 14, 7), {}),
     ((0, 1), "llama", (3, 14, 7), {"sharding": "dealt:0,1,1,0,0,1"}),
+    ((0, 1), "gemma2", (3, 14, 7), {"planned": "dealt:0,1,1,0,0,1", "checkpoints": True}),
     # Cut by torch, as Trainer and accelerate do.
     ((0, 1), "llama", (24,), {"by_torch": True, "rows": 2}),
     ((0, 1), "mistral", (3, 14, 7), {"by_torch": True}),
@@ -37,7 +38,7 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
     )  # fmt: skip
     found.loss.backward()
     shards = [{"logits": logits[:, None]} for logits, _, _ in parts]
-    logits = joined(shards, options.get("sharding", "zigzag"))["logits"][:, 0]
+    logits = joined(shards, options.get("planned", options.get("sharding", "zigzag")))["logits"][:, 0]
     assert_close(logits, found.logits.detach(), 1e-5, "logits")
     assert_close(sum(loss for _, loss, _ in parts), found.loss.detach(), 1e-5, "loss")
     for name, parameter in model.named_parameters():
@@ -53,6 +54,9 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
         ("padding", "attention_mask with padding"),
         ("cache", "a cache"),
         ("rows", "several rows of packed documents"),
+        ("plan of rows", "several rows of packed documents"),
+        ("plan, longer", "cp_plan must be of the 16 tokens that all ranks have, but is of 32"),
+        ("plan of nobody", "cp_plan must be given to a model whose ranks patch_model knows"),
         ("layer", "call the model"),
         ("attentions", "output_attentions=True is not served by a model that patch_model has given a cp_group"),
     ],
