@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.context_parallel import refused
+from tests.support.context_parallel import other_documents, refused
 
 # (what rank 1 of three passes otherwise, or all with "all", the error, what every rank's message says)
 ROWS = [
@@ -34,6 +34,11 @@ def test_all_ranks_raise(ranks, wrong, kind, message):
     for name, text in ranks.results(refused, (0, 1, 2), wrong, ranks=(0, 1, 2)):
         assert name == kind.__name__, text
         assert message in text
+
+
+def test_plans_of_other_documents(ranks):
+    for message in ranks.results(other_documents, (0, 1), ranks=(0, 1)):
+        assert "the documents of plan must be the same on all ranks" in message
 
 
 def test_groups(ranks):

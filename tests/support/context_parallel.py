@@ -13,6 +13,7 @@ from fused_rope_attn.distributed import (
     cp_unshard,
     plan_varlen_cp,
     rope_attention_cp,
+    rope_attention_varlen_cp,
 )
 from fused_rope_attn.testing import Case
 from verification.context_parallel import compared
@@ -59,6 +60,18 @@ def refused(ranks: tuple[int, ...], wrong: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", "nothing was refused"
+
+
+def other_documents(ranks: tuple[int, ...]) -> str:
+    """The message of a packed call for which rank 1 has made a plan of other documents."""
+    group = group_of(ranks)
+    plan = plan_varlen_cp([0, 5 + group.rank(), 12], group=group)
+    x = torch.zeros(plan.local, 2, 16)
+    try:
+        rope_attention_varlen_cp(x, x, x, torch.ones(12, 8), torch.zeros(12, 8), plan)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def cut_and_join(
