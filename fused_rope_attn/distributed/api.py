@@ -63,7 +63,7 @@ def rope_attention_cp(
         cos, sin: as in ``rope_attention``. With N rows or more they are indexed by the position in the whole sequence;
             with exactly N / P rows they are this rank's rows, which models make from sharded position ids.
         group: a ProcessGroup or a DeviceMesh of one dimension.
-        sharding: ``"zigzag"`` or ``"contiguous"`` (rank r has the rows from ``rN / P`` on).
+        sharding: ``"zigzag"``, ``"contiguous"`` (rank r has the rows from ``rN / P`` on) or another of ``cp_shard``'s.
         total_len: keys from there on do not exist, and rows from there on give 0, lse -inf and gradients 0. Default N.
         method: ``"all_gather"`` (K and V travel, beside the attention), ``"all_to_all"`` (heads travel; P must divide
             HKV) or ``"auto"``, of which ``plan_cp`` says what it means.

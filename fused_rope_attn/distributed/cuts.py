@@ -8,7 +8,9 @@ every chunk, which packed documents need for equal work, and ``deal`` finds.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +91,9 @@ def pairs_of(limits: Sequence[int], begin: int, end: int, causal: bool, window: 
     """
     left, right = window or (-1, -1)
     total = 0
-    for first, last in zip(limits, limits[1:]):
+    # The documents that begin before the end and end behind the beginning.
+    met = limits[max(0, bisect.bisect_right(limits, begin) - 1) : bisect.bisect_left(limits, end) + 1]
+    for first, last in itertools.pairwise(met):
         low, high = max(first, begin), min(last, end)
         if low < high:
             length = last - first
