@@ -18,10 +18,10 @@ from fused_rope_attn.runtime.checks import refuse_choice
 
 SHARDINGS = ("zigzag", "contiguous")
 _DEALT = "dealt:"
-# A cut is balanced where the mean of the ranks' work is this part of the most that one has.
-BALANCED = 0.985
-# Of a rank, at most: each may be a launch of its own.
-_MOST_CHUNKS = 16
+# Chunks of a rank, of the cuts that are weighed.
+_CHUNKS = (2, 4, 8, 16)
+# What each call of a rank but the first one adds to the time.
+_CALL = 0.01
 # Rows of a chunk that is worth dealing: a tile of queries.
 _FEWEST_ROWS = 128
 
@@ -120,15 +120,39 @@ def share_of_ideal(work: Sequence[int]) -> float:
     return sum(work) / len(work) / max(work) if any(work) else 1.0
 
 
+def calls_of(limits: Sequence[int], total: int, size: int, sharding: str) -> int:
+    """Calls of attention of the rank that has most of them.
+
+    A chunk needs none of its own that is next to the rank's chunk before, or has no document in common with it.
+    """
+    chunk = total // chunk_count(size, sharding)
+    most = 1
+    for rank in range(size):
+        count, end = 1, 0
+        for c in chunks_of(rank, size, sharding):
+            begin = c * chunk
+            if begin >= limits[-1]:
+                break
+            first = limits[max(0, bisect.bisect_right(limits, begin) - 1)]
+            count += begin > end > first
+            end = begin + chunk
+        most = max(most, count)
+    return most
+
+
 def deal(limits: Sequence[int], total: int, size: int, causal: bool = True, window: Window = None) -> str:
     """The sharding that gives these documents' work to P = ``size`` ranks in nearly equal parts, the same on all ranks.
 
-    Of zigzag shards and of finer and finer chunks it is the first that is balanced, else the best: every chunk may cost
-    launches. The chunks with most work go first, each to the rank that has least.
+    Of zigzag shards and of finer and finer chunks it is the best, where every call more costs ``_CALL`` of the time.
+    The chunks with most work go first, each to the rank that has least.
     """
-    best, best_share = "zigzag", share_of_ideal(work_of(limits, total, size, "zigzag", causal, window))
-    each = 2
-    while size > 1 and best_share < BALANCED and each <= _MOST_CHUNKS:
+
+    def time_of(sharding: str) -> float:
+        work = work_of(limits, total, size, sharding, causal, window)
+        return max(work) * (1 + _CALL * (calls_of(limits, total, size, sharding) - 1))
+
+    best, least = "zigzag", time_of("zigzag")
+    for each in _CHUNKS if size > 1 else ():
         count = each * size
         if total % count or total // count < _FEWEST_ROWS:
             break
@@ -138,8 +162,8 @@ def deal(limits: Sequence[int], total: int, size: int, causal: bool = True, wind
         for c in sorted(range(count), key=lambda c: (-work[c], c)):
             rank = min((rank for rank in range(size) if places[rank]), key=lambda rank: (sums[rank], rank))
             owners[c], sums[rank], places[rank] = rank, sums[rank] + work[c], places[rank] - 1
-        share = share_of_ideal(sums)
-        if share > best_share:
-            best, best_share = _DEALT + ",".join(map(str, owners)), share
-        each *= 2
+        sharding = _DEALT + ",".join(map(str, owners))
+        time = time_of(sharding)
+        if time < least:
+            best, least = sharding, time
     return best

