@@ -36,7 +36,7 @@ def test_rows(ranks, members, case, options):
 
 
 def test_a_balanced_plan_says_how_to_cut(ranks):
-    for sharding, own in ranks.results(balanced, (0, 1), [0, 200, 300, 4000, 4096], ranks=(0, 1)):
+    for sharding, own in ranks.results(balanced, (0, 1), [0, 2000, 3000, 40000, 65536], ranks=(0, 1)):
         assert sharding.startswith("dealt:")
         assert own > 0.95
 

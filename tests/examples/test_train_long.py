@@ -16,7 +16,7 @@ def test_the_example(tmp_path, options):
     environment["OMP_NUM_THREADS"] = "1"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for launched in ([], launcher):
-        small = ["--small", "--steps", "3", "--length", "768", "--out", str(tmp_path)]
+        small = ["--small", "--steps", "3", "--length", "96", "--out", str(tmp_path)]
         command = [sys.executable, *launched, str(script), *small, *options]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == 0, done.stderr
