@@ -50,7 +50,7 @@ def documents(total, seed):
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, (4096, 0)), (False, None)])
 def test_dealt_documents_are_balanced(causal, window):
     total = 1 << 17
-    for size, seed in itertools.product((2, 3, 4, 8), range(4)):
+    for size, seed in itertools.product((2, 3, 4, 8), range(2)):
         padded = -(-total // (16 * size)) * 16 * size
         limits = documents(total, seed)
         sharding = deal(limits, padded, size, causal, window)
