@@ -1,7 +1,7 @@
 """Train a small Llama on long sequences that several processes share: the loss curve of one process, on each of them.
 
     torchrun --nproc-per-node 4 examples/train_long.py                  # 4 GPUs, sequences of 64K tokens
-    torchrun --nproc-per-node 2 examples/train_long.py --packed         # documents, cut wherever the ranks' shares end
+    torchrun --nproc-per-node 2 examples/train_long.py --packed         # documents, cut so that all have equal work
     torchrun --nproc-per-node 2 examples/train_long.py --small          # on a CPU, by gloo
     python examples/train_long.py --small                               # one process, whole sequences
 
@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--length", type=int, help="tokens of a sequence; default 65536, with --small 256")
 parser.add_argument("--steps", type=int, default=60, help="of training")
 parser.add_argument("--packed", action="store_true", help="documents of random lengths instead of one text")
-parser.add_argument("--sharding", default="zigzag", metavar="NAME", help="zigzag or contiguous")
+parser.add_argument("--sharding", metavar="NAME", help="zigzag, contiguous or, the default with --packed, balanced")
 parser.add_argument("--small", action="store_true", help="a model that a CPU can train, on the CPU")
 parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the losses and of the plot")
 args = parser.parse_args()
@@ -34,7 +34,7 @@ import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
-from fused_rope_attn.distributed import cp_shard, cp_shift_labels  # noqa: E402
+from fused_rope_attn.distributed import cp_shard, cp_shift_labels, plan_varlen_cp  # noqa: E402
 from fused_rope_attn.integrations.transformers import patch_model  # noqa: E402
 
 # %% the processes: torchrun says who they are, and one mesh serves the sequences and the weights
@@ -49,7 +49,7 @@ if "RANK" in os.environ:
 else:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
 mesh = init_device_mesh(device, (size,), mesh_dim_names=("cp",))
-shares = {"group": mesh["cp"], "sharding": args.sharding}
+sharding = args.sharding or ("balanced" if args.packed else "zigzag")
 
 layers, width, heads = (2, 64, 4) if args.small else (8, 1024, 16)
 length = args.length or (256 if args.small else 65536)
@@ -84,7 +84,7 @@ config = transformers.LlamaConfig(
     attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 model = transformers.LlamaForCausalLM(config).to(device)
-patch_model(model, cp_group=mesh["cp"], cp_sharding=args.sharding)
+patch_model(model, cp_group=mesh["cp"], cp_sharding="zigzag" if args.packed else sharding)
 if device == "cuda":
     model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -101,7 +101,10 @@ for step, (ids, limits) in enumerate(batches()):
     if step == warm:
         torch.accelerator.synchronize() if device == "cuda" else None
         begin = time.perf_counter()
-    # Positions restart in every document: that is how the model knows them.
+    # One plan for all layers. With "balanced" every batch is cut in another way, which the plan knows.
+    plan = plan_varlen_cp(limits, group=mesh["cp"], sharding=sharding)
+    shares = {"group": mesh["cp"], "sharding": plan.sharding}
+    # Positions restart in every document.
     index = torch.arange(length, device=device)
     starts = limits[torch.searchsorted(limits, index, right=True) - 1]
     loss = model(
@@ -111,6 +114,7 @@ for step, (ids, limits) in enumerate(batches()):
         # Shifted while the sequence is whole: the token after a share's last one is another rank's.
         shift_labels=cp_shift_labels(ids, cu_seqlens=limits, **shares),
         num_items_in_batch=length - (len(limits) - 1),
+        cp_plan=plan if args.packed else None,
     ).loss
     # The sum of the ranks' losses is the mean over all tokens. FSDP2 divides the sum of gradients by their number.
     (loss * size).backward()

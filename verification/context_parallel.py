@@ -6,7 +6,9 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -73,6 +75,10 @@ def joined(parts: list[dict[str, torch.Tensor]], sharding: str = "zigzag") -> di
         if sharding == "zigzag":
             halves = [x.chunk(2, dim=2) for x in shards]
             order = [halves[r][0] for r in range(size)] + [halves[r][1] for r in reversed(range(size))]
+        elif sharding.startswith("dealt:"):
+            ranks = [int(rank) for rank in sharding.removeprefix("dealt:").split(",")]
+            chunks = [list(x.chunk(len(ranks) // size, dim=2)) for x in shards]
+            order = [chunks[rank].pop(0) for rank in ranks]
         else:
             order = shards
         found[name] = torch.cat(order, dim=2)
@@ -123,7 +129,7 @@ def compared(
 
 
 def _cases(dtype: torch.dtype, scale: int) -> list[tuple[Case, dict[str, Any]]]:
-    """Every feature, of sequences of 48 * scale tokens."""
+    """Every feature, of sequences of 48 * scale tokens. The sharding "dealt" is ``dealt(size)`` of a group."""
     length = 48 * scale
     width = 64 if scale > 1 else 16
     plain = Case(1, 4, 2, length, length, width, dtype=dtype)
@@ -147,8 +153,14 @@ def _cases(dtype: torch.dtype, scale: int) -> list[tuple[Case, dict[str, Any]]]:
         (packed, {}),
         (replace(packed, window=(9, 0), sinks=True), contiguous),
         (replace(packed, causal=False), {}),
+        (packed, {"sharding": "dealt"}),
         (replace(packed, norms=0.0), {}),
     ]
+
+
+def dealt(size: int) -> str:
+    """A sharding of four chunks for each of P = ``size`` ranks, some of them adjacent."""
+    return "dealt:" + ",".join(str((rank + turn) % size) for turn in range(4) for rank in range(size))
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,8 @@ def _calls(options: argparse.Namespace, size: int, on_gpu: bool) -> Iterator[Cal
                     continue
                 for method in ["all_gather"] + ["all_to_all"] * (case.heads_kv % len(members) == 0):
                     call = Call(case, members, {**given, "method": method})
+                    if given.get("sharding") == "dealt":
+                        call.given["sharding"] = dealt(len(members))
                     if options.filter.lower() in call.name.lower():
                         yield call
 
@@ -193,19 +207,49 @@ def run(options: argparse.Namespace, pool: Ranks | None = None) -> int:
     if options.list:
         print("\n".join(call.name for call in calls))
         return 0
-    start, failed = time.perf_counter(), 0
-    given_pool, pool = pool, pool or Ranks(size, "nccl" if on_gpu else "gloo")
-    try:
-        for call in calls:
-            worst, wrong = _check(pool, call, options.device)
-            failed += bool(wrong)
-            print("  ".join([call.name, worst, wrong]).rstrip(), flush=True)
-    finally:
-        if given_pool is None:
-            pool.close()
+    start = time.perf_counter()
+    if pool is not None:
+        failed = _serve(pool, _queue_of(calls), options.device)
+    else:
+        # Each pool compiles the kernels of its calls, which takes most of the time on a GPU.
+        count, waiting = max(1, min(len(calls), (options.jobs or size) // size)), _queue_of(calls)
+        with ThreadPoolExecutor(count) as threads:
+            served = [threads.submit(_serve_by_new_pool, size, waiting, options.device) for _ in range(count)]
+            failed = sum(one.result() for one in served)
     seconds = time.perf_counter() - start
     print(f"\n{len(calls) - failed} of {len(calls)} calls within tolerance on every rank, in {seconds:.0f} s")
     return 1 if failed else 0
+
+
+def _queue_of(calls: list[Call]) -> SimpleQueue[Call]:
+    waiting: SimpleQueue[Call] = SimpleQueue()
+    for call in calls:
+        waiting.put(call)
+    return waiting
+
+
+def _serve_by_new_pool(size: int, waiting: SimpleQueue[Call], device: str) -> int:
+    """``_serve`` by processes of its own."""
+    pool = Ranks(size, "nccl" if device.startswith("cuda") else "gloo")
+    try:
+        return _serve(pool, waiting, device)
+    finally:
+        pool.close()
+
+
+def _serve(pool: Ranks, waiting: SimpleQueue[Call], device: str) -> int:
+    """Make calls until none is waiting, and print a line for each: how many failed."""
+    failed = 0
+    while True:
+        try:
+            call = waiting.get_nowait()
+        except Empty:
+            return failed
+        start = time.perf_counter()
+        worst, wrong = _check(pool, call, device)
+        failed += bool(wrong)
+        words = [call.name, f"{time.perf_counter() - start:.1f} s", worst, wrong]
+        print("  ".join(words).rstrip() + "\n", end="", flush=True)
 
 
 def _check(pool: Ranks, call: Call, device: str) -> tuple[str, str]:

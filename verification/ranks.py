@@ -1,8 +1,7 @@
-"""Processes that share sequences by gloo: one pool of them serves many tests, since each takes seconds to begin."""
+"""Processes that share sequences: one pool of them serves many tests, since each takes seconds to begin."""
 
 from __future__ import annotations
 
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +22,9 @@ class Ranks:
 
     def __init__(self, size: int, backend: str = "gloo"):
         context = mp.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        # Its port is one that is free, also where several pools begin at once.
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = self.store.port
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
@@ -66,7 +65,8 @@ def _serve(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"tcp://localhost:{port}", rank=rank, world_size=size)
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     _make_groups(size)
     while True:
         try:

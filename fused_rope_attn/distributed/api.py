@@ -12,14 +12,14 @@ from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import Problem, Tensors, describe
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.distributed import ops
-from fused_rope_attn.distributed.documents import DocumentPlan
+from fused_rope_attn.distributed.cuts import check_sharding, chunks_of
+from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
-from fused_rope_attn.distributed.layout import SHARDINGS, chunks_of, shares
-from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose
+from fused_rope_attn.distributed.layout import shares
+from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_it_runs
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
-from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.keywords import explain_keywords
 
 
@@ -63,7 +63,7 @@ def rope_attention_cp(
         cos, sin: as in ``rope_attention``. With N rows or more they are indexed by the position in the whole sequence;
             with exactly N / P rows they are this rank's rows, which models make from sharded position ids.
         group: a ProcessGroup or a DeviceMesh of one dimension.
-        sharding: ``"zigzag"`` or ``"contiguous"`` (rank r has the rows from ``rN / P`` on).
+        sharding: ``"zigzag"``, ``"contiguous"`` (rank r has the rows from ``rN / P`` on) or another of ``cp_shard``'s.
         total_len: keys from there on do not exist, and rows from there on give 0, lse -inf and gradients 0. Default N.
         method: ``"all_gather"`` (K and V travel, beside the attention), ``"all_to_all"`` (heads travel; P must divide
             HKV) or ``"auto"``, of which ``plan_cp`` says what it means.
@@ -191,9 +191,8 @@ def _describe(
     convert=torch.Tensor.to,
 ) -> _Described:  # fmt: skip
     """Check the arguments of ``rope_attention_cp`` and make records of them."""
-    if in_context_parallel():
-        refuse_context_parallel("rope_attention_cp")
-    _check_choices(sharding, method)
+    check_sharding("sharding", sharding, members.size)
+    _check_method(method)
     if layout != "bhsd":
         q, k, v = heads_first(layout, q=q, k=k, v=v)
     q, k, v = autocast(q, k, v, convert)
@@ -205,7 +204,7 @@ def _describe(
     problem, tensors = _checked(q, k, v, cos, sin, causal, options, needed, layout)
     if local % parts:
         raise ValueError(
-            f"q must have an even number of rows on every rank for sharding='zigzag', but has {local}: pad the "
+            f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
             f"sequence to a multiple of {parts * size}, and say by total_len where it ends"
         )
     total: Any = local * size if total_len is None else total_len
@@ -220,9 +219,7 @@ def _describe(
 
 def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, options) -> _Described:
     """Check the arguments of ``rope_attention_varlen_cp`` and make records of them."""
-    if in_context_parallel():
-        refuse_context_parallel("rope_attention_varlen_cp")
-    _check_choices(plan.sharding, method)
+    _check_method(method)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(x)}")
@@ -237,13 +234,14 @@ def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, opti
     q, k, v = autocast(q, k, v)
     packed = plan.cu_seqlens, plan.max_seqlen
     problem, tensors = _checked(q, k, v, cos, sin, causal, options, plan.max_seqlen, "thd", packed)
-    chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
-    return plan.group, plan.sharding, plan.total, plan, False, problem, tensors, chosen
+    if torch.compiler.is_compiling():
+        chosen = when_it_runs(method)  # a graph is for many plans
+    else:
+        chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
+    return plan.group, OF_THE_PLAN, plan.total, plan, False, problem, tensors, chosen
 
 
-def _check_choices(sharding: Any, method: Any) -> None:
-    if sharding not in SHARDINGS:
-        refuse_choice("sharding", sharding, SHARDINGS)
+def _check_method(method: Any) -> None:
     if method not in METHODS:
         refuse_choice("method", method, METHODS)
 

@@ -13,12 +13,13 @@ from fused_rope_attn.distributed.layout import Message, Share, Shares
 class Call(NamedTuple):
     """What the ranks share in one call.
 
-    shares: every rank's. chunk: rows of a chunk. tables_are_local: cos and sin have the rows of the local rows.
-    cu_seqlens: of each of this rank's pieces (cu_seqlens_q, cu_seqlens_k, the longest) on the device, None without
-    documents.
+    method: "all_gather" or "all_to_all". shares: every rank's. chunk: rows of a chunk. tables_are_local: cos and sin
+    have the rows of the local rows. cu_seqlens: of each of this rank's pieces (cu_seqlens_q, cu_seqlens_k, the longest)
+    on the device, None without documents.
     """
 
     group: Group
+    method: str
     chunk: int
     shares: Shares
     tables_are_local: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,34 +11,34 @@ from typing import Any
 
 import torch
 
+from fused_rope_attn.distributed.cuts import check_sharding, chunk_count, chunks_of, deal
 from fused_rope_attn.distributed.groups import Group, group_of
-from fused_rope_attn.distributed.layout import (
-    SHARDINGS,
-    Range,
-    Share,
-    Shares,
-    chunk_count,
-    chunks_of,
-    share_of_ranges,
-)
-from fused_rope_attn.runtime.checks import kind_of, named, refuse_choice, shown
+from fused_rope_attn.distributed.layout import Range, Share, Shares, merged, share_of_ranges
+from fused_rope_attn.runtime.checks import kind_of, named, shown
 
 _numbers = itertools.count(1)
 # By their numbers, which pass through the operators; backward may come when nobody else holds the plan.
 _plans: OrderedDict[int, DocumentPlan] = OrderedDict()
 _MAX_PLANS = 1024
+# The sharding of calls with a plan, of which compiled graphs need not know: it may be another for every batch.
+OF_THE_PLAN = "of the plan"
+# The sharding that ``plan_varlen_cp`` finds.
+BALANCED = "balanced"
 
 
 class DocumentPlan:
     """Where the documents of one packed batch lie, for ``rope_attention_varlen_cp``; made by ``plan_varlen_cp``.
 
     cu_seqlens: (documents + 1,) int32 of the whole stream, on the device. total: tokens of the whole stream.
-    max_seqlen: length of the longest document.
+    max_seqlen: length of the longest document. sharding: how the stream is cut, for ``cp_shard`` and the others.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor, limits: list[int], total: int, group: Group, sharding: str):
         self.cu_seqlens, self.limits, self.total = cu_seqlens, limits, total
         self.group, self.sharding = group, sharding
+        # What ranks compare in every call, a word for any number of documents.
+        text = f"{limits} {total} {sharding}"
+        self.summary = f"{len(limits) - 1} of {limits[-1]} tokens, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self.max_seqlen = max((b - a for a, b in zip(limits, limits[1:])), default=0)
         self.number = next(_numbers)
         self._shares: dict[tuple, Shares] = {}
@@ -81,8 +82,10 @@ class DocumentPlan:
         chunk = self.total // chunk_count(self.group.size, self.sharding)
         end_of_all = self.limits[-1]
         ranges = []
-        for i, c in enumerate(owned):
-            begin, end = c * chunk, min((c + 1) * chunk, end_of_all)
+        # Adjacent chunks are one range.
+        firsts = [i for i, c in enumerate(owned) if i == 0 or owned[i - 1] != c - 1]
+        for i, behind in itertools.pairwise((*firsts, len(owned))):
+            begin, end = owned[i] * chunk, min((owned[behind - 1] + 1) * chunk, end_of_all)
             if end <= begin:
                 continue
             # The documents that begin before the chunk ends and end behind its beginning.
@@ -99,7 +102,7 @@ class DocumentPlan:
             cu_k = tuple(x - limits[0] for x in limits) + (stop - limits[0],)
             rows = i * chunk, i * chunk + end - begin
             ranges.append(Range(rows, ghosts, limits[0], stop, cu_q, cu_k))
-        return share_of_ranges(ranges, chunk)
+        return merged(share_of_ranges(ranges, chunk))
 
 
 def plan_of(number: int) -> DocumentPlan:
@@ -116,6 +119,8 @@ def plan_varlen_cp(
     sharding: str = "zigzag",
     total_tokens: int | None = None,
     device: torch.device | str | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
 ) -> DocumentPlan:
     """What ``rope_attention_varlen_cp`` needs to know of a packed batch: once a batch, for all layers and both passes.
 
@@ -125,17 +130,18 @@ def plan_varlen_cp(
         cu_seqlens: ``(documents + 1,)`` int32 or int64, or a list: document ``i`` is tokens ``[cu[i], cu[i + 1])`` of
             the whole stream, the same on every rank. A tensor of a GPU is read, which waits for the GPU.
         group: a ProcessGroup or a DeviceMesh of one dimension, of P ranks.
-        sharding: ``"zigzag"`` or ``"contiguous"``, as ``cp_shard`` cuts.
+        sharding: as in ``cp_shard``; or ``"balanced"``, which finds the one by which all ranks have equal work, of
+            these documents: the result has its name in ``plan.sharding``, with which everything of this batch is cut.
         total_tokens: T, tokens of the stream, a multiple of 2P (``"contiguous"``: of P). Tokens behind the last
             document belong to none and give 0. Default: where the last document ends, which then is such a multiple.
         device: where the attention runs. Default: cu_seqlens' device.
+        causal, window: the masks by which ``"balanced"`` weighs work, of most layers; any layer may have others.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
     members = group_of(group)
-    if sharding not in SHARDINGS:
-        refuse_choice("sharding", sharding, SHARDINGS)
+    check_sharding("sharding", sharding, members.size, also=(BALANCED,))
     if not isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int32)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -148,6 +154,8 @@ def plan_varlen_cp(
     total = limits[-1] if total_tokens is None else total_tokens
     if not isinstance(total, int) or isinstance(total, bool):
         raise TypeError(f"total_tokens must be an int or None, but is {kind_of(total)}")
+    if sharding == BALANCED:
+        sharding = deal(limits, total, members.size, causal, window)
     count = chunk_count(members.size, sharding)
     if total % count or total < limits[-1]:
         raise ValueError(

@@ -117,7 +117,7 @@ def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[Heads,
 def _lanes_of(call: Call, section: int) -> list[tuple[int, int]]:
     """(lane, piece) of a section, the piece with most work first; alone it takes turns with the other sections'."""
     order = call.own.order
-    return [(section % 2, order[0])] if len(order) == 1 else list(enumerate(order))
+    return [(section % 2, order[0])] if len(order) == 1 else [(i % 2, index) for i, index in enumerate(order)]
 
 
 def _waits(call: Call, index: int) -> bool:
@@ -201,10 +201,10 @@ def backward(
                     found = local.backward(plan, one, given, do_part, o_part, lse_part, rooms=rooms)
                     if piece.ghosts:
                         dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
-                    if lane == 1:
+                    if sums.adds(index):
                         # What it adds to is written.
-                        lanes.wait_for_main()
-                    sums.add(index, own, found)
+                        lanes.wait_for_other(lane)
+                        sums.add(index, own, found)
                     weights.keep(found, heads, lanes)
             if section[1] == last < tensors.k.shape[1]:
                 # The last section's work runs beside.

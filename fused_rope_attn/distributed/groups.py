@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from fused_rope_attn.distributed.layout import chunks_of, owner_of
+from fused_rope_attn.distributed.cuts import chunks_of, owners_of
 from fused_rope_attn.runtime.checks import kind_of
 
 _ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError, RuntimeError)}
@@ -52,6 +52,10 @@ def group_named(name: str) -> Group:
     """The ``Group`` of the process group of this name."""
     processes = _resolve(name)
     return Group(name, processes.rank(), processes.size())
+
+
+# Signatures that a group remembers in the form in which they travel.
+_MOST_PICKLED = 1024
 
 
 class _Failure(NamedTuple):
@@ -122,6 +126,8 @@ def agree(group: Group, signature: dict[str, Any]) -> None:
     agreement, key = _agreement(group), tuple(signature.items())
     own = agreement.pickled.get(key)
     if own is None:
+        if len(agreement.pickled) >= _MOST_PICKLED:  # every packed batch has one of its own
+            agreement.pickled.clear()
         own = agreement.pickled[key] = pickle.dumps(signature)
     agreement.publish(own)
     said = agreement.collect()
@@ -236,5 +242,4 @@ def join_rows(group: Group, sharding: str, x: torch.Tensor, dim: int) -> torch.T
     sent = x.unflatten(dim, (parts, -1)).movedim(dim, 0).contiguous()
     outputs = [torch.empty_like(sent) if other != rank else sent for other in range(size)]
     Exchange(group, others(outputs, rank), others([sent] * size, rank), sent).wait()
-    every = [owner_of(chunk, size) for chunk in range(parts * size)]
-    return torch.cat([outputs[owner][place] for owner, place in every], dim=dim)
+    return torch.cat([outputs[owner][place] for owner, place in owners_of(size, sharding)], dim=dim)

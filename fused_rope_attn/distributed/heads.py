@@ -10,8 +10,8 @@ import torch
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
 from fused_rope_attn.distributed import local
 from fused_rope_attn.distributed.call import Call
+from fused_rope_attn.distributed.cuts import chunks_of, owners_of
 from fused_rope_attn.distributed.groups import Exchange, Group, join_rows, others
-from fused_rope_attn.distributed.layout import chunks_of, owner_of
 from fused_rope_attn.runtime.layouts import like_input
 
 
@@ -78,9 +78,8 @@ def to_heads(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[t
     received = _exchange(group, flat)
     results = []
     for x in received:
-        order = [owner_of(chunk, group.size) for chunk in range(parts * group.size)]
-        whole = torch.cat([x[rank, place] for rank, place in order], dim=2)
-        results.append(whole)
+        order = owners_of(group.size, sharding)
+        results.append(torch.cat([x[rank, place] for rank, place in order], dim=2))
     return results
 
 

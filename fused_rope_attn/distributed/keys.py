@@ -91,8 +91,8 @@ class KeyGradients:
         written: list[tuple[int, int]] = []
         for index in call.own.order:
             keys = call.own.pieces[index].keys
-            ranges = [(max(first, keys[0]), min(last, keys[1])) for first, last in written]
-            self.common[index] = [(first, last) for first, last in ranges if first < last]
+            new = _gaps(written, keys)
+            self.common[index] = _gaps(new, keys)
             written.append(keys)
         for first, last in _gaps(written, (0, call.own.length)):
             self.buffer[first:last].zero_()
@@ -100,15 +100,17 @@ class KeyGradients:
     def room(self, index: int, heads: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where the kernels write dk and dv (B, H, keys, D) of a piece of this number and of some of these heads; None
         for a place of its own."""
-        if self.common[index]:
+        if self.adds(index):
             return None, None
         part = self.buffer[slice(*self.call.own.pieces[index].keys), :, :, heads]
         return _heads_first(part[:, 0]), _heads_first(part[:, 1])
 
+    def adds(self, index: int) -> bool:
+        """Whether a piece writes to a place of its own."""
+        return bool(self.common[index])
+
     def add(self, index: int, heads: slice, found: Gradients) -> None:
-        """Add what a piece has written to a place of its own, if it has. The pieces before it are done."""
-        if not self.common[index]:
-            return
+        """Add what a piece has written to a place of its own. The pieces before it are done."""
         keys = self.call.own.pieces[index].keys
         new = _gaps(self.common[index], keys)
         for i, gradient in enumerate((found.dk, found.dv)):
@@ -157,11 +159,11 @@ class KeyGradients:
 
 
 def _gaps(ranges: list[tuple[int, int]], within: tuple[int, int]) -> list[tuple[int, int]]:
-    """The parts of a range that others inside it do not cover."""
+    """The parts of a range that others do not cover."""
     gaps, end = [], within[0]
     for first, last in sorted(ranges):
-        if first > end:
-            gaps.append((end, first))
+        if min(first, within[1]) > end:
+            gaps.append((end, min(first, within[1])))
         end = max(end, last)
     if end < within[1]:
         gaps.append((end, within[1]))

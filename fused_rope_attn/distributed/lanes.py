@@ -41,6 +41,11 @@ class Lanes:
             main, side = self.streams
             side.wait_stream(main)
 
+    def wait_for_other(self, number: int) -> None:
+        """This lane goes on when what the other one was given so far is over."""
+        if self.streams is not None:
+            self.streams[number].wait_stream(self.streams[1 - number])
+
     def lend_to_main(self, tensors: list[torch.Tensor]) -> None:
         """Let the current stream read, when the lanes have met, what either lane has allocated."""
         if self.streams is not None:

@@ -1,8 +1,4 @@
-"""How a sequence is cut: chunks, their owners, and what one rank's queries need. Integers only; no tensors.
-
-A sequence of N rows is cut into equal chunks. ``"zigzag"`` cuts 2P of them and gives rank r the chunks r and 2P-1-r, so
-that under a causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each rank.
-"""
+"""What one rank's queries need of a sequence that is cut into chunks. Integers only; no tensors."""
 
 from __future__ import annotations
 
@@ -10,23 +6,10 @@ import functools
 import itertools
 from typing import NamedTuple
 
-SHARDINGS = ("zigzag", "contiguous")
+from fused_rope_attn.distributed.cuts import chunk_count, chunks_of, owners_of
+
 # Keys before a window are left out in whole blocks of keys, of which no kernel takes more at a time.
 BLOCK = 256
-
-
-def chunks_of(rank: int, size: int, sharding: str) -> tuple[int, ...]:
-    """The chunks of a rank, in the order of its local rows."""
-    return (rank, 2 * size - 1 - rank) if sharding == "zigzag" else (rank,)
-
-
-def owner_of(chunk: int, size: int) -> tuple[int, int]:
-    """(rank, which of its chunks it is) of a chunk, in either sharding."""
-    return (chunk, 0) if chunk < size else (2 * size - 1 - chunk, 1)
-
-
-def chunk_count(size: int, sharding: str) -> int:
-    return 2 * size if sharding == "zigzag" else size
 
 
 class Piece(NamedTuple):
@@ -110,10 +93,11 @@ class Shares:
         self.messages: dict[tuple[int, int], list[Message]] = {}
         self.most_received = 0
         self.all_have_local_work = True
+        owners = owners_of(len(shares), sharding)
         for rank, share in enumerate(shares):
             received = 0
             for run in share.buffer:
-                sender = owner_of(run.chunk, len(shares))[0]
+                sender = owners[run.chunk][0]
                 if sender == rank:
                     continue
                 received += run.rows
@@ -138,6 +122,26 @@ class Shares:
         first, last = piece.keys
         met = [run for run in self.shares[rank].buffer if run.start < last and first < run.end]
         return all(run.chunk in self.owned_by(rank) for run in met)
+
+
+def merged(share: Share) -> Share:
+    """``share`` with pieces of packed documents joined to one where they have no document in common and their rows and
+    keys are adjacent: one launch in place of several."""
+    pieces: list[Piece] = []
+    for piece in share.pieces:
+        last = pieces[-1] if pieces else None
+        if last is None or last.ghosts or (last.rows[1], last.keys[1]) != (piece.rows[0], piece.keys[0]):
+            pieces.append(piece)
+            continue
+        pieces[-1] = Piece(
+            (last.rows[0], piece.rows[1]),
+            piece.ghosts,
+            (last.keys[0], piece.keys[1]),
+            None,
+            (*last.cu_seqlens_q, *(last.queries + x for x in piece.cu_seqlens_q[1:])),
+            (*last.cu_seqlens_k, *(last.num_keys + x for x in piece.cu_seqlens_k[1:])),
+        )
+    return Share(share.buffer, tuple(pieces))
 
 
 class Range(NamedTuple):

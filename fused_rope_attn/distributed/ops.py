@@ -10,15 +10,17 @@ from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.distributed import gather, heads
 from fused_rope_attn.distributed.call import Call
+from fused_rope_attn.distributed.cuts import chunks_of
 from fused_rope_attn.distributed.documents import plan_of
 from fused_rope_attn.distributed.groups import Group, agree, group_named
-from fused_rope_attn.distributed.layout import chunks_of, shares
+from fused_rope_attn.distributed.layout import shares
+from fused_rope_attn.distributed.planning import choose
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
-# group, sharding, method: as validated. total: rows of the sequence that exist. plan: number of a ``DocumentPlan``, or
-# 0. tables_are_local: cos and sin have this rank's rows.
+# group, sharding, method: as validated; "auto" of a traced call with a plan is decided here. total: rows of the
+# sequence that exist. plan: number of a ``DocumentPlan``, or 0. tables_are_local: cos and sin have this rank's rows.
 _SCHEMA = f"str group, str sharding, str method, SymInt total, SymInt plan, bool tables_are_local, {SCHEMA}"
 
 
@@ -34,27 +36,31 @@ def signature(how: tuple, problem: Problem) -> dict[str, Any]:
         "whether there are sinks": problem.has_sinks, "norm_eps": problem.norm_eps,
         "norm_offset": problem.norm_offset, "deterministic": problem.deterministic,
         "backend": problem.backend, "sharding": sharding, "method": method, "total_len": total,
-        "whether there is a plan": plan != 0, "whether the tables are of the local rows": tables_are_local,
+        "whether there is a plan": plan != 0, "the documents of plan": plan_of(plan).summary if plan else None,
+        "whether the tables are of the local rows": tables_are_local,
     }  # fmt: skip
 
 
 def _call(how: tuple, problem: Problem) -> Call:
-    name, sharding, _, total, number, tables_are_local = how
+    name, sharding, method, total, number, tables_are_local = how
     group = group_named(name)
-    chunk = problem.len_q // len(chunks_of(0, group.size, sharding))
     if not number:
+        chunk = problem.len_q // len(chunks_of(0, group.size, sharding))
         every = shares(group.size, sharding, problem.len_q, total, problem.causal, problem.window)
-        return Call(group, chunk, every, tables_are_local)
+        return Call(group, method, chunk, every, tables_are_local)
     plan = plan_of(number)
+    chunk = problem.len_q // len(chunks_of(0, group.size, plan.sharding))
     every = plan.shares(problem.causal, problem.window)
     on_device = plan.cu_seqlens_of(every.shares[group.rank], problem.causal, problem.window)
-    return Call(group, chunk, every, tables_are_local, on_device)
+    if method == "auto":
+        method = choose(problem, method, group, every).method
+    return Call(group, method, chunk, every, tables_are_local, on_device)
 
 
 def _run_forward(how: tuple, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     with device.guard(problem.device):
         call = _call(how, problem)
-        if how[2] == "all_to_all":
+        if call.method == "all_to_all":
             return heads.forward(call, problem, tensors, how[3])
         return gather.forward(call, problem, tensors)
 
@@ -62,7 +68,7 @@ def _run_forward(how: tuple, problem: Problem, tensors: Tensors) -> tuple[torch.
 def _run_backward(how: tuple, problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
     with device.guard(problem.device):
         call = _call(how, problem)
-        if how[2] == "all_to_all":
+        if call.method == "all_to_all":
             return heads.backward(call, problem, tensors, how[3], do, o, lse)
         return gather.backward(call, problem, tensors, do, o, lse)
 

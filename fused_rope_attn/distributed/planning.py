@@ -74,6 +74,11 @@ def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPla
     return _because(by_heads, f"a rank would receive {figures}")
 
 
+def when_it_runs(method: str) -> CpPlan:
+    """The plan of a call in a graph that is being traced, of which only the method asked for is known."""
+    return CpPlan(method, "chosen when the graph runs", 0, 0.0, 0)
+
+
 def _because(plan: CpPlan, reason: str) -> CpPlan:
     return CpPlan(plan.method, reason, plan.received_bytes, plan.flops, plan.gathered_bytes)
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
+from fused_rope_attn.distributed.cuts import check_sharding, chunk_count, chunks_of
 from fused_rope_attn.distributed.groups import Exchange, Group, group_named, group_of, join_rows, others
-from fused_rope_attn.distributed.layout import SHARDINGS, chunk_count, chunks_of
-from fused_rope_attn.runtime.checks import kind_of, refuse_choice, refuse_non_tensor, shown
+from fused_rope_attn.runtime.checks import kind_of, refuse_non_tensor, shown
 from fused_rope_attn.runtime.registration import Operator
 
 
 def _members(group: Any, sharding: str) -> Group:
     members = group_of(group)
-    if sharding not in SHARDINGS:
-        refuse_choice("sharding", sharding, SHARDINGS)
+    check_sharding("sharding", sharding, members.size)
     return members
 
 
@@ -40,7 +39,8 @@ def cp_shard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag")
         x: any tensor whose rows, a multiple of 2P of them (``"contiguous"``: of P), belong to the sequence.
         dim: the axis of the rows.
         group: a ProcessGroup or a DeviceMesh of one dimension, of P ranks.
-        sharding: ``"zigzag"``: of 2P chunks rank r has number r and number 2P - 1 - r; ``"contiguous"``: P chunks.
+        sharding: ``"zigzag"``: of 2P chunks rank r has number r and number 2P - 1 - r; ``"contiguous"``: P chunks;
+            ``"dealt:0,1,1,0"``, which is ``plan_varlen_cp(..., sharding="balanced").sharding``: the rank of each chunk.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -66,7 +66,9 @@ def cp_unshard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag
     members, dim = _members(group, sharding), _check_axis(x, dim)
     parts = len(chunks_of(0, members.size, sharding))
     if x.shape[dim] % parts:
-        raise ValueError(f"x must have an even number of rows along dim {dim}, but has {x.shape[dim]}")
+        raise ValueError(
+            f"x must have a multiple of {parts} rows along dim {dim} for sharding={sharding!r}, but has {x.shape[dim]}"
+        )
     return _unshard(x, dim, members.name, sharding)
 
 

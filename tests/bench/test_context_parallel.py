@@ -5,9 +5,10 @@ import json
 import pytest
 
 from bench.__main__ import main
-from bench.suites.context_parallel.cases import Work
+from bench.suites.context_parallel.cases import KINDS, Work
 from bench.suites.context_parallel.command import table
 from bench.suites.context_parallel.plots import draw
+from bench.suites.context_parallel.providers import PROVIDERS
 
 
 def rows():
@@ -33,6 +34,14 @@ def test_documents_fill_the_sequence():
     limits = Work("packed", 131072).documents
     lengths = [b - a for a, b in zip(limits, limits[1:])]
     assert limits[0] == 0 and limits[-1] == 131072 and max(lengths) <= 32768 and min(lengths) > 0
+
+
+def test_who_is_measured():
+    found = {
+        name: {kind for kind in KINDS if provider.is_for(Work(kind, 1024))} for name, provider in PROVIDERS.items()
+    }
+    assert found.pop("fused-balanced") == {"packed"}
+    assert all(kinds == set(KINDS) for kinds in found.values())
 
 
 def test_table_names_who_was_not_timed():

@@ -27,6 +27,7 @@ ROWS = [
     ((0, 1, 2), replace(PLAIN, causal=False, window=(-1, 3)), {"total_len": 33}),
     ((0, 1), replace(PLAIN, causal=False, window=(4, -1)), {}),
     ((0, 1, 2), PLAIN, {"total_len": 19}),
+    ((0, 1), PLAIN, {"total_len": 43, "sharding": "dealt:0,1,0,0,1,1", "local_tables": True}),
     ((0, 1, 2), replace(PLAIN, norms=1.0, window=(9, 0)), {"total_len": 40}),
     ((0, 1), replace(PLAIN, norms=0.0, causal=False), {"method": "all_to_all"}),
     ((0, 1), PLAIN, {"total_len": 13, "method": "all_to_all"}),

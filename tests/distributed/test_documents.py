@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn.testing import Case
-from tests.support.context_parallel import judge, refused_plan
+from tests.support.context_parallel import balanced, judge, refused_plan
 from verification.context_parallel import attend, joined
 
 # Documents of one token, empty ones, one over several chunks, and ends that are those of chunks; 6 tokens of no one.
@@ -21,6 +21,11 @@ ROWS = [
     ((0, 1, 2), replace(PACKED, causal=False), {}),
     ((0, 1, 2), replace(WHOLE, causal=False, window=(3, 2), tables="random"), {}),
     ((0, 1, 2), replace(PACKED, seqlens=((66, 66),)), {}),
+    # Chunks that are adjacent, that have no document in common, and three of one document.
+    ((0, 1), PACKED, {"sharding": "dealt:0,1,1,0,0,1"}),
+    ((0, 1), replace(PACKED, seqlens=((66, 66),)), {"sharding": "dealt:0,1,0,1,0,1"}),
+    ((0, 2, 3), replace(WHOLE, causal=False, window=(9, 4)), {"sharding": "dealt:2,0,0,1,1,0,2,1,2,0,1,2"}),
+    ((0, 1), replace(WHOLE, sinks=True), {"sharding": "dealt:1,1,0,0,1,0", "method": "all_to_all"}),
 ]
 
 
@@ -28,6 +33,12 @@ ROWS = [
 def test_rows(ranks, members, case, options):
     parts = ranks.results(attend, case, members, "cpu", options, ranks=members)
     judge(case, joined(parts, options.get("sharding", "zigzag")))
+
+
+def test_a_balanced_plan_says_how_to_cut(ranks):
+    for sharding, own in ranks.results(balanced, (0, 1), [0, 2000, 3000, 40000, 65536], ranks=(0, 1)):
+        assert sharding.startswith("dealt:")
+        assert own > 0.95
 
 
 @pytest.mark.parametrize(
@@ -38,6 +49,7 @@ def test_rows(ranks, members, case, options):
         ([0, 7], {}, "total_tokens must be a multiple of 4 for 2 ranks"),
         ([0, 8], {"total_tokens": 4}, "at least the 8 tokens"),
         ([0, 8], {"sharding": "ring"}, "sharding must be"),
+        ([0, 8], {"sharding": "dealt:0,0,0,1"}, "each rank equally often"),
     ],
 )
 def test_refused_plans(ranks, cu_seqlens, options, message):

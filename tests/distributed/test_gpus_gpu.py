@@ -1,4 +1,5 @@
-"""Context parallelism on 2 and 4 GPUs by NCCL: bits of one GPU, float64, repeats, delays, streams, graphs, memory.
+"""Context parallelism on 2 and 4 GPUs by NCCL: bits of one GPU, float64, repeats, delays, streams, graphs, compiled
+calls, memory.
 
 One test for each number of GPUs, which runs all checks in one pool of processes and names all that fail: of many tests
 every worker of ``pytest -n`` would begin a pool of its own on the same GPUs.
@@ -13,7 +14,7 @@ from fused_rope_attn.testing import Case
 from tests.support import cp_gpu
 from tests.support.context_parallel import judge
 from tests.support.dtypes import BF16
-from verification.context_parallel import attend, joined
+from verification.context_parallel import attend, dealt, joined
 from verification.ranks import Ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -21,9 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GP
 # Few kernels, since every process compiles them; ``python -m verification --cp`` has all features.
 LONG = Case(1, 8, 2, 8192, 8192, 128, dtype=BF16)
 SHORT = replace(LONG, len_q=1024, len_k=1024)
+EVEN = Case(1, 8, 2, 1024, 1024, 128, dtype=BF16, seqlens=tuple((n, n) for n in (1, 300, 0, 77, 616, 30)))
 PACKED = Case(1, 8, 2, 1032, 1032, 128, dtype=BF16, seqlens=tuple((n, n) for n in (1, 300, 0, 77, 600, 30)))
 
-BITS = [(LONG, "zigzag"), (LONG, "contiguous"), (replace(LONG, window=(1000, 0)), "zigzag")]
+BITS = [(LONG, "zigzag"), (LONG, "contiguous"), (LONG, "dealt"), (replace(LONG, window=(1000, 0)), "zigzag")]
 NUMBERS = [
     (SHORT, {}),
     (SHORT, {"total_len": 801, "sharding": "contiguous"}),
@@ -38,12 +40,13 @@ NUMBERS = [
 
 def bits(pool, members):
     for case, sharding in BITS:
+        sharding = dealt(len(members)) if sharding == "dealt" else sharding
         for rank, same in enumerate(pool.results(cp_gpu.bits, case, members, sharding, ranks=members)):
             assert same == {"o": True, "lse": True}, f"{case.name} {sharding}: rank {rank}: {same}"
 
 
 def numbers(pool, members):
-    for case, options in NUMBERS:
+    for case, options in (*NUMBERS, (EVEN, {"sharding": dealt(len(members))})):
         parts = pool.results(attend, case, members, "cuda", options, ranks=members)
         judge(case, joined(parts, options.get("sharding", "zigzag")), options.get("total_len"), "cuda")
 
@@ -65,6 +68,11 @@ def graphs(pool, members):
     assert pool.results(cp_gpu.graph, LONG, members, ranks=members) == [True] * len(members)
 
 
+def compiled(pool, members):
+    for rank, same in enumerate(pool.results(cp_gpu.compiled, SHORT, members, ranks=members)):
+        assert all(same.values()), f"rank {rank}: {same}"
+
+
 def memory(pool, members):
     """Forward holds K and V of all ranks, whose parts are copied once more; backward their gradients in float32."""
     keys = 2 * LONG.len_k * LONG.heads_kv * LONG.head_dim * 2 / 2**20
@@ -81,7 +89,7 @@ def test_several_gpus(size):
     members, failures = tuple(range(size)), []
     pool = Ranks(size, "nccl")
     try:
-        for check in (bits, numbers, repeats, a_late_rank, late_inputs, memory, graphs):
+        for check in (bits, numbers, repeats, a_late_rank, late_inputs, memory, graphs, compiled):
             try:
                 check(pool, members)
             except TimeoutError:

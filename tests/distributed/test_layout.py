@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from fused_rope_attn.distributed.layout import chunk_count, chunks_of, owner_of, shares
+from fused_rope_attn.distributed.cuts import chunk_count, chunks_of, owners_of
+from fused_rope_attn.distributed.layout import shares
 
 
 def visible(position, total, causal, window):
@@ -71,6 +72,13 @@ def test_every_row_once_and_all_that_it_sees(causal, window, sharding):
             check(size, sharding, chunk, total, causal, window)
 
 
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+def test_chunks_that_are_dealt(causal, window):
+    for size, sharding in ((2, "dealt:0,1,1,0,0,1"), (3, "dealt:2,2,0,1,0,1")):
+        for chunk, total in ((3, 18), (130, 700)):
+            check(size, sharding, chunk, total, causal, window)
+
+
 def test_narrow_windows_need_few_keys():
     every = shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))
     for rank, share in enumerate(every.shares):
@@ -85,4 +93,4 @@ def test_owners():
     for size, sharding in itertools.product((1, 2, 5), ("zigzag", "contiguous")):
         for rank in range(size):
             for place, chunk in enumerate(chunks_of(rank, size, sharding)):
-                assert owner_of(chunk, size) == (rank, place)
+                assert owners_of(size, sharding)[chunk] == (rank, place)

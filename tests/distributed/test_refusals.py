@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.context_parallel import refused
+from tests.support.context_parallel import other_documents, refused
 
 # (what rank 1 of three passes otherwise, or all with "all", the error, what every rank's message says)
 ROWS = [
@@ -17,7 +17,7 @@ ROWS = [
     ({"softcap": -1.0}, ValueError, "softcap must be finite and positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a float"),
     ({"all": True, "method": "all_to_all"}, ValueError, "k has 2 heads"),
-    ({"all": True, "length": 7}, ValueError, "q must have an even number of rows"),
+    ({"all": True, "length": 7}, ValueError, "q must have a multiple of 2 rows"),
     ({"all": True, "heads_kv": 3}, ValueError, "k has 3 heads, but q's 4 heads"),
     ({"all": True, "length_k": 6}, ValueError, "k must have q's 12 rows"),
     ({"all": True, "sharding": "striped"}, ValueError, "sharding must be"),
@@ -34,6 +34,11 @@ def test_all_ranks_raise(ranks, wrong, kind, message):
     for name, text in ranks.results(refused, (0, 1, 2), wrong, ranks=(0, 1, 2)):
         assert name == kind.__name__, text
         assert message in text
+
+
+def test_plans_of_other_documents(ranks):
+    for message in ranks.results(other_documents, (0, 1), ranks=(0, 1)):
+        assert "the documents of plan must be the same on all ranks" in message
 
 
 def test_groups(ranks):

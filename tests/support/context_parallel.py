@@ -13,6 +13,7 @@ from fused_rope_attn.distributed import (
     cp_unshard,
     plan_varlen_cp,
     rope_attention_cp,
+    rope_attention_varlen_cp,
 )
 from fused_rope_attn.testing import Case
 from verification.context_parallel import compared
@@ -23,6 +24,17 @@ def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, 
     """Hold all tensors to the contract's tolerance, every row."""
     for comparison in compared(case, found, total, device):
         assert comparison.ok, f"{case.name}: {comparison.tensor}: {comparison.detail}"
+
+
+def balanced(ranks: tuple[int, ...], cu_seqlens: list[int]) -> tuple[str, float]:
+    """(the sharding that a balanced plan finds, this rank's work over half of all, by its own positions)."""
+    group = group_of(ranks)
+    plan = plan_varlen_cp(cu_seqlens, group=group, sharding="balanced")
+    limits, every = torch.tensor(cu_seqlens), torch.arange(cu_seqlens[-1])
+    seen = every - limits[torch.searchsorted(limits, every, right=True) - 1] + 1
+    own = seen[cp_positions(plan.total, group=group, sharding=plan.sharding)]
+    assert torch.equal(own, cp_shard(seen, 0, group=group, sharding=plan.sharding))
+    return plan.sharding, float(own.sum() / seen.sum() * len(ranks))
 
 
 def refused_plan(ranks: tuple[int, ...], cu_seqlens: list[int], options: dict[str, Any]) -> str:
@@ -48,6 +60,18 @@ def refused(ranks: tuple[int, ...], wrong: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", "nothing was refused"
+
+
+def other_documents(ranks: tuple[int, ...]) -> str:
+    """The message of a packed call for which rank 1 has made a plan of other documents."""
+    group = group_of(ranks)
+    plan = plan_varlen_cp([0, 5 + group.rank(), 12], group=group)
+    x = torch.zeros(plan.local, 2, 16)
+    try:
+        rope_attention_varlen_cp(x, x, x, torch.ones(12, 8), torch.zeros(12, 8), plan)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def cut_and_join(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fused_rope_attn import rope_attention, testing
-from fused_rope_attn.distributed import cp_shard, rope_attention_cp
+from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.testing import Case
 from verification.ranks import group_of
 
@@ -99,6 +99,33 @@ def graph(case: Case, ranks: tuple[int, ...]) -> bool:
     expected = step()
     torch.cuda.synchronize()
     return torch.equal(o, expected)
+
+
+def compiled(case: Case, ranks: tuple[int, ...]) -> dict[str, bool]:
+    """Whether graphs of whole calls, compiled for both passes, give the eager ones' bits; packed, of several plans."""
+    group, (q, k, v, do), inputs = _shards(case, ranks)
+    given = {"group": group, "deterministic": True}
+
+    def attend(q, k, v):
+        return rope_attention_cp(q, k, v, inputs.cos, inputs.sin, case.causal, **given)
+
+    def attend_packed(q, k, v, plan):
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        o = rope_attention_varlen_cp(*packed, inputs.cos, inputs.sin, plan, deterministic=True)
+        return o.transpose(0, 1).unsqueeze(0)
+
+    def same(function, *more) -> bool:
+        found = []
+        for run in (torch.compile(function, fullgraph=True), function):
+            o = run(q, k, v, *more)
+            found.append((o.detach(), *torch.autograd.grad(o, (q, k, v), do)))
+        return all(torch.equal(a, b) for a, b in zip(*found))
+
+    results = {"dense": same(attend)}
+    for middle in (case.len_k // 3, case.len_k // 2):
+        plan = plan_varlen_cp([0, middle, case.len_k], group=group, device="cuda")
+        results[f"packed at {middle}"] = same(attend_packed, plan)
+    return results
 
 
 def memory(case: Case, ranks: tuple[int, ...]) -> tuple[float, float]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from fused_rope_attn.distributed import cp_shard, cp_shift_labels
+from fused_rope_attn.distributed import cp_shard, cp_shift_labels, plan_varlen_cp
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids, make_model
 from verification.ranks import group_of
@@ -33,7 +34,8 @@ def step(
     options = dict(options)
     cut = {"group": group_of(ranks), "sharding": options.pop("sharding", "zigzag")}
     rows = options.pop("rows", 1)
-    checkpoints = options.pop("checkpoints", False)
+    planned = options.pop("planned", None)
+    checkpoints, by_torch = options.pop("checkpoints", False), options.pop("by_torch", False)
     model = patch_model(make_model(family), cp_group=cut["group"], cp_sharding=cut["sharding"])
     if options.pop("copied", False):
         model = copy.deepcopy(model)
@@ -42,13 +44,26 @@ def step(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids, positions = make_ids(rows, sum(documents)), positions_of(documents)
     limits = torch.tensor((0, *documents)).cumsum(0)
-    given = {
+    given: dict[str, Any] = {}
+    if planned:
+        given["cp_plan"] = plan_varlen_cp(limits, group=cut["group"], sharding=planned)
+        cut["sharding"] = given["cp_plan"].sharding
+    given |= {
         "input_ids": cp_shard(ids, 1, **cut), "position_ids": cp_shard(positions, 1, **cut).expand(rows, -1),
         "labels": cp_shard(ids, 1, **cut), "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
         "num_items_in_batch": int((labels_of(ids, documents) != -100).sum()),
     }  # fmt: skip
-    found = model(**given)
-    found.loss.backward()
+    if by_torch:  # as transformers' Trainer cuts a batch, with accelerate's ParallelismConfig
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        whole = [ids.clone(), positions.clone().expand(rows, -1).contiguous(), ids.clone(), labels_of(ids, documents)]
+        given |= dict(zip(("input_ids", "position_ids", "labels", "shift_labels"), whole))
+        mesh = DeviceMesh.from_group(cut["group"], "cpu", mesh_dim_names=("cp",))
+        cutting = context_parallel(mesh, buffers=whole, buffer_seq_dims=[1] * 4, no_restore_buffers=set(whole))
+    with cutting if by_torch else nullcontext():
+        found = model(**given)
+        found.loss.backward()
     assert all(row.patched for row in patch_report(model))
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found.logits.detach(), found.loss.detach(), gradients
@@ -76,6 +91,13 @@ def refused(ranks: tuple[int, ...], what: str) -> str:
     elif what == "layer":
         call = model.model.layers[0]
         given = {"hidden_states": torch.randn(1, 8, 64), "position_embeddings": (torch.ones(1, 8, 16),) * 2}
+    elif what.startswith("plan"):
+        given["cp_plan"] = plan_varlen_cp([0, 9, 32 if "longer" in what else 16], group=group)
+        if "rows" in what:
+            given = {**given, "input_ids": make_ids(2, 8), "position_ids": given["position_ids"].expand(2, -1)}
+        if "nobody" in what:
+            unpatch_model(model)
+            patch_model(model)
     elif what == "attentions":
         given["output_attentions"] = True
     try:

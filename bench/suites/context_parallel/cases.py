@@ -28,6 +28,11 @@ class Work:
         return f"{self.kind}-{length_name(self.length)}"
 
     @property
+    def takes_seconds(self) -> bool:
+        """Whether a call is so long that nothing needs to be warm."""
+        return self.kind == "plain" and self.length >= 1 << 20
+
+    @property
     def window(self) -> tuple[int, int] | None:
         return WINDOW if self.kind == "window" else None
 

@@ -20,6 +20,10 @@ class One:
 
     name, label = "one", "one GPU"
 
+    def is_for(self, work: Work) -> bool:
+        """Whether it is measured at all."""
+        return True
+
     def missing(self, work: Work) -> str | None:
         return None
 
@@ -45,20 +49,24 @@ class One:
 
 
 class Ours(One):
-    """This package's, by the method that ``plan_cp`` chooses or by a given one."""
+    """This package's, by the method that ``plan_cp`` chooses or by a given one; zigzag shards, or balanced ones."""
 
-    def __init__(self, method: str = "auto"):
-        self.method = method
-        self.name = "fused" if method == "auto" else f"fused-{method}"
-        self.label = "ours" if method == "auto" else f"ours, {method}"
+    def __init__(self, method: str = "auto", sharding: str = "zigzag"):
+        self.method, self.sharding = method, sharding
+        words = [word for word in (method, sharding) if word not in ("auto", "zigzag")]
+        self.name, self.label = "-".join(["fused", *words]), ", ".join(["ours", *words])
+
+    def is_for(self, work: Work) -> bool:
+        return self.sharding == "zigzag" or work.kind == "packed"
 
     def prepare(self, work: Work, given: list[torch.Tensor], tables: Any, group: Any) -> None:
-        shards = [cp_shard(x, 2, group=group) for x in given]
+        self.plan, sharding = None, self.sharding
+        if work.kind == "packed":
+            self.plan = plan_varlen_cp(work.documents, group=group, device=given[3].device, sharding=sharding)
+            sharding = self.plan.sharding
+        shards = [cp_shard(x, 2, group=group, sharding=sharding) for x in given]
         self.inputs = [x.requires_grad_() for x in shards[:3]]
         self.do, self.tables, self.work, self.group = shards[3], tables, work, group
-        self.plan = None
-        if work.kind == "packed":
-            self.plan = plan_varlen_cp(work.documents, group=group, device=self.do.device)
 
     def forward(self) -> torch.Tensor:
         q, k, v = self.inputs
@@ -106,8 +114,9 @@ class Torch(One):
             yield
 
 
-PROVIDERS = {provider.name: provider for provider in (One(), Ours(), Ours("all_gather"), Ours("all_to_all"), Torch())}
-DEFAULT = ("one", "fused", "torch")
+_OURS = (Ours(), Ours(sharding="balanced"), Ours("all_gather"), Ours("all_to_all"))
+PROVIDERS = {provider.name: provider for provider in (One(), *_OURS, Torch())}
+DEFAULT = ("one", "fused", "fused-balanced", "torch")
 
 
 def barrier(group: Any) -> None:

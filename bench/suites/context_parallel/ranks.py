@@ -52,13 +52,15 @@ def measure(
     calls: dict[str, Callable[[], Any]] = {}
     for name in names:
         provider = PROVIDERS[name]
+        if not provider.is_for(work):
+            continue
         base = {**work.fields(), "shape": f"P={size}", "ranks": size, "provider": name, "label": provider.label}
         rows[name] = {**base, "pass": part, "mode": "eager", "status": "ok", "detail": ""}
         reason = provider.missing(work)
         if reason is None:
             try:
                 provider.prepare(work, given, tables, group)
-                rows[name]["mib"] = first_call(provider, part, device)
+                rows[name]["mib"] = first_call(provider, part, device, 1 if work.takes_seconds else 2)
                 calls[name] = call_of(provider, part)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -68,13 +70,15 @@ def measure(
     samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     counts = {}
     for name, call in calls.items():
-        with PROVIDERS[name].active():
-            once = timed(call, 1, group)[0]
-        counts[name] = max(1, min(_MOST_CALLS, int(_CALLS_MS / max(once, 1e-3))))
+        counts[name] = 1
+        if not work.takes_seconds:
+            with PROVIDERS[name].active():
+                once = timed(call, 1, group)[0]
+            counts[name] = max(1, min(_MOST_CALLS, int(_CALLS_MS / max(once, 1e-3))))
     for index in range(rounds):
         for name in order(list(calls), index):
             with PROVIDERS[name].active():
-                samples[name].append(timed(calls[name], counts[name], group))
+                samples[name].append(timed(calls[name], counts[name], group, warm=not work.takes_seconds))
     for name in calls:
         flat = [x for one_round in samples[name] for x in one_round]
         medians = [quantile(one_round, 0.5) for one_round in samples[name]]
@@ -92,11 +96,12 @@ def measure(
     return list(rows.values())
 
 
-def first_call(provider: Any, part: str, device: torch.device) -> float:
-    """Compile, and the most MiB of the GPU's memory that a pass takes beyond the inputs, on the rank with most."""
+def first_call(provider: Any, part: str, device: torch.device, count: int) -> float:
+    """Compile, and the most MiB of the GPU's memory that the last of ``count`` calls of a pass takes beyond the inputs,
+    on the rank with most."""
     most = 0.0
     with provider.active():
-        for _ in range(2):
+        for _ in range(count):
             torch.cuda.synchronize()
             if part == "bwd":
                 o = provider.forward()
@@ -122,9 +127,13 @@ def call_of(provider: Any, part: str) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(o, provider.inputs, provider.do, retain_graph=True)
 
 
-def timed(call: Callable[[], Any], count: int, group: Any) -> list[float]:
-    """Milliseconds of each of ``count`` calls one after another, of the rank that took longest."""
-    call()
+def timed(call: Callable[[], Any], count: int, group: Any, *, warm: bool = True) -> list[float]:
+    """Milliseconds of each of ``count`` calls one after another, of the rank that took longest.
+
+    warm: behind one more call.
+    """
+    if warm:
+        call()
     barrier(group)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     # Some work, during which the hosts get ahead of their GPUs.

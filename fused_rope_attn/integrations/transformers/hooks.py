@@ -13,7 +13,7 @@ from fused_rope_attn.integrations.transformers.batch import Batch, Kept, describ
 from fused_rope_attn.integrations.transformers.families import name_of
 from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
 from fused_rope_attn.integrations.transformers.serving import refuse_what_lacks_masks
-from fused_rope_attn.integrations.transformers.shards import describe_shard, refuse_unshifted_labels
+from fused_rope_attn.integrations.transformers.shards import PLAN, describe_shard, refuse_unshifted_labels
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
     MASK_MAKER,
@@ -44,8 +44,11 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             shared = describe_shard(state.attentions, decoder.config, given, state.shards)
             kept = None if torch.compiler.is_compiling() else Kept()
             batch = Batch(shared=shared, causal=shared.causal, kept=kept)
+        given.pop(PLAN, None)
         # A cache of a shard would be of no use to anybody.
         return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
+    if given.get(PLAN) is not None:
+        raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
     if batch.original:

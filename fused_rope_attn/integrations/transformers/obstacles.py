@@ -34,13 +34,17 @@ _ATTENTION = {
 }  # fmt: skip
 
 
-def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, Any]) -> None:
-    """Raise where neither the fused kernels nor the modules' own forward would compute what the caller means."""
-    if in_context_parallel():
+def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, Any], *, on_shards: bool = False) -> None:
+    """Raise where neither the fused kernels nor the modules' own forward would compute what the caller means.
+
+    on_shards: the model knows the ranks with which it shares its sequences.
+    """
+    if in_context_parallel() and not on_shards:
         raise NotImplementedError(
             "a patched model was called under torch's context_parallel, where every rank holds a shard of the sequence "
-            "and fused attention would attend to nothing but the shard: call unpatch_model(model) before, with "
-            "attn_implementation='sdpa', or run the patched model on whole sequences outside of the context manager"
+            "and fused attention would attend to nothing but the shard: tell it the ranks by patch_model(model, "
+            "cp_group=...), call unpatch_model(model) before, with attn_implementation='sdpa', or run the patched "
+            "model on whole sequences outside of the context manager"
         )
     mask = given.get("attention_mask")
     if isinstance(mask, BlockMask):

@@ -86,14 +86,16 @@ def patch_model(
             as ``cp_shard`` and ``cp_shift_labels`` of ``fused_rope_attn.distributed`` cut them. Position ids that begin
             anew are packed documents. Padding masks and caches are refused, and so is whatever would take the module's
             own forward, which knows nothing of the other ranks.
-        cp_sharding: ``"zigzag"`` or ``"contiguous"``.
+        cp_sharding: as ``sharding`` in ``cp_shard``. A batch that is cut by its documents brings their plan, which
+            ``plan_varlen_cp(..., sharding="balanced")`` makes, as one more argument of the forward pass, ``cp_plan``.
 
     Returns:
         the same model.
 
     Raises:
         TypeError: model is not a module, deterministic not a bool, or cp_group no group.
-        ValueError: unsupported or cp_sharding is neither of the two, or cp_group has several dimensions.
+        ValueError: unsupported is neither of the two, cp_sharding no sharding of these ranks, or cp_group has several
+            dimensions.
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not;
             nothing has been changed then.
     """

@@ -9,14 +9,18 @@ from torch import Tensor, nn
 
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
+from fused_rope_attn.distributed.cuts import SHARDINGS, check_sharding
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
-from fused_rope_attn.distributed.layout import SHARDINGS
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_what_nobody_computes
-from fused_rope_attn.runtime.checks import refuse_choice
+from fused_rope_attn.runtime.checks import kind_of, refuse_choice
+from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
+# The argument of a model's forward that is the ``DocumentPlan`` of a batch.
+PLAN = "cp_plan"
 _ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
+_SEVERAL_ROWS = f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row"
 
 
 class Shards(NamedTuple):
@@ -33,14 +37,16 @@ class Shards(NamedTuple):
 
 def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
     """The ``Shards`` of ``patch_model``'s arguments. Raises TypeError and ValueError naming them."""
-    if cp_sharding not in SHARDINGS:
-        refuse_choice("cp_sharding", cp_sharding, SHARDINGS)
     if cp_group is None:
+        if cp_sharding not in SHARDINGS:
+            refuse_choice("cp_sharding", cp_sharding, SHARDINGS)
         return None
     try:
-        return Shards(group_of(cp_group), cp_sharding)
+        group = group_of(cp_group)
     except (TypeError, ValueError) as error:
         raise type(error)(f"cp_{error}") from None
+    check_sharding("cp_sharding", cp_sharding, group.size)
+    return Shards(group, cp_sharding)
 
 
 class Shared(NamedTuple):
@@ -54,10 +60,11 @@ class Shared(NamedTuple):
 def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, Any], shards: Shards) -> Shared:
     """The ``Shared`` of a forward pass of a decoder with these arguments.
 
-    All ranks exchange their position ids, of which packed documents begin wherever one is not the one before plus one.
+    All ranks exchange their position ids, of which packed documents begin wherever one is not the one before plus one;
+    a plan of the documents, which a batch may bring, saves this and says how the batch is cut.
     Raises what cannot be computed on shards: there is nobody to hand it to.
     """
-    refuse_what_nobody_computes(attentions, given)
+    refuse_what_nobody_computes(attentions, given, on_shards=True)
     causal = is_causal(attentions, config, given)
     reason = obstacle(attentions, config, given, causal)
     if reason:
@@ -82,18 +89,48 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
             f"an attention_mask with padding {_ON_SHARDS}: pad behind the sequence, of which causal "
             "attention sees nothing, leave the mask out and give the padding the label -100"
         )
-    return Shared(shards, bool(causal), _plan(position_ids, shards))
+    plan = given.get(PLAN)
+    if plan is None:
+        plan = _plan(position_ids, shards)
+    else:
+        _check_plan(plan, position_ids, shards)
+    return Shared(shards, bool(causal), plan)
+
+
+def _check_plan(plan: Any, position_ids: Tensor, shards: Shards) -> None:
+    if not isinstance(plan, DocumentPlan):
+        raise TypeError(f"{PLAN} must be what plan_varlen_cp returns, but is {kind_of(plan)}")
+    if plan.group != shards.group:
+        raise ValueError(f"{PLAN} must be of the ranks of the model's cp_group")
+    if position_ids.shape[1] != plan.local:
+        every = position_ids.shape[1] * shards.group.size
+        raise ValueError(f"{PLAN} must be of the {every} tokens that all ranks have, but is of {plan.total}")
+    if position_ids.shape[0] > 1:
+        raise NotImplementedError(_SEVERAL_ROWS)
 
 
 def _plan(position_ids: Tensor, shards: Shards) -> DocumentPlan | None:
     whole = cp_unshard(position_ids, 1, **shards.options)
     begins = whole[:, 1:] != whole[:, :-1] + 1
+    if in_context_parallel():
+        _check_cut(whole, begins, shards)
     if not bool(begins.any()):
         return None
     if whole.shape[0] > 1:
-        raise NotImplementedError(f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row")
+        raise NotImplementedError(_SEVERAL_ROWS)
     first = torch.nn.functional.pad(begins[0], (1, 0), value=True).nonzero().flatten()
     return plan_varlen_cp(torch.nn.functional.pad(first, (0, 1), value=whole.shape[1]), **shards.options)
+
+
+def _check_cut(whole: Tensor, begins: Tensor, shards: Shards) -> None:
+    """Raise where torch's context_parallel, or somebody before it, has cut sequences otherwise than these shards."""
+    firsts = torch.cat((whole[:, :1], torch.where(begins, whole[:, 1:], 0)), 1)
+    if bool((firsts != 0).any()):
+        raise ValueError(
+            f"cp_sharding must be how torch's context_parallel has cut the sequence, but is {shards.sharding!r}, by "
+            "which the ranks' position_ids join to a document that does not begin with 0: torch cuts by 'zigzag', "
+            "unless its load balancing is turned off, and cuts only what is among its buffers"
+        )
 
 
 def attend_shard(

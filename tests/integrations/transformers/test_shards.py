@@ -6,6 +6,7 @@ import torch
 from tests.support import cp_models
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
+from verification.context_parallel import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 ROWS = [
@@ -17,6 +18,11 @@ ROWS = [
     ((0, 1), "mistral", (3, 14, 7), {}),
     ((0, 1), "qwen3", (24,), {}),
     ((0, 1), "gemma3", (3, 14, 7), {}),
+    ((0, 1), "llama", (3, 14, 7), {"sharding": "dealt:0,1,1,0,0,1"}),
+    ((0, 1), "gemma2", (3, 14, 7), {"planned": "dealt:0,1,1,0,0,1", "checkpoints": True}),
+    # Cut by torch, as Trainer and accelerate do.
+    ((0, 1), "llama", (24,), {"by_torch": True, "rows": 2}),
+    ((0, 1), "mistral", (3, 14, 7), {"by_torch": True}),
 ]
 
 
@@ -31,13 +37,8 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
         use_cache=False,
     )  # fmt: skip
     found.loss.backward()
-    size = len(members)
-    shards = [logits for logits, _, _ in parts]
-    if options.get("sharding") == "contiguous":
-        logits = torch.cat(shards, 1)
-    else:
-        halves = [x.chunk(2, dim=1) for x in shards]
-        logits = torch.cat([halves[r][0] for r in range(size)] + [halves[r][1] for r in reversed(range(size))], 1)
+    shards = [{"logits": logits[:, None]} for logits, _, _ in parts]
+    logits = joined(shards, options.get("planned", options.get("sharding", "zigzag")))["logits"][:, 0]
     assert_close(logits, found.logits.detach(), 1e-5, "logits")
     assert_close(sum(loss for _, loss, _ in parts), found.loss.detach(), 1e-5, "loss")
     for name, parameter in model.named_parameters():
@@ -53,6 +54,9 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
         ("padding", "attention_mask with padding"),
         ("cache", "a cache"),
         ("rows", "several rows of packed documents"),
+        ("plan of rows", "several rows of packed documents"),
+        ("plan, longer", "cp_plan must be of the 16 tokens that all ranks have, but is of 32"),
+        ("plan of nobody", "cp_plan must be given to a model whose ranks patch_model knows"),
         ("layer", "call the model"),
         ("attentions", "output_attentions=True is not served by a model that patch_model has given a cp_group"),
     ],
@@ -60,6 +64,12 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
 def test_refusals(ranks, what, message):
     for text in ranks.results(cp_models.refused, (0, 1), what, ranks=(0, 1)):
         assert message in text
+
+
+def test_a_cut_of_torch_that_is_not_the_models(ranks):
+    options = {"by_torch": True, "sharding": "contiguous"}
+    for error in ranks.run(cp_models.step, (0, 1), "llama", (24,), options, ranks=(0, 1)):
+        assert isinstance(error, ValueError) and "cp_sharding must be how torch's context_parallel" in str(error)
 
 
 def test_undone(ranks):
