@@ -20,16 +20,16 @@ from bench.report import Row, read_runs
 
 # The rows that the documents show, by suite. Older files of rows stay for the experiments that name them.
 CURRENT: dict[str, Path] = {
-    "attention": RESULTS / "h200-2026-11-22-triton-3.9.0.jsonl",
-    "attention on the oldest Triton": RESULTS / "h200-2026-11-22-triton-3.6.0.jsonl",
-    "host": RESULTS / "host-h200-2026-11-22-triton-3.9.0.jsonl",
+    "attention": RESULTS / "h200-2026-11-23-triton-3.9.0.jsonl",
+    "attention on the oldest Triton": RESULTS / "h200-2026-11-23-triton-3.6.0.jsonl",
+    "host": RESULTS / "host-h200-2026-11-23-triton-3.9.0.jsonl",
     "energy": RESULTS / "energy-h200-2026-11-22-triton-3.6.0.jsonl",
     "masks": RESULTS / "masks-h200-2026-11-21.jsonl",
     "norm": RESULTS / "norm-h200-2026-11-23-triton-3.9.0.jsonl",
     "norm on the oldest Triton": RESULTS / "norm-h200-2026-11-23-triton-3.6.0.jsonl",
     "rotation": RESULTS / "rope-h200-2026-11-21.jsonl",
     "rotation with norms": RESULTS / "rope-norms-h200-2026-11-23.jsonl",
-    "generation": RESULTS / "decode-h200-2026-11-22-triton-3.6.0.jsonl",
+    "generation": RESULTS / "decode-h200-2026-11-23-triton-3.9.0.jsonl",
     "models": RESULTS / "models-h200-2026-11-21.jsonl",
     "models with norms": RESULTS / "models-norms-h200-2026-11-23.jsonl",
     "serving": RESULTS / "serve-h200-2026-11-22.jsonl",

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -130,6 +131,46 @@ def test_models_without_norms_of_heads():
 
 
 @pytest.mark.filterwarnings("ignore:.*paged.*:FutureWarning")
+def test_training_with_activation_checkpointing():
+    """Every layer runs twice a step; afterwards, and in a work that does not ask for it, once."""
+    forwards = []
+
+    @contextmanager
+    def counted(model):
+        handles = [layer.self_attn.register_forward_hook(lambda *_: forwards.append(model)) for layer in layers(model)]
+        with providers.PROVIDERS["fused"].on(model):
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def layers(model):
+        return model.model.layers
+
+    chosen = [providers.PROVIDERS["sdpa"], replace(providers.PROVIDERS["fused"], on=counted)]
+    works = [shapes.Work("train", 1, 16, checkpoints=True), shapes.Work("train", 1, 16)]
+    losses, counts = [], []
+    model = shapes.make(TINY, torch.device("cpu"))
+    for work in works:
+        trial = suite.ModelTrial(chosen, suite.Case(TINY, work), model, CountingClock())
+        facts = [trial.enter(provider).facts for provider in chosen]
+        losses += [fact["loss"] for fact in facts]
+        counts.append(len(forwards) // len(layers(model)))
+        forwards.clear()
+    # Two steps each: the one that warms up and the one whose memory is measured.
+    assert counts == [4, 2] and works[0].name == "train-16-checkpoint"
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and not model.is_gradient_checkpointing
+
+
+class CountingClock:
+    """A clock whose memory is that of one call, which it makes."""
+
+    device = torch.device("cpu")
+
+    def peak_mib(self, function):
+        function()
+        return 1.0
+
+
 def test_requests_of_mixed_lengths(monkeypatch):
     """Continuous batching: whoever takes part answers alike, and each is timed with a manager of its own."""
     monkeypatch.setattr(serving, "PAGE", 16)

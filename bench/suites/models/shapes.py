@@ -92,15 +92,19 @@ NEW_TOKENS = 64
 class Work:
     """What is timed: ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token
     after another to a dynamic cache of ``length`` tokens; ``serve`` answers requests of up to ``length`` tokens with
-    NEW_TOKENS each, by continuous batching."""
+    NEW_TOKENS each, by continuous batching.
+
+    checkpoints: training keeps each layer's input alone, and runs the layer again before its backward pass.
+    """
 
     kind: str
     batch: int
     length: int
+    checkpoints: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{length_name(self.length)}"
+        return f"{self.kind}-{length_name(self.length)}{'-checkpoint' if self.checkpoints else ''}"
 
     @property
     def tokens(self) -> int:
@@ -112,6 +116,7 @@ class Work:
 WORK = (
     Work("train", 4, 2048),
     Work("train", 2, 4096),
+    Work("train", 2, 4096, checkpoints=True),
     Work("prefill", 1, 4096),
     Work("prefill", 1, 16384),
     Work("decode", 8, 4096),

@@ -107,7 +107,7 @@ class ModelTrial(Trial):
             return self._enter_serving(provider)
         step = Step(self._model, self._case.work, self._clock.device)
         try:
-            with provider.on(self._model):
+            with self._in_force(provider):
                 step.fill()
                 step()  # what a first call allocates for good is not this call's memory
                 facts: Row = {"peak_mib": self._clock.peak_mib(step)}
@@ -116,7 +116,20 @@ class ModelTrial(Trial):
             raise
         self._first = step.result if self._first is None else self._first
         facts |= _agreement(self._first, step.result)
-        return Entry(provider, Verdict(), lambda part: step, facts, lambda: provider.on(self._model))
+        return Entry(provider, Verdict(), lambda part: step, facts, lambda: self._in_force(provider))
+
+    @contextmanager
+    def _in_force(self, provider: Provider) -> Iterator[None]:
+        """The provider is on, and so is activation checkpointing where the work asks for it."""
+        with provider.on(self._model):
+            if not self._case.work.checkpoints:
+                yield
+                return
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            try:
+                yield
+            finally:
+                self._model.gradient_checkpointing_disable()
 
     def _enter_serving(self, provider: Provider) -> Entry:
         served = Served(self._model, self._case.work)
@@ -186,7 +199,12 @@ class Models(Suite):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--models", default="", metavar="TEXT", help="only models whose name contains one of these")
-        add("--work", default="", metavar="TEXT", help="of train, prefill, decode, serve (with -4K and so on)")
+        add(
+            "--work",
+            default="",
+            metavar="TEXT",
+            help="of train, prefill, decode, serve (with -4K and so on; train-4K-checkpoint)",
+        )
         add("--providers", default="", help=f"of {', '.join(PROVIDERS)} (default: all)")
 
     @classmethod
