@@ -107,6 +107,16 @@ class Queries:
 
 
 @triton.jit
+def query_tiles(operands, origin, num_rows, first_row, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr):
+    """``HeadTiles`` of the num_rows queries of a head that begin at ``origin``, and of their dO."""
+    q = head_tiles(operands.q, operands.q_strides, origin, num_rows, operands.format, READS_LENGTHS, USE_TMA, first_row)
+    do = head_tiles(
+        operands.do, operands.do_strides, origin, num_rows, operands.format, READS_LENGTHS, USE_TMA, first_row
+    )  # fmt: skip
+    return q, do
+
+
+@triton.jit
 def statistics_of_head(operands, origin, num_queries, first_row, READS_LENGTHS: tl.constexpr):
     """``RowStatistics`` of the ``num_queries`` rows of one head that begin at ``origin``."""
     lse_ptr = operands.statistics_ptr + (origin.batch * operands.HQ + origin.head) * operands.NQ + origin.row
@@ -231,27 +241,10 @@ def write_dkdv(tile, operands, masks, angles, dk_ptr, dv_ptr, dk_strides, dv_str
     for member in range(operands.GROUP_SIZE):
         head_q = tile.origin.head * operands.GROUP_SIZE + member
         origin = Origin(batch=sequence.batch, head=head_q, row=sequence.first_q)
+        q_tiles, do_tiles = query_tiles(operands, origin, sequence.num_queries, first_row, READS_LENGTHS, USE_TMA)
         queries = Queries(
-            q=head_tiles(
-                operands.q,
-                operands.q_strides,
-                origin,
-                sequence.num_queries,
-                row_format,
-                READS_LENGTHS,
-                USE_TMA,
-                first_row,
-            ),
-            do=head_tiles(
-                operands.do,
-                operands.do_strides,
-                origin,
-                sequence.num_queries,
-                row_format,
-                READS_LENGTHS,
-                USE_TMA,
-                first_row,
-            ),
+            q=q_tiles,
+            do=do_tiles,
             statistics=statistics_of_head(operands, origin, sequence.num_queries, first_row, READS_LENGTHS),
             rotation=q_rotation,
             sign=angles.q_sign,
@@ -327,26 +320,9 @@ def write_dq(tile, operands, masks, angles, dq_ptr, dq_strides, softmax_scale, d
         sequence, tile.origin.head // operands.GROUP_SIZE, operands.k, operands.v, operands.k_strides,
         operands.v_strides, k_rotation, row_format, BLOCK_N, operands.USE_TMA,
     )  # fmt: skip
-    q_tiles = head_tiles(
-        operands.q,
-        operands.q_strides,
-        tile.origin,
-        tile.num_rows,
-        row_format,
-        READS_LENGTHS,
-        operands.ALL_TMA,
-        first_row,
-    )
-    do_tiles = head_tiles(
-        operands.do,
-        operands.do_strides,
-        tile.origin,
-        tile.num_rows,
-        row_format,
-        READS_LENGTHS,
-        operands.ALL_TMA,
-        first_row,
-    )
+    q_tiles, do_tiles = query_tiles(
+        operands, tile.origin, tile.num_rows, first_row, READS_LENGTHS, operands.ALL_TMA
+    )  # fmt: skip
 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
