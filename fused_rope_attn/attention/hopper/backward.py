@@ -131,6 +131,7 @@ class BackwardCall:
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do_like, element, block_n, pad_d)
+        ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         self.main = Launch(
@@ -148,7 +149,7 @@ class BackwardCall:
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
             IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_n, block_n),
-            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([block_n, BLOCK_M.value], element),
+            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None
         if self.sums is not None:

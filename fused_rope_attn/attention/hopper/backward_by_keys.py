@@ -2,7 +2,8 @@
 
 Everything is transposed, keys by queries, so that P^T and dS^T feed the tensor cores from the registers they are
 computed in. Only dS goes through shared memory, for dQ, which needs all keys; of dQ each warpgroup owns half of the
-columns.
+columns. It lies there as queries by keys, as dQ's product reads it fastest, and dQ is computed one step late: by then
+the other warpgroup's half of dS has long been there, and the two need not move in step.
 """
 
 from triton import constexpr_function
@@ -18,7 +19,11 @@ from fused_rope_attn.attention.hopper.backward_block import (
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
-from fused_rope_attn.attention.hopper.barriers import allocate_barriers, arrive_by_threads
+from fused_rope_attn.attention.hopper.barriers import (
+    Ring,
+    allocate_barriers,
+    arrive_by_threads,
+)
 from fused_rope_attn.attention.hopper.columns import (
     issue_by_columns,
     piece_zeros,
@@ -30,7 +35,7 @@ from fused_rope_attn.attention.hopper.columns import (
 from fused_rope_attn.attention.hopper.dq import stage_rows
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import (
     COPIES_OPERANDS,
@@ -42,19 +47,23 @@ from fused_rope_attn.runtime.triton_compat import (
     warpgroup_mma_wait,
 )
 
+# Slots for dS: of the step before, which the products of dQ read, and of this one.
+DS_STAGES = gl.constexpr(2)
+
 
 @record
 class Buffers:
     """Shared memory that these warpgroups use.
 
-    k, v: (1, 1, 1, BLOCK_N, BLOCK_D) 16-bit. ds: (2, BLOCK_N, BLOCK_M) 16-bit, for every other block, full when both
-    warpgroups have written their keys. dq: (CONSUMERS, 1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32, a part and a pair
-    of mbarriers for each warpgroup.
+    k, v: (1, 1, 1, BLOCK_N, BLOCK_D) 16-bit. ds: slots of (BLOCK_M, BLOCK_N) 16-bit, full when both warpgroups have
+    written their keys, empty when the products of both have read it; the slot of step s holds dS of step s - 1, and
+    zeros in step 0. dq: (CONSUMERS, 1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32, a part and a pair of mbarriers for
+    each warpgroup.
     """
 
     k: Buffer
     v: Buffer
-    ds: Buffer
+    ds: Ring
     q: QueryRing
     do: QueryRing
     dq: Buffer
@@ -67,15 +76,17 @@ def allocate_buffers(operands, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.co
     do = allocate_query_ring(operands.do, operands.stats, DO_STAGES)
     k_smem = gl.allocate_shared_memory(operands.k.dtype, [1] + operands.k.block_type.shape, operands.k.layout)
     v_smem = gl.allocate_shared_memory(operands.v.dtype, [1] + operands.v.block_type.shape, operands.v.layout)
-    ds_smem = gl.allocate_shared_memory(operands.k.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    ds_smem = gl.allocate_shared_memory(operands.k.dtype, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
     dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + dq_desc.block_type.shape, dq_desc.layout)
     k = Buffer(smem=k_smem, full=allocate_barrier(), empty=None)
     v = Buffer(smem=v_smem, full=allocate_barrier(), empty=None)
-    ds = Buffer(smem=ds_smem, full=allocate_barrier(), empty=None)
+    full, empty = allocate_barriers(DS_STAGES), allocate_barriers(DS_STAGES)
+    ds = Ring(smem=ds_smem, full=full, empty=empty, STAGES=DS_STAGES)
     dq = Buffer(smem=dq_smem, full=allocate_barriers(CONSUMERS), empty=allocate_barriers(CONSUMERS))
     mbarrier.init(k.full, count=1)
     mbarrier.init(v.full, count=1)
-    mbarrier.init(ds.full, count=CONSUMERS)
+    for slot in gl.static_range(DS_STAGES):
+        ds.init_slot(slot, FILLS=CONSUMERS, RELEASES=CONSUMERS * WARPGROUP_THREADS)
     init_query_ring(q)
     init_query_ring(do)
     for part in gl.static_range(CONSUMERS):
@@ -88,6 +99,37 @@ def allocate_buffers(operands, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.co
 def own_rows(tile, WARPGROUP: gl.constexpr):
     """The rows of K or V that a warpgroup owns, (KEYS, BLOCK_D)."""
     return whole_tile(tile.smem).slice(WARPGROUP * KEYS, KEYS, dim=0)
+
+
+@jit
+def own_ds(tile, WARPGROUP: gl.constexpr):
+    """The part of a tile of dS in shared memory that a warpgroup writes, (KEYS, BLOCK_M)."""
+    return tile.slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0))
+
+
+@jit
+def give_ds(WARPGROUP: gl.constexpr, ring, ds, step):
+    """Put a warpgroup's ds (KEYS, BLOCK_M) of the step before ``step`` where the product of dQ in ``step`` reads it."""
+    slot = ring.slot(step)
+    own_ds(ring.smem.index(slot), WARPGROUP).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(slot))
+
+
+@jit
+def no_ds(DTYPE: gl.constexpr):
+    """Zeros (KEYS, BLOCK_M), whose store fills rows of shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    return gl.zeros([KEYS, BLOCK_M], DTYPE, LAYOUT)
+
+
+@jit
+def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing):
+    """Begin the product of dQ in ``step``, of the dS of the step before, which is there: a warpgroup's columns, as many
+    as ``nothing``, zeros (BLOCK_M, columns), has."""
+    ds_tile = buffers.ds.smem.index(buffers.ds.slot(step))
+    k_columns = own_columns(buffers.k, WARPGROUP, nothing.shape[1])
+    return warpgroup_mma(ds_tile, k_columns, nothing, use_acc=False, is_async=True)
 
 
 @jit
@@ -131,20 +173,16 @@ def pass_hidden_queries(WARPGROUP: gl.constexpr, buffers, total, RIGHT: gl.const
     its columns of dQ. RIGHT: ``right_columns``."""
     q_ring, do_ring = buffers.q.blocks, buffers.do.blocks
     OWN: gl.constexpr = own_width(WARPGROUP, q_ring.smem.shape[4], RIGHT)
-    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    no_ds = gl.zeros([KEYS, BLOCK_M], q_ring.smem.dtype, ZEROS)
     no_dq = piece_zeros(BLOCK_M, OWN)
     for step in range(total):
-        ds_tile = buffers.ds.smem.index(step % 2)
-        ds_tile.slice(WARPGROUP * KEYS, KEYS, dim=0).store(no_ds)
-        fence_async_shared()
-        mbarrier.arrive(buffers.ds.full)
-        mbarrier.wait(buffers.ds.full, step & 1)
-        k_columns = own_columns(buffers.k, WARPGROUP, OWN)
-        token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
+        buffers.ds.wait_empty(step + 1)
+        give_ds(WARPGROUP, buffers.ds, no_ds(q_ring.smem.dtype), step + 1)
+        buffers.ds.wait_full(step)
+        token = issue_dq(WARPGROUP, buffers, step, no_dq)
         dq = warpgroup_mma_wait(0, deps=[token])
-        # Not before the other warpgroup has stored its dS: it is then done with the block before, so that what both
-        # release is one and the same.
+        buffers.ds.release_operands(step)
+        # Not before the other warpgroup has stored dS of the step before: it has then released what it had two steps
+        # ago, and rings have two slots or more, so that what both release is one and the same.
         do_ring.release_operands(step)
         q_ring.release_operands(step)
         send_dq(WARPGROUP, dq, buffers.dq, step)
@@ -156,14 +194,16 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
 
     first None: from 0 on. total is more than 0; with ``first`` it may be no more than that.
 
-    The products in the order of their issue: dV, dQ, dK of this block, scores and dP of the next, which ``load``
-    provides after the last block too; early scores come before dQ.
+    The products in the order of their issue: dV of this block, dQ of the one before, dK of this one, scores and dP of
+    the next, which ``load`` provides after the last block too; early scores come before dQ, an early dQ before both.
     """
     q_ring, do_ring = buffers.q.blocks, buffers.do.blocks
     BLOCK_D: gl.constexpr = q_ring.smem.shape[4]
     # With 128 columns the registers do not hold the next scores beside dQ: ptxas then makes every product synchronous.
     # With two pieces they do, but where P and dS are copied for the second one it is faster not to.
     EARLY_SCORES: gl.constexpr = BLOCK_D == 64 or (dk.right is not None and not COPIES_OPERANDS)
+    # Beside dP, which with more columns the registers do not hold either.
+    EARLY_DQ: gl.constexpr = BLOCK_D == 64
     DTYPE: gl.constexpr = q_ring.smem.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dk.left.type.layout, 2)
@@ -221,31 +261,32 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             p *= 1.0 - s * s
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         dv = issue_by_columns(p16, do, dv)
+        if EARLY_DQ:
+            buffers.ds.wait_full(step)
+            dq_token = issue_dq(WARPGROUP, buffers, step, no_dq)
         delta = buffers.do.stats.index(do_slot).load(gl.SliceLayout(0, S))
         ds = (p * (dp - delta[None, :])).to(DTYPE)
-        # Two buffers need no barrier for their release: that both warpgroups had stored dS of the last step, seen below
-        # in that step, says that both had finished dQ of the step before it.
-        ds_tile = buffers.ds.smem.index(step % 2)
-        ds_tile.slice(WARPGROUP * KEYS, KEYS, dim=0).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(buffers.ds.full)
+        buffers.ds.wait_empty(step + 1)
+        give_ds(WARPGROUP, buffers.ds, ds, step + 1)
         ds_operand = gl.convert_layout(ds, P)
         next_q = q_ring.smem.index(next_slot)
         if EARLY_SCORES:
             s_token = issue_scores(
                 k_rows, buffers.k, next_q, q_ring.full.index(next_slot), next_phase, no_s, WARPGROUP, RIGHT
             )
-        mbarrier.wait(buffers.ds.full, step & 1)
+        if not EARLY_DQ:
+            buffers.ds.wait_full(step)
         # Without early scores dV is alone in flight, and this waits for nothing: the wait for dQ covers dV.
-        dv = wait_for_pieces(dv, PENDING=GROUPS)
-        k_columns = own_columns(buffers.k, WARPGROUP, OWN)
-        dq_token = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, no_dq, use_acc=False, is_async=True)
+        dv = wait_for_pieces(dv, PENDING=GROUPS + EARLY_DQ)
+        if not EARLY_DQ:
+            dq_token = issue_dq(WARPGROUP, buffers, step, no_dq)
         dk = issue_by_columns(ds_operand, q, dk)
         if EARLY_SCORES:
             dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
         else:
             dq = warpgroup_mma_wait(GROUPS, deps=[dq_token])
         do_ring.release_operands(step)
+        buffers.ds.release_operands(step)
         send_dq(WARPGROUP, dq, buffers.dq, step)
         if not EARLY_SCORES:
             s_token = issue_scores(
@@ -272,6 +313,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             block = gl.where(block == queries.count, queries.num_ahead, block)
             block = gl.where(step + 1 < num_ahead, 0, block)
     warpgroup_mma_wait(0, deps=[dp_token])
+    buffers.ds.wait_full(total)
+    dq_token = issue_dq(WARPGROUP, buffers, total, no_dq)
+    send_dq(WARPGROUP, warpgroup_mma_wait(0, deps=[dq_token]), buffers.dq, total)
     return dk, dv
 
 
@@ -288,8 +332,12 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     mbarrier.wait(buffers.k.full, 0)
     mbarrier.wait(buffers.v.full, 0)
     total = sizes.GROUP_SIZE * queries.count
+    # One more than query blocks, because dQ comes one step late.
+    dq_steps = 0
     if total > 0:
+        dq_steps = total + 1
         first = None
+        give_ds(WARPGROUP, buffers.ds, no_ds(buffers.k.smem.dtype), 0)
         if WARPGROUP == 1 and queries.num_ahead is not None:
             first = sizes.GROUP_SIZE * queries.num_ahead
             pass_hidden_queries(WARPGROUP, buffers, first, RIGHT)
@@ -301,5 +349,5 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
         dk, dv, own_keys, sizes.NK, mask, scale, gradients,
         dv_stage=own_rows(buffers.v, WARPGROUP),
         dk_room=buffers.dq.smem.index(WARPGROUP), dk_room_empty=buffers.dq.empty.index(WARPGROUP),
-        dk_room_uses=total, WARPGROUP=WARPGROUP, FIRST_COLUMN=0,
+        dk_room_uses=dq_steps, WARPGROUP=WARPGROUP, FIRST_COLUMN=0,
     )  # fmt: skip

@@ -62,13 +62,25 @@ def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
 
 
 @jit
+def drop_block(dq, step):
+    """Give the room of one block of dQ back as soon as it has arrived, as ``send_block`` does, and send nothing."""
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.wait(dq.full.index(part), step & 1)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.arrive(dq.empty.index(part))
+
+
+@jit
 def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
     """The adding warp: every dQ block goes to the accumulator (B, HQ, pitch, columns) through the TMA.
 
     With ``Progress`` this program stores the blocks that are its own to begin and says so, and whoever adds to a block
     waits for that. At the end the program counts itself among those of its key head.
     """
-    step = 0
+    # dQ comes one step late: what comes in the first step is that of no block.
+    if queries.count > 0:
+        drop_block(dq, 0)
+    step = 1
     if progress.ptr is not None:
         wait_for_previous_launch(PDL)
     num_ahead = 0
