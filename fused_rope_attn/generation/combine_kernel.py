@@ -80,7 +80,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
                    BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr,
                    INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
                    HAS_NEW_KEYS: tl.constexpr, PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-                   PAGE_SIZE: tl.constexpr, ALIGNS_TILES: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
+                   PAGE_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
                    IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
                    ONE_PASS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One query row: the new tokens (NEW_WITH_PARTS), and its parts. Grid: (B * HKV * NQ * GROUP_SIZE,).
@@ -90,7 +90,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
     """
     caches = Caches(
         seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B,
-        ALIGNS_TILES=ALIGNS_TILES, ONE_PASS=ONE_PASS,
+        ALIGNMENT=ALIGNMENT, ONE_PASS=ONE_PASS,
     )  # fmt: skip
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     inputs = Inputs(
@@ -103,7 +103,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
         k_scale_stride=k_scale_stride, v_scale_stride=v_scale_stride, q_norm_ptr=q_norm_ptr, k_norm_ptr=k_norm_ptr,
         norm_eps=norm_eps, norm_offset=norm_offset, qk_scale=qk_scale, q_sign=q_sign, cap_scale=cap_scale, left=left,
         right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED, IS_CAUSAL=IS_CAUSAL,
-        CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNS_TILES=ALIGNS_TILES,
+        CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNMENT=ALIGNMENT,
         FLOAT8_DTYPE=FLOAT8_DTYPE, IS_ALIGNED=IS_ALIGNED,
     )  # fmt: skip
     pid = tl.program_id(0)

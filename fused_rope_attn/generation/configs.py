@@ -50,7 +50,8 @@ class DecodeConfig(TritonOptions):
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
     would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
     shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``. block_m: query
-    rows of one program at most in a chunk of a prompt; None: as many as a step has, up to DECODE_ROWS.
+    rows of one program at most in a chunk of a prompt; None: as many as a step has, up to DECODE_ROWS. by_page: tiles
+    that hold whole pages begin with a page, and look each of theirs up once.
     """
 
     block_n: int
@@ -64,6 +65,8 @@ class DecodeConfig(TritonOptions):
     block_m: int | None = None
     rows_apart: int = 0
     registers_apart: int | None = None
+    combine_registers: int | None = None
+    by_page: bool = False
 
 
 @dataclass(frozen=True)

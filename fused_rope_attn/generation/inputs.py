@@ -58,7 +58,7 @@ class Inputs:
     CACHE_IS_ROTATED: tl.constexpr
     PRECISION: tl.constexpr
     PAGE_SIZE: tl.constexpr
-    ALIGNS_TILES: tl.constexpr
+    ALIGNMENT: tl.constexpr
     FLOAT8_DTYPE: tl.constexpr
     IS_ALIGNED: tl.constexpr
 
@@ -170,7 +170,7 @@ def cache_of_head(inputs, keys, batch, head_kv, first_row, float8):
         origin = Origin(batch=tl.full((), 0, tl.int64), head=head_kv, row=0)
         pages = sequence_pages(
             inputs.table_ptr, inputs.table_strides, batch, inputs.num_pages, inputs.k_cache_strides[0],
-            inputs.v_cache_strides[0], inputs.PAGE_SIZE, HOLDS_TILES=inputs.ALIGNS_TILES,
+            inputs.v_cache_strides[0], inputs.PAGE_SIZE, BY_PAGE=inputs.ALIGNMENT > 1,
         )  # fmt: skip
     return KeyRows(
         k=head_rows(inputs.k_cache_ptr, inputs.k_cache_strides, origin, keys.num_keys, inputs.format, first_row),

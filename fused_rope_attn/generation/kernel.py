@@ -66,7 +66,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
                   IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
                   PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                  ALIGNS_TILES: tl.constexpr, IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
+                  ALIGNMENT: tl.constexpr, IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
                   IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
                   ONE_PASS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One share of all key tiles. Grid: (programs,).
@@ -75,7 +75,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
     starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the new k. With
     a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many rows as the
-    table has; ALIGNS_TILES: each page holds whole tiles. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in
+    table has; ALIGNMENT: tiles begin at multiples of so many keys, with which pages begin too, or 1. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in
     units of the scales (HKV,), or of one element with a stride of 0, or None; IS_ALIGNED: as in ``Float8``.
 
     IS_CHUNK: there are many tokens, of which a block leaves out those behind its last query. NEW_WITH_PARTS: the new
@@ -87,7 +87,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     let_next_launch_start(PDL)
     caches = Caches(
         seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B,
-        ALIGNS_TILES=ALIGNS_TILES, ONE_PASS=ONE_PASS,
+        ALIGNMENT=ALIGNMENT, ONE_PASS=ONE_PASS,
     )  # fmt: skip
     row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     inputs = Inputs(
@@ -100,7 +100,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         k_scale_stride=k_scale_stride, v_scale_stride=v_scale_stride, q_norm_ptr=q_norm_ptr, k_norm_ptr=k_norm_ptr,
         norm_eps=norm_eps, norm_offset=norm_offset, qk_scale=qk_scale, q_sign=q_sign, cap_scale=cap_scale, left=left,
         right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED, IS_CAUSAL=IS_CAUSAL,
-        CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNS_TILES=ALIGNS_TILES,
+        CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNMENT=ALIGNMENT,
         FLOAT8_DTYPE=FLOAT8_DTYPE, IS_ALIGNED=IS_ALIGNED,
     )  # fmt: skip
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
@@ -136,7 +136,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             float8 = float8_of(inputs, head_kv)
         queries = load_queries(inputs, rows, keys, float8)
         first_row = None
-        if ALIGNS_TILES and (starts_ptr is not None or left is not None):
+        if ALIGNMENT > 1 and (starts_ptr is not None or left is not None):
             first_row = keys.first_key
         cache = cache_of_head(inputs, keys, batch, head_kv, first_row, float8)
         sums = no_sums(BLOCK_M, BLOCK_D, IS_FLOAT8=FLOAT8_DTYPE is not None)

@@ -63,6 +63,15 @@ def cache_arguments(given: Any) -> dict[str, Any]:
     }
 
 
+def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
+    """ALIGNMENT of tiles of ``block_n`` keys in pages: 1 where a tile may begin within a page that it goes past."""
+    if page_size is None:
+        return 1
+    if page_size % block_n == 0:
+        return block_n
+    return page_size if by_page and block_n % page_size == 0 else 1
+
+
 class StepCall:
     """The launches of one signature: every program's share of all key tiles, then the sums of what was shared."""
 
@@ -108,7 +117,7 @@ class StepCall:
             "BLOCK_D": pad_d,
             "BLOCK_B": 32 if problem.batch <= 32 else 256,
             "LEAST_TILES": config.least_tiles,
-            "ALIGNS_TILES": page_size is not None and page_size % block_n == 0,
+            "ALIGNMENT": tile_alignment(page_size, block_n, config.by_page),
             "HAS_NEW_KEYS": appends,
             "PDL": config.pdl,
             "ONE_PASS": problem.batch <= 32,
@@ -132,6 +141,8 @@ class StepCall:
         combine_options: dict[str, int] = {"num_warps": 4}
         if config.pdl:
             combine_options["launch_pdl"] = True
+        if config.combine_registers is not None:
+            combine_options["maxnreg"] = config.combine_registers
         if page_size is not None:
             combine_options |= {"debug": True, "sanitize_overflow": False}
         self.combine = Launch(

@@ -1,9 +1,10 @@
 """Caches in pages: where the rows of a sequence lie in a pool of pages, by its row of the block table.
 
 Where a page holds whole tiles, a tile of rows has one entry of the block table, and its rows are as evenly spaced as
-those of a contiguous cache. Elsewhere a tile looks up the page of each of its rows: neighbouring rows mostly share one,
-and the second to sixteenth lookup is in the L1. The loop looks up the next tile's pages before it needs them, so that
-no load of keys waits for a load of entries.
+those of a contiguous cache. Where a tile holds whole pages, it may begin with a page and look each of them up once.
+Elsewhere a tile looks up the page of each of its rows: neighbouring rows mostly share one, and the second to sixteenth
+lookup is in the L1. The loop looks up the next tile's pages before it needs them, and looks at them when it does, so
+that no load of keys waits for a load of entries.
 """
 
 import triton
@@ -24,13 +25,13 @@ class Pages:
     k_stride: tl.tensor  # elements from one page to the next, int64
     v_stride: tl.tensor
     SIZE: tl.constexpr  # rows of a page
-    HOLDS_TILES: tl.constexpr  # no tile of cached keys goes past the end of a page
+    BY_PAGE: tl.constexpr  # each tile of cached keys lies within one page, or begins and ends with pages
 
 
 @record
 class Lookup:
     """Where a walk over the tiles of a sequence is: the entries of its next tile (``tile_entries``), and the highest of
-    all that it has looked up."""
+    those of the tiles before."""
 
     entries: tl.tensor
     highest: tl.tensor
@@ -38,14 +39,14 @@ class Lookup:
 
 @triton.jit
 def sequence_pages(table_ptr, table_strides, sequence, num_pages, k_stride, v_stride, SIZE: tl.constexpr,
-                   HOLDS_TILES: tl.constexpr = False):  # fmt: skip
+                   BY_PAGE: tl.constexpr = False):  # fmt: skip
     """``Pages`` of one sequence (int64), by its row of the block table (B, pages) int32.
 
     k_stride and v_stride are those of the pools' first axes.
     """
     return Pages(
         entries_ptr=table_ptr + sequence * table_strides[0], entry_stride=table_strides[1], num_pages=num_pages,
-        k_stride=k_stride, v_stride=v_stride, SIZE=SIZE, HOLDS_TILES=HOLDS_TILES,
+        k_stride=k_stride, v_stride=v_stride, SIZE=SIZE, BY_PAGE=BY_PAGE,
     )  # fmt: skip
 
 
@@ -62,11 +63,27 @@ def page_entries(pages, positions, end):
 
 @triton.jit
 def tile_entries(pages, start, offs, end):
-    """``page_entries`` of the tile ``start + offs``: one where pages hold whole tiles, else one for each row."""
-    if pages.HOLDS_TILES:
-        return page_entries(pages, start, end)
+    """``page_entries`` of the tile ``start + offs``: a tuple of those of its pages where BY_PAGE, else one of each
+    row."""
+    if pages.BY_PAGE:
+        entries = ()
+        for page in tl.static_range(max(1, offs.shape[0] // pages.SIZE)):
+            entries = entries + (page_entries(pages, start + page * pages.SIZE, end),)
+        return entries
     else:
         return page_entries(pages, start + offs, end)
+
+
+@triton.jit
+def highest_entry(lookup, pages):
+    """The highest entry of a walk's tiles with the next one."""
+    if pages.BY_PAGE:
+        highest = lookup.highest
+        for page in tl.static_range(len(lookup.entries)):
+            highest = tl.maximum(highest, lookup.entries[page])
+        return highest
+    else:
+        return tl.maximum(lookup.highest, lookup.entries)
 
 
 @triton.jit
@@ -74,28 +91,43 @@ def first_lookup(pages, start, offs, end):
     """``Lookup`` before the tile ``start + offs``; of a contiguous cache, without pages, one that says nothing."""
     if pages is None:
         entries = tl.full((), 0, tl.uint32)
+        highest = entries
     else:
         entries = tile_entries(pages, start, offs, end)
-    return Lookup(entries=entries, highest=entries)
+        if pages.BY_PAGE:
+            highest = tl.full((), 0, tl.uint32)
+        else:
+            highest = tl.zeros(entries.shape, tl.uint32)
+    return Lookup(entries=entries, highest=highest)
 
 
 @triton.jit
 def next_lookup(lookup, pages, start, offs, end):
     """``Lookup`` before the tile ``start + offs``, after the one that ``lookup`` is before."""
-    entries = tile_entries(pages, start, offs, end)
-    return Lookup(entries=entries, highest=tl.maximum(lookup.highest, entries))
+    return Lookup(entries=tile_entries(pages, start, offs, end), highest=highest_entry(lookup, pages))
 
 
 @triton.jit
 def tile_in_pages(rows, page_stride, pages, entries, start, offs, end, ALL_EXIST: tl.constexpr):
     """``Rows`` of the tile ``start + offs``, counted from ``start``, with ``entries`` of ``tile_entries``.
 
-    rows: those of the head in page 0, of which [first_row, end) exist. ALL_EXIST: so do all of the tile's, and a page
-    outside the pool is read as its last one, until the assertion stops the call.
+    rows: those of the head in page 0, of which [first_row, end) exist. ALL_EXIST: so do all of the tile's. A page
+    outside the pool is not read, or as its last one where all rows exist or a tile holds several pages, until the
+    assertion stops the call.
     """
-    if ALL_EXIST:
-        entries = tl.minimum(entries, (pages.num_pages - 1).to(tl.uint32))
-    if pages.HOLDS_TILES:
+    last_page = (pages.num_pages - 1).to(tl.uint32)
+    if pages.BY_PAGE and offs.shape[0] > pages.SIZE:
+        first_row = rows.first_row
+        if first_row is not None:
+            first_row -= start
+        return Rows(
+            ptr=pointers_by_page(rows, page_stride, pages, entries, offs)[:, None], stride_row=0,
+            stride_column=rows.stride_column, num_rows=end - start, first_row=first_row, format=rows.format,
+        )  # fmt: skip
+    elif pages.BY_PAGE:
+        entries = entries[0]
+        if ALL_EXIST:
+            entries = tl.minimum(entries, last_page)
         in_pool = entries < pages.num_pages.to(tl.uint32)
         page = start // pages.SIZE * pages.SIZE
         first_row = rows.first_row
@@ -108,7 +140,23 @@ def tile_in_pages(rows, page_stride, pages, entries, start, offs, end, ALL_EXIST
         )  # fmt: skip
         return rows_from(rows_of_page, start - page)
     else:
+        if ALL_EXIST:
+            entries = tl.minimum(entries, last_page)
         return rows_in_pages(rows, page_stride, pages, entries, start + offs, end)
+
+
+@triton.jit
+def pointers_by_page(rows, page_stride, pages, entries, offs):
+    """Pointers to the rows ``offs`` of a tile that holds the pages ``entries``, a tuple; rows: those in page 0."""
+    last_page = (pages.num_pages - 1).to(tl.uint32)
+    in_page = offs % pages.SIZE
+    if rows.format.USE_INT64_OFFSETS:
+        in_page = in_page.to(tl.int64)
+    # Which page a thread's rows are in is known when this is compiled: the selection costs nothing.
+    entry = tl.minimum(entries[0], last_page) + tl.zeros(offs.shape, tl.uint32)
+    for page in tl.static_range(1, len(entries)):
+        entry = tl.where(offs // pages.SIZE == page, tl.minimum(entries[page], last_page), entry)
+    return rows.ptr + entry.to(tl.int64) * page_stride + in_page * rows.stride_row
 
 
 @triton.jit

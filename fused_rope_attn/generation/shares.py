@@ -28,7 +28,7 @@ class Caches:
     HAS_NEW_KEYS: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_B: tl.constexpr  # sequences that are looked at together
-    ALIGNS_TILES: tl.constexpr  # tiles begin at multiples of BLOCK_N
+    ALIGNMENT: tl.constexpr  # tiles begin at multiples of so many keys
     ONE_PASS: tl.constexpr  # there are no more than BLOCK_B sequences: no loop over them
 
 
@@ -64,9 +64,9 @@ def cached_keys(caches, sequence):
         q_offset = num_keys - caches.NQ
     first = first_key(caches.starts_ptr, sequence, q_offset, num_keys, caches.left)
     first_tile = first
-    if caches.ALIGNS_TILES:
+    if caches.ALIGNMENT > 1:
         # Where no key is seen there is no tile, or its page would be looked up.
-        first_tile = tl.where(first < num_keys, first // caches.BLOCK_N * caches.BLOCK_N, num_keys)
+        first_tile = tl.where(first < num_keys, first // caches.ALIGNMENT * caches.ALIGNMENT, num_keys)
     return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first, first_tile=first_tile)
 
 
