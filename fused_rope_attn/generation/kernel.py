@@ -75,8 +75,9 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
     starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the new k. With
     a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many rows as the
-    table has; ALIGNMENT: tiles begin at multiples of so many keys, with which pages begin too, or 1. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in
-    units of the scales (HKV,), or of one element with a stride of 0, or None; IS_ALIGNED: as in ``Float8``.
+    table has. ALIGNMENT: tiles begin at multiples of so many keys, where they lie within a page or begin with one; else
+    1. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element with a
+    stride of 0, or None; IS_ALIGNED: as in ``Float8``.
 
     IS_CHUNK: there are many tokens, of which a block leaves out those behind its last query. NEW_WITH_PARTS: the new
     tokens are left to ``combine_kernel``, and so are blocks that no other program shares.

@@ -141,8 +141,6 @@ class StepCall:
         combine_options: dict[str, int] = {"num_warps": 4}
         if config.pdl:
             combine_options["launch_pdl"] = True
-        if config.combine_registers is not None:
-            combine_options["maxnreg"] = config.combine_registers
         if page_size is not None:
             combine_options |= {"debug": True, "sanitize_overflow": False}
         self.combine = Launch(
