@@ -314,7 +314,7 @@ def backward(theme: str) -> str:
         c.arrow((470, y + 10), (374, y + 10), dashed=True, label=f"{name}.empty", at=(422, y + 25))
         c.arrow((650, y), (746, y), label=f"{name}.full", at=(698, y - 6))
     c.arrow((746, 343), (650, 343), label="both store", at=(698, 337))
-    c.arrow((650, 362), (746, 362), label="ds.full", at=(698, 377))
+    c.arrow((650, 362), (746, 362), label="full, empty", at=(698, 377))
     c.arrow((746, 432), (650, 432), label="dQ", at=(698, 426))
     c.arrow((650, 451), (746, 451), dashed=True, label="dq.empty", at=(698, 466))
     c.arrow((470, 441), (374, 441), label="dq.full", at=(422, 435))
@@ -330,7 +330,7 @@ def backward(theme: str) -> str:
     c.band(584, 206, "one query block at D 128, in the order of issue (transposed: keys by queries)")
     steps = [
         ("P", "exp2(S - lse)", "soft"), ("dV", "+= P dO", "host"), ("dS", "P (dP - delta)", "soft"),
-        ("dQ", "= dSᵀ K", "host"), ("dK", "+= dS Q", "host"), ("S", "next: K Qᵀ", "host"),
+        ("dQ", "before: dS K", "host"), ("dK", "+= dS Q", "host"), ("S", "next: K Qᵀ", "host"),
         ("dP", "next: V dOᵀ", "host"),
     ]  # fmt: skip
     for i, (name, formula, role) in enumerate(steps):
