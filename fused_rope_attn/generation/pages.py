@@ -33,7 +33,7 @@ class Lookup:
     """Where a walk over the tiles of a sequence is: the entries of its next tile (``tile_entries``), and the highest of
     those of the tiles before."""
 
-    entries: tl.tensor
+    entries: tl.tensor | tl.tuple
     highest: tl.tensor
 
 
