@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import ops
-from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Tensors, flatten
+from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Saving, Tensors, flatten
 from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 from fused_rope_attn.runtime.replay import Replayed
@@ -46,7 +46,7 @@ class EagerCall:
 
     def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
         """What ``ops.run_forward`` returns."""
-        return ops.run_forward(self.problem, tensors, saves_rotated)
+        return ops.run_forward(self.problem, tensors, None if saves_rotated else Saving.NOTHING)
 
     def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
         """The gradients that ``run`` returns, for what a forward pass has saved."""
@@ -70,7 +70,7 @@ class KnownCall(EagerCall):
 
     def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
         if saves_rotated:
-            return self._saving(tensors.given(), lambda: ops.run_forward(self.problem, tensors, True))
+            return self._saving(tensors.given(), lambda: ops.run_forward(self.problem, tensors, None))
         return self._forward(tensors.given(), lambda: self._run(tensors))
 
     def _run(self, tensors: Tensors) -> Outputs:
@@ -108,9 +108,7 @@ class _Attention(torch.autograd.Function):
         found.append(lse)
         ctx.is_rotated = q_rot is not None
         if q_rot is not None:
-            if call.problem.has_norms:
-                tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
-            tensors = tensors._replace(q=q_rot, k=k_rot)
+            tensors = tensors.rotated(q_rot, k_rot, call.problem.has_norms)
         saved = tensors.given()
         ctx.call = call
         # Which tensors were saved; None where they are the first ones, which every call has.
@@ -160,5 +158,6 @@ def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.T
     Tracing, fake tensors and modes see one operator; ordinary calls save its dispatch.
     """
     if not is_plain(*tensors):
-        return ops.forward_operator(*flatten(problem, tensors))
+        o, lse, _, _ = ops.forward_operator(*flatten(problem, tensors))
+        return o, lse
     return EagerCall(problem, tensors)(tensors)

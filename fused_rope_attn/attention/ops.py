@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from fused_rope_attn.attention import configs, planning
+from fused_rope_attn.attention import configs, planning, saving
+from fused_rope_attn.attention.arguments import rotated_shape
 from fused_rope_attn.attention.problem import (
     READ_BY_THE_DEVICE,
     SCHEMA,
@@ -44,19 +45,44 @@ def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
     return hopper_forward, hopper_backward
 
 
-def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> Callable:
+def _prepare_forward(problem: Problem, tensors: tuple, wanted: Saving | None) -> Callable:
     plan = planning.plan_for(problem, Tensors(*tensors).v)
-    saving = Saving.NOTHING
-    if saves_rotated and plan.saves_rotated:
-        reads_tiles = isinstance(plan.backward, configs.HopperBackwardConfig) and problem.is_packed
-        saving = Saving.TILES if reads_tiles else Saving.ROWS
+    planned = saving.planned(problem, plan)
+    if wanted is None:
+        wanted = planned
+    elif wanted not in (planned, Saving.NOTHING):
+        return _prepare_as_traced(problem, tensors, wanted)
     portable = isinstance(plan.forward, configs.ForwardConfig)
-    return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, saving)
+    return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, wanted)
+
+
+def _prepare_as_traced(problem: Problem, tensors: tuple, wanted: Saving) -> Callable:
+    """The forward pass of a graph that saves what the plan of this call does not: the graph was traced for another card,
+    or for a v that the TMA can address."""
+    given = Tensors(*tensors)
+    if wanted is Saving.TILES and not has_descriptor(given.v):
+        run = _prepare_forward(problem, given._replace(v=_copy_for_the_tma(given.v)), wanted)
+        return lambda tensors: run(tensors._replace(v=_copy_for_the_tma(tensors.v)))
+    # Kernels that can save rows whatever the length.
+    saves_rows = problem._replace(backend="triton", strategy="prepass")
+    if wanted is Saving.ROWS and problem != saves_rows:
+        return _prepare_forward(saves_rows, tensors, wanted)
+    raise RuntimeError(
+        f"a graph was traced whose forward pass saves rotated q and k for backward as {wanted}, which the kernels for "
+        f"tensors on {problem.device} do not: trace it again on this machine"
+    )
 
 
 def _in_tiles(problem: Problem, rotated: Tensors) -> bool:
     """Whether packed queries were saved as ``Saving.TILES``, which have more rows, or as ``Saving.ROWS``."""
     return rotated.q.shape[2] > problem.len_q
+
+
+def _copy_for_the_tma(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x that the TMA can address, contiguous."""
+    moved = x.contiguous()
+    # What is contiguous already lies at an odd address.
+    return moved if has_descriptor(moved) else moved.clone()
 
 
 def _addressable(problem: Problem, tensors: Tensors) -> Tensors | None:
@@ -68,9 +94,9 @@ def _addressable(problem: Problem, tensors: Tensors) -> Tensors | None:
     """
     only_sm_90 = _in_tiles(problem, tensors) if problem.is_packed else problem.backend == "hopper"
     names = ("q", "k", "v") if only_sm_90 else ("q", "k")
-    moved = {name: x.contiguous() for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)}
-    # What is contiguous already lies at an odd address.
-    copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
+    copied = {
+        name: _copy_for_the_tma(x) for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)
+    }  # fmt: skip
     return tensors._replace(**copied) if copied else None
 
 
@@ -100,12 +126,12 @@ def _with_unit_strides(tensors: Tensors) -> Tensors:
     return tensors._replace(**strided) if strided else tensors
 
 
-def run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
-    """saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can."""
+def run_forward(problem: Problem, tensors: Tensors, wanted: Saving | None = Saving.NOTHING) -> Outputs:
+    """wanted: what q_rot and k_rot shall be, None for what ``saving.planned`` says."""
     if problem.has_masks or problem.has_norms:
         tensors = _with_unit_strides(tensors)
     with device.guard(problem.device):
-        return _forward_calls(problem.with_precision(), tensors, saves_rotated)(tensors)
+        return _forward_calls(problem.with_precision(), tensors, wanted)(tensors)
 
 
 def run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bool = False) -> Gradients:
@@ -136,9 +162,11 @@ def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, 
         return prepared(tensors, do, o, lse, rooms)
 
 
-def _forward_impl(*arguments):
-    o, lse, _, _ = run_forward(*rebuild(*arguments))
-    return o, lse
+def _forward_impl(*arguments, saving=Saving.NOTHING.value):
+    o, lse, q_rot, k_rot = run_forward(*rebuild(*arguments), Saving(saving))
+    if q_rot is None:
+        q_rot, k_rot = o.new_empty(0), o.new_empty(0)
+    return o, lse, q_rot, k_rot
 
 
 def _backward_impl(do, o, lse, *arguments):
@@ -157,8 +185,13 @@ def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
     return Gradients(*(do.new_empty(0) if gradient is None else gradient for gradient in gradients))
 
 
-def _forward_fake(q, *arguments):
-    return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _forward_fake(*arguments, saving=Saving.NOTHING.value):
+    problem, tensors = rebuild(*arguments)
+    q, k, form = tensors.q, tensors.k, Saving(saving)
+    shapes = ((0,), (0,))
+    if form is not Saving.NOTHING:
+        shapes = rotated_shape(problem, in_tiles=form is Saving.TILES), k.shape
+    return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32), *map(q.new_empty, shapes)
 
 
 def _backward_fake(do, o, lse, *arguments):
@@ -178,32 +211,35 @@ def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """The gradient of calls through the dispatcher, which save q and k as they came: which kernels will run, and
-    whether they could take them rotated, is not known to who traces a call.
+    """The gradient of calls through the dispatcher.
 
-    ``keyset`` is the dispatcher's.
+    ``keyset`` is the dispatcher's; ``form`` says how q and k are saved: rotated, or as they came.
     """
 
     @staticmethod
-    def forward(ctx, keyset, problem: Problem, *arguments):
+    def forward(ctx, keyset, problem: Problem, form: Saving, *arguments):
         tensors = Tensors(*arguments)
-        o, lse = forward_operator.below_autograd(keyset, *flatten(problem, tensors))
+        o, lse, q_rot, k_rot = forward_operator.below_autograd(keyset, *flatten(problem, tensors), saving=form.value)
         ctx.problem = problem
-        ctx.save_for_backward(o, lse, *tensors)
-        ctx.mark_non_differentiable(lse)
+        ctx.is_rotated = form is not Saving.NOTHING
+        ctx.save_for_backward(
+            o, lse, *(tensors.rotated(q_rot, k_rot, problem.has_norms) if ctx.is_rotated else tensors)
+        )
+        ctx.mark_non_differentiable(lse, q_rot, k_rot)
         ctx.set_materialize_grads(False)
-        return o, lse
+        return o, lse, q_rot, k_rot
 
     @staticmethod
-    def backward(ctx, do, _):
+    def backward(ctx, do, *_):
         gradients = Gradients(None, None, None)
-        needs = Tensors(*ctx.needs_input_grad[2:])
+        needs = Tensors(*ctx.needs_input_grad[3:])
         if do is not None:
             o, lse, *saved = ctx.saved_tensors
-            gradients = Gradients(*_backward(do, o, lse, *flatten(ctx.problem, Tensors(*saved))))
+            arguments = flatten(ctx.problem, Tensors(*saved))
+            gradients = Gradients(*backward_operator(ctx.is_rotated)(do, o, lse, *arguments))
         dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
         of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
-        return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
+        return None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
 def needs_gradient(tensors: Tensors) -> bool:
@@ -216,16 +252,21 @@ def needs_gradient(tensors: Tensors) -> bool:
     return any(weight is not None and weight.requires_grad for weight in weights)
 
 
-def _forward_autograd(keyset, *arguments):
+def _forward_autograd(keyset, *arguments, **options):
     problem, tensors = rebuild(*arguments)
     if needs_gradient(tensors):
-        return _Attention.apply(keyset, problem, *tensors)
-    return forward_operator.below_autograd(keyset, *arguments)
+        form = Saving(options.get("saving", Saving.NOTHING.value))
+        if form is Saving.NOTHING:
+            form = saving.traced(problem, tensors.v)
+        return _Attention.apply(keyset, problem, form, *tensors)
+    return forward_operator.below_autograd(keyset, *arguments, **options)
 
 
-# Which kernels backend="auto" means is decided inside the operators, where v's address is known.
+# Which kernels backend="auto" means is decided inside the operators, where v's address is known. The results are o, lse,
+# q_rot and k_rot. ``saving`` is the value of a ``Saving`` that says what the last two are, empty tensors for NOTHING; its
+# default lets autograd choose where there is a gradient.
 forward_operator = Operator(
-    f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
+    f"attention_forward({SCHEMA}, *, int saving=0) -> (Tensor, Tensor, Tensor, Tensor)",
     run=_forward_impl,
     fake=_forward_fake,
     autograd=_forward_autograd,
@@ -238,8 +279,7 @@ _backward = Operator(
     fake=_backward_fake,
     gradient_of="rope_attention",
 )
-# q and k are those that an eager forward pass has saved rotated, whose backward pass has to go through the dispatcher.
-# A second differentiation reaches it from o, which forward returned, because q and k were not saved as they came.
+# q and k are those that a forward pass has saved rotated. A second differentiation reaches it from o, which forward returned, because q and k were not saved as they came.
 _rotated_backward = Operator(
     f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_rotated_backward_impl,
@@ -249,5 +289,5 @@ _rotated_backward = Operator(
 
 
 def backward_operator(is_rotated: bool) -> Operator:
-    """The operator of the backward pass of q and k as they came, or of those that an eager forward pass rotated."""
+    """The operator of the backward pass of q and k as they came, or of those that a forward pass has rotated."""
     return _rotated_backward if is_rotated else _backward

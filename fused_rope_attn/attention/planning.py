@@ -26,7 +26,7 @@ class Plan:
     ``backend`` and ``strategy`` are those of the forward pass. The backward pass may differ in both: the type of its
     configuration says which kernels it takes, and ``reason`` why. A generation step has a forward pass only.
 
-    ``saves_rotated``: an eager forward pass keeps q and k rotated for backward, in place of q and k as they came.
+    ``saves_rotated``: a forward pass keeps q and k rotated for backward, in place of q and k as they came.
     Backward then has nothing to rotate, and what nobody else holds of q and k is free as soon as forward has read it.
     """
 
@@ -43,7 +43,7 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
     if window is None:
         return length
     left, right = window[0], 0 if causal else window[1]
-    return length if left < 0 or right < 0 else min(length, left + right + 1)
+    return length if left < 0 or right < 0 else torch.sym_min(length, left + right + 1)
 
 
 class Needs(NamedTuple):
@@ -159,53 +159,62 @@ def _choose(backend, arch, dtype, head_dim, strategy, cached, no_keys, on_cpu) -
     return backend, ""
 
 
+class Lengths(NamedTuple):
+    """What a plan depends on that varies with a call's lengths: the bucket, the class of its work, whether it has masks,
+    and whether packed sequences are shorter than ``configs.LEAST_MEAN_LENGTH``, on average."""
+
+    bucket: str
+    work: int
+    masked: bool
+    short_sequences: bool
+
+
+def multiply_adds(problem: Problem) -> int:
+    """Those of Q K^T. Kernels multiply padded columns like any others; those of sm_90 leave out some for 72 to 96."""
+    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
+    return queries * visited_keys(problem.longest(problem.len_k), problem.causal, problem.window)
+
+
+def lengths_of(problem: Problem) -> Lengths:
+    longest = max(problem.len_q, problem.len_k)
+    short_sequences = problem.sequences is not None and longest < configs.LEAST_MEAN_LENGTH * problem.sequences
+    work = configs.work_class(multiply_adds(problem))
+    return Lengths(configs.bucket(problem.longest(longest)), work, problem.has_masks, short_sequences)
+
+
+def plan_by(problem: Problem, lengths: Lengths, v_layout: str | None = None) -> tuple[Plan, bool]:
+    """(the plan of a problem with these lengths in place of its own, whether it has kernels that read v through the TMA).
+
+    v_layout: as in ``Needs``. Numbers may be symbolic: a graph is then traced for this head dim, and for heads in groups
+    or not.
+    """
+    needs = Needs(
+        device.arch(problem.device), problem.dtype, int(problem.head_dim), problem.strategy, problem.is_packed, False,
+        bool(problem.len_k == 0), v_layout,
+    )  # fmt: skip
+    gqa = bool(problem.heads_q != problem.heads_kv)
+    return _plan(needs, problem.backend, problem.deterministic, problem.causal, gqa, lengths)
+
+
 def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
     """The kernels' plan for a problem that ``choose_backend`` has admitted; cached by properties, not by exact length.
 
     v is looked at for its strides and address where a kernel would read it through the TMA. Raises where an explicit
     ``backend="hopper"`` cannot.
     """
-    length = problem.len_k
-    longest = max(problem.len_q, length)
-    short_sequences = problem.sequences is not None and longest < configs.LEAST_MEAN_LENGTH * problem.sequences
-    visited = length
-    if problem.sequences is not None:
-        longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
-    visited = visited_keys(visited, problem.causal, problem.window)
-    # Kernels multiply padded columns like any others; those of sm_90 leave out some for 72 to 96.
-    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
-    needs = Needs(
-        device.arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, problem.sequences is not None,
-        False, length == 0,
-    )  # fmt: skip
-    wanted = (
-        problem.backend,
-        problem.deterministic,
-        problem.causal,
-        configs.bucket(longest),
-        problem.heads_q != problem.heads_kv,
-        configs.work_class(queries * visited),
-        problem.has_masks,
-        short_sequences,
-    )
-    plan, tma = _plan(needs, *wanted)
-    if tma and queries and not has_descriptor(v):
-        where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
-        if problem.backend == "hopper":
-            error, message = cast(Obstacle, obstacle("hopper", needs._replace(v_layout=where)))
-            raise error(message)
-        plan, _ = _plan(needs._replace(v_layout="another layout"), *wanted)
+    lengths = lengths_of(problem)
+    plan, tma = plan_by(problem, lengths)
+    if tma and problem.batch * problem.len_q and not has_descriptor(v):
+        layout = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
+        # An explicit backend raises, with this layout in its message; a plan does not tell one from another.
+        plan, _ = plan_by(problem, lengths, layout if problem.backend == "hopper" else "another layout")
     return plan
 
 
 @functools.cache
-def _plan(
-    needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences
-) -> tuple[Plan, bool]:
-    """(the plan, whether kernels of sm_90 are in it, which read v through the TMA).
-
-    short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on average.
-    """
+def _plan(needs: Needs, backend, deterministic, causal, gqa, lengths: Lengths) -> tuple[Plan, bool]:
+    """(the plan, whether kernels of sm_90 are in it, which read v through the TMA)."""
+    length_bucket, work, masked, short_sequences = lengths
     shape = (causal, length_bucket, gqa)
     strategy = needs.strategy
     hopper_obstacle = obstacle("hopper", needs)

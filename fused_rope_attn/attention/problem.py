@@ -39,6 +39,12 @@ class Tensors(NamedTuple):
     raw_q: Any = None
     raw_k: Any = None
 
+    def rotated(self, q_rot: Any, k_rot: Any, has_norms: bool) -> Tensors:
+        """What backward takes where forward has saved q and k rotated: q and k as they came too, if they are normed."""
+        if has_norms:
+            return self._replace(q=q_rot, k=k_rot, raw_q=self.q, raw_k=self.k)
+        return self._replace(q=q_rot, k=k_rot)
+
     def given(self) -> list[Any]:
         """Those that the call has, in their order."""
         return [x for x in self if x is not None]

@@ -67,10 +67,10 @@ class Operator:
             return _Gradients.apply(self, function, keyset, *arguments)
         return self.below_autograd(keyset, *arguments)
 
-    def below_autograd(self, keyset, *arguments):
+    def below_autograd(self, keyset, *arguments, **options):
         """The operator without autograd, called from its own autograd implementation."""
         with torch._C._AutoDispatchBelowAutograd():
-            return self.overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+            return self.overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **options)
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:

@@ -25,7 +25,7 @@ def test_opcheck(layout, full_width, strategy):
     inputs = make_inputs(case)
     arguments = operator_arguments(inputs, case, strategy=strategy)
     forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
-    o, lse = forward(*arguments)
+    o, lse, _, _ = forward(*arguments)
     torch.library.opcheck(forward, arguments)
     torch.library.opcheck(forward, (*leaves(inputs), *arguments[3:]), test_utils="test_aot_dispatch_dynamic")
     torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
@@ -67,7 +67,7 @@ def test_opcheck_with_masks(names, strategy):
     inputs = make_inputs(case)
     arguments = operator_arguments(inputs, case, strategy=strategy)
     forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
-    o, lse = forward(*arguments)
+    o, lse, _, _ = forward(*arguments)
     torch.library.opcheck(forward, arguments)
     torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
     if case.sinks:

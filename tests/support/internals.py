@@ -60,7 +60,7 @@ ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
 
 def run_operators(inputs, case, *, forward, backward, **options):
     """``Results`` of the two operators, called one after the other with a backend each."""
-    o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
+    o, lse, _, _ = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
     dq, dk, dv, dsinks, dq_norm, dk_norm = OPERATORS.attention_backward(
         inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward, **options)
     )
@@ -189,9 +189,9 @@ def described_problems(monkeypatch):
     """A list to which the forward operator of attention, which then runs as before, adds its problems."""
     seen, run = [], ops.run_forward
 
-    def note(problem, tensors, saves_rotated=False):
+    def note(problem, tensors, *wanted):
         seen.append(problem)
-        return run(problem, tensors, saves_rotated)
+        return run(problem, tensors, *wanted)
 
     monkeypatch.setattr(ops, "run_forward", note)
     return seen
