@@ -225,12 +225,12 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(
             o, lse, *(tensors.rotated(q_rot, k_rot, problem.has_norms) if ctx.is_rotated else tensors)
         )
-        ctx.mark_non_differentiable(lse, q_rot, k_rot)
+        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        return o, lse, q_rot, k_rot
+        return o, lse
 
     @staticmethod
-    def backward(ctx, do, *_):
+    def backward(ctx, do, _):
         gradients = Gradients(None, None, None)
         needs = Tensors(*ctx.needs_input_grad[3:])
         if do is not None:
@@ -258,13 +258,14 @@ def _forward_autograd(keyset, *arguments, **options):
         form = Saving(options.get("saving", Saving.NOTHING.value))
         if form is Saving.NOTHING:
             form = saving.traced(problem, tensors.v)
-        return _Attention.apply(keyset, problem, form, *tensors)
+        o, lse = _Attention.apply(keyset, problem, form, *tensors)
+        return o, lse, o.new_empty(0), o.new_empty(0)
     return forward_operator.below_autograd(keyset, *arguments, **options)
 
 
 # Which kernels backend="auto" means is decided inside the operators, where v's address is known. The results are o, lse,
-# q_rot and k_rot. ``saving`` is the value of a ``Saving`` that says what the last two are, empty tensors for NOTHING; its
-# default lets autograd choose where there is a gradient.
+# q_rot and k_rot. ``saving`` is the value of a ``Saving`` that says what the last two are: empty tensors for NOTHING.
+# Where there is a gradient autograd chooses, unless told by another value, and keeps both: the caller gets empty ones.
 forward_operator = Operator(
     f"attention_forward({SCHEMA}, *, int saving=0) -> (Tensor, Tensor, Tensor, Tensor)",
     run=_forward_impl,

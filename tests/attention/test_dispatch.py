@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_rope_attn import rope_attention
+from fused_rope_attn.attention.problem import Saving
 from fused_rope_attn.testing import Case, make_inputs, run_reference
 from tests.support.dtypes import F16
 from tests.support.internals import go_through_the_dispatcher, replace_portable_launchers, replace_sm_90_launchers
@@ -26,7 +27,8 @@ def test_the_operators_take_the_planned_kernels(arch, monkeypatch, backend, thro
             assert problem.causal and not problem.interleaved
             assert (problem.softmax_scale, problem.rotary_dim) == (0.25, 16)
             seen.append((name, type(config)))
-            return tuple(x.clone() for x in results)
+            saved = (tensors.q, tensors.k) if rotated in (Saving.ROWS, Saving.TILES) else ()
+            return tuple(x.clone() for x in (*results, *saved))
 
         return launch
 
