@@ -57,8 +57,10 @@ def _prepare_forward(problem: Problem, tensors: tuple, wanted: Saving | None) ->
 
 
 def _prepare_as_traced(problem: Problem, tensors: tuple, wanted: Saving) -> Callable:
-    """The forward pass of a graph that saves what the plan of this call does not: the graph was traced for another card,
-    or for a v that the TMA can address."""
+    """The forward pass of a graph that saves what the plan of this call does not.
+
+    The graph was traced for another card, or for a v that the TMA can address.
+    """
     given = Tensors(*tensors)
     if wanted is Saving.TILES and not has_descriptor(given.v):
         run = _prepare_forward(problem, given._replace(v=_copy_for_the_tma(given.v)), wanted)
@@ -188,9 +190,9 @@ def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
 def _forward_fake(*arguments, saving=Saving.NOTHING.value):
     problem, tensors = rebuild(*arguments)
     q, k, form = tensors.q, tensors.k, Saving(saving)
-    shapes = ((0,), (0,))
+    shapes: tuple[tuple[int, ...], ...] = ((0,), (0,))
     if form is not Saving.NOTHING:
-        shapes = rotated_shape(problem, in_tiles=form is Saving.TILES), k.shape
+        shapes = rotated_shape(problem, in_tiles=form is Saving.TILES), tuple(k.shape)
     return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32), *map(q.new_empty, shapes)
 
 
@@ -263,8 +265,8 @@ def _forward_autograd(keyset, *arguments, **options):
     return forward_operator.below_autograd(keyset, *arguments, **options)
 
 
-# Which kernels backend="auto" means is decided inside the operators, where v's address is known. The results are o, lse,
-# q_rot and k_rot. ``saving`` is the value of a ``Saving`` that says what the last two are: empty tensors for NOTHING.
+# Which kernels backend="auto" means is decided inside the operators, where v's address is known. The results are o,
+# lse, q_rot and k_rot. ``saving`` is the value of a ``Saving``, which says what the last two are: empty for NOTHING.
 # Where there is a gradient autograd chooses, unless told by another value, and keeps both: the caller gets empty ones.
 forward_operator = Operator(
     f"attention_forward({SCHEMA}, *, int saving=0) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -280,7 +282,8 @@ _backward = Operator(
     fake=_backward_fake,
     gradient_of="rope_attention",
 )
-# q and k are those that a forward pass has saved rotated. A second differentiation reaches it from o, which forward returned, because q and k were not saved as they came.
+# q and k are those that a forward pass has saved rotated. A second differentiation reaches it from o, which forward
+# returned, because q and k were not saved as they came.
 _rotated_backward = Operator(
     f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_rotated_backward_impl,

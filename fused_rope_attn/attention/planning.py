@@ -160,8 +160,11 @@ def _choose(backend, arch, dtype, head_dim, strategy, cached, no_keys, on_cpu) -
 
 
 class Lengths(NamedTuple):
-    """What a plan depends on that varies with a call's lengths: the bucket, the class of its work, whether it has masks,
-    and whether packed sequences are shorter than ``configs.LEAST_MEAN_LENGTH``, on average."""
+    """What a plan depends on that varies with a call's lengths.
+
+    masked: whether the call has masks. short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on
+    average.
+    """
 
     bucket: str
     work: int
@@ -183,10 +186,10 @@ def lengths_of(problem: Problem) -> Lengths:
 
 
 def plan_by(problem: Problem, lengths: Lengths, v_layout: str | None = None) -> tuple[Plan, bool]:
-    """(the plan of a problem with these lengths in place of its own, whether it has kernels that read v through the TMA).
+    """(the plan of a problem with these lengths in place of its own, whether its kernels read v through the TMA).
 
-    v_layout: as in ``Needs``. Numbers may be symbolic: a graph is then traced for this head dim, and for heads in groups
-    or not.
+    v_layout: as in ``Needs``. Numbers may be symbolic: a graph is then traced for this head dim, and for heads in
+    groups or not.
     """
     needs = Needs(
         device.arch(problem.device), problem.dtype, int(problem.head_dim), problem.strategy, problem.is_packed, False,
