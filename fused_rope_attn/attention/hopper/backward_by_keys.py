@@ -2,8 +2,8 @@
 
 Everything is transposed, keys by queries, so that P^T and dS^T feed the tensor cores from the registers they are
 computed in. Only dS goes through shared memory, for dQ, which needs all keys; of dQ each warpgroup owns half of the
-columns. It lies there as queries by keys, as dQ's product reads it fastest, and dQ is computed one step late: by then
-the other warpgroup's half of dS has long been there, and the two need not move in step.
+columns. dS lies there as queries by keys, so that no product reads a transposed first operand. dQ is computed one step
+late: by then the other warpgroup's half of dS has long been there, and the two need not move in step.
 """
 
 from triton import constexpr_function
@@ -19,11 +19,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
 )
 from fused_rope_attn.attention.hopper.backward_masks import needs_mask
 from fused_rope_attn.attention.hopper.backward_tile import issue_product, store_gradients, weigh
-from fused_rope_attn.attention.hopper.barriers import (
-    Ring,
-    allocate_barriers,
-    arrive_by_threads,
-)
+from fused_rope_attn.attention.hopper.barriers import Ring, allocate_barriers, arrive_by_threads
 from fused_rope_attn.attention.hopper.columns import (
     issue_by_columns,
     piece_zeros,
