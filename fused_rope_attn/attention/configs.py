@@ -1,10 +1,10 @@
 """Launch configurations: records and the committed tables. Data, with a reason for each row.
 
 Rows of the portable kernels are found by (architecture, element size, head dimension, strategy, causal, length bucket,
-GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA, packed), those of the generation step
-by (architecture, element size, head dimension, rotated cache), never by exact length; the first row that matches wins.
-``python -m bench tune`` proposes rows of the portable kernels, ``python -m bench decode --tune`` those of the
-generation step.
+GQA), those of the sm_90 backend by (head dimension, causal, length bucket, GQA, packed, release of Triton), those of
+the generation step by (architecture, element size, head dimension, rotated cache), never by exact length; the first row
+that matches wins. ``python -m bench tune`` proposes rows of the portable kernels, ``python -m bench decode --tune``
+those of the generation step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any
+
+from fused_rope_attn.runtime import device
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
@@ -139,6 +141,9 @@ class HopperBackwardConfig:
     where q and k are normed, which reads twice as much of a row and sums it. halves_diagonal: the second warpgroup
     leaves out the query block that sees none of its keys, where queries and keys lie as ``hopper.alignment.is_aligned``
     asks. pdl: as in ``ForwardConfig``.
+
+    Raises:
+        ValueError: for post_rows that are not whole groups of 8, in whose order the accumulator has its rows.
     """
 
     q_stages: int = 3
@@ -153,6 +158,10 @@ class HopperBackwardConfig:
     norm_heads: int = 8
     halves_diagonal: bool = False
     pdl: bool = True
+
+    def __post_init__(self) -> None:
+        if self.post_rows % 8:
+            raise ValueError(f"post_rows must be a multiple of 8, but is {self.post_rows}")
 
 
 @dataclass(frozen=True)
@@ -214,7 +223,8 @@ class HopperRow:
 
     auto: the length buckets in which ``backend="auto"`` takes it instead of the portable kernels, with some_work only
     from ``SOME_WORK`` on, with much_work only from ``MUCH_WORK`` on; an explicit ``backend="hopper"`` takes it in all
-    of ``buckets``. note: why this configuration, and why those buckets.
+    of ``buckets``. before: (major, minor) of the first release of Triton that it does not serve, or None; releases make
+    different code of the same kernel. note: why this configuration, and why those buckets.
     """
 
     head_dim: int
@@ -227,14 +237,16 @@ class HopperRow:
     some_work: bool = False
     much_work: bool = False
     packed: bool | None = None
+    before: tuple[int, int] | None = None
 
-    def matches(self, head_dim, causal, length_bucket, gqa, packed) -> bool:
+    def matches(self, head_dim, causal, length_bucket, gqa, packed, release) -> bool:
         return (
             head_dim <= self.head_dim
             and self.causal in (None, causal)
             and (self.buckets is None or length_bucket in self.buckets)
             and self.gqa in (None, gqa)
             and self.packed in (None, packed)
+            and (self.before is None or release < self.before)
         )
 
 
@@ -337,14 +349,19 @@ HOPPER_NARROW_HEAD_DIM = 96
 # What the sm_90 backend keeps together in the L2 of 50 MB.
 _WIDEST = 32 << 20
 _BEYOND_TINY = ("short", "medium", "long")
-_UP_TO_MEDIUM = ("tiny", "short", "medium")
 _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/experiments)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _BOTH = "H200, triton 3.6.0 and 3.9.0, 2026-11-22 (docs/experiments)"
 _SLOWER = f"{_BOTH}: up to 1024 tokens the portable kernels are faster"
 _THREE = f"{_BOTH}: three warpgroups hide each other's exponentials; with 3.9 they spill, and lose up to 4096 tokens"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
-_HALVES = f"{_TILES}; by halves, diagonals take 2 to 3 % less from 1K to 4K, and 2 % more at 16K (3.6.0, 2026-11-23)"
+_HALVES = f"{_TILES}; by halves, diagonals take 2 to 3 % less from 1K to 4K (3.6.0, 2026-11-23)"
+_OLDER = (3, 9)  # triton 3.6 to 3.8 make one code of these kernels, 3.9 another
+_HALVES_LONG = "H200, 2026-11-23 (docs/experiments): by halves, diagonals take 1.5 to 2.5 % less with triton 3.9.0"
+_WHOLE_LONG = "H200, 2026-11-23 (docs/experiments): by halves, diagonals take .5 to 1.5 % more with triton 3.6.0"
+_WHOLE_TINY = "H200, 2026-11-23 (docs/experiments): by halves, diagonals take 1 to 8 % more with triton 3.6.0"
+_FEW_HEADS = "H200, triton 3.9.0, 2026-11-23 (docs/experiments): a post-process of more programs, 3 to 10 % less"
+_FEW_HEADS_HIDDEN = f"{_FEW_HEADS}; hidden queries left out, 0 to 3 % less"
 _HIDDEN = "H200, 2026-11-23 (docs/experiments): 0 to 2 % less with triton 3.6.0, 2 to 3 % with 3.9.0; not with GQA"
 _PIECES = "H200, triton 3.6.0 and 3.9.0, 2026-11-23 (docs/experiments): a third warpgroup pays from 8192 tokens on"
 _TINY_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 9 and 15 % faster with 64 and 128 heads of 512"
@@ -366,11 +383,16 @@ HOPPER_FORWARD: tuple[HopperRow, ...] = (
               packed=False),
     HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, values_first=True, halves_diagonal=True,
               section_bytes=_WIDEST), _MEDIUM, _PIECES, buckets=_MEDIUM, much_work=True, packed=False),
-    HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _TIMED, buckets=("long",)),
+    HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _WHOLE_LONG, buckets=("long",),
+              before=_OLDER),
+    HopperRow(128, HopperForwardConfig(128, pin=True, halves_diagonal=True, section_bytes=_WIDEST), ("long",),
+              _HALVES_LONG, buckets=("long",)),
     HopperRow(128, HopperForwardConfig(128, pin=True, halves_diagonal=True, section_bytes=_WIDEST), _MEDIUM, _HALVES,
               buckets=_MEDIUM, much_work=True),
     HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
               much_work=True, packed=True),
+    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _WHOLE_TINY, buckets=_TINY, some_work=True,
+              before=_OLDER),
     HopperRow(128, HopperForwardConfig(128, halves_diagonal=True, section_bytes=_WIDEST), BUCKETS, _TINY_TILES,
               buckets=_TINY, some_work=True),
     HopperRow(128, HopperForwardConfig(128, halves_diagonal=True, section_bytes=_WIDEST), _BEYOND_TINY, _HALVES,
@@ -383,14 +405,26 @@ HOPPER_BACKWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperBackwardConfig(section_bytes=_WIDEST, norm_rows=16, norm_heads=4), (), _PADDED),
     HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
               BUCKETS, _TIMED, buckets=_TINY, some_work=True),
-    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4),
-              BUCKETS, _TIMED, buckets=_SHORT),
-    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
-              f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=_MEDIUM),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
+              norm_heads=4), BUCKETS, _FEW_HEADS, buckets=_SHORT),
+    HopperRow(64, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, halves_diagonal=True),
+              BUCKETS, _FEW_HEADS_HIDDEN, causal=True, gqa=False, buckets=_SHORT),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8,
+              halves_diagonal=True), BUCKETS, _HIDDEN, causal=True, gqa=False, buckets=_MEDIUM),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=2, halves_diagonal=True),
+              BUCKETS, _FEW_HEADS_HIDDEN, causal=True, gqa=False, buckets=_TINY),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, halves_diagonal=True), BUCKETS,
+              _FEW_HEADS_HIDDEN, causal=True, gqa=False, buckets=_SHORT),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=2), BUCKETS, _FEW_HEADS,
+              buckets=_TINY),
+    HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8), BUCKETS, _FEW_HEADS, buckets=_SHORT),
     HopperRow(HOPPER_NARROW_HEAD_DIM, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS,
               _TIMED),
+    HopperRow(128, HopperBackwardConfig(section_bytes=2 * _WIDEST, post_rows=8, post_heads=8), BUCKETS,
+              f"{_TIMED}; with 32 MiB the last section leaves a tail", gqa=True, buckets=_MEDIUM),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8, halves_diagonal=True),
-              BUCKETS, _HIDDEN, causal=True, gqa=False, buckets=_UP_TO_MEDIUM),
+              BUCKETS, _HIDDEN, causal=True, gqa=False, buckets=_MEDIUM),
     HopperRow(128, HopperBackwardConfig(section_bytes=_WIDEST, post_rows=8, post_heads=8), BUCKETS, _TIMED),
     HopperRow(256, HopperBackwardConfig(q_stages=2, section_bytes=_WIDEST, norm_rows=4, norm_heads=4), BUCKETS,
               _WIDE_TIMED),
@@ -463,11 +497,12 @@ def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa,
     return find_row(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 
-def hopper_forward(head_dim, causal, length_bucket, gqa, packed=False) -> HopperRow:
-    """The row of the sm_90 backend's forward pass for these properties."""
-    return find_row(HOPPER_FORWARD, head_dim, causal, length_bucket, gqa, packed)
+def hopper_forward(head_dim, causal, length_bucket, gqa, packed=False, release=None) -> HopperRow:
+    """The row of the sm_90 backend's forward pass for these properties; release: of Triton, by default the installed
+    one's (major, minor)."""
+    return find_row(HOPPER_FORWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())
 
 
-def hopper_backward(head_dim, causal, length_bucket, gqa, packed=False) -> HopperRow:
-    """The row of the sm_90 backend's backward pass for these properties."""
-    return find_row(HOPPER_BACKWARD, head_dim, causal, length_bucket, gqa, packed)
+def hopper_backward(head_dim, causal, length_bucket, gqa, packed=False, release=None) -> HopperRow:
+    """The row of the sm_90 backend's backward pass for these properties; release as for ``hopper_forward``."""
+    return find_row(HOPPER_BACKWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())

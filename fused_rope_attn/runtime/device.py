@@ -24,6 +24,15 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
+@functools.cache
+def triton_release() -> tuple[int, int]:
+    """(major, minor) of the installed Triton; what it is imported for is about to need it anyway."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 _CURRENT_GPU = torch.device("cuda")
 
 

@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
+from fused_rope_attn.runtime.device import triton_release
+
 __all__ = [
     "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "async_copy",
     "barrier", "encode_tensor_map", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
@@ -51,10 +53,10 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
 
 # Whether Triton copies what a product takes from registers, as it does since 3.7 for the sake of a fault of ptxas: the
 # copies cost nothing but where two products take the same registers.
-COPIES_OPERANDS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+COPIES_OPERANDS = gl.constexpr(triton_release() >= (3, 7))
 TENSOR_MAP_BYTES = 128
 # The releases whose rules of launching a compiled kernel ``runtime/parameters.py`` follows.
-LAUNCHER_IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 10)
+LAUNCHER_IS_KNOWN = (3, 6) <= triton_release() < (3, 10)
 
 
 def encode_tensor_map(address: int, encoding: dict, shape: list[int], strides: list[int]) -> bytes:

@@ -6,8 +6,9 @@ import pytest
 
 from fused_rope_attn import plan
 from fused_rope_attn.attention import configs
+from fused_rope_attn.runtime import device
 from tests.support.dtypes import F16, F32
-from tests.support.internals import plan_of
+from tests.support.internals import forget_plans, plan_of
 from tests.support.planning import HOPPER, LENGTHS, PORTABLE, call, kinds
 
 
@@ -38,6 +39,30 @@ def test_shared_heads_have_rows_of_their_own(arch, heads):
     assert chosen.forward == configs.hopper_forward(*shape).config
     assert chosen.backward == configs.hopper_backward(*shape).config
     assert configs.hopper_backward(128, True, "medium", True) != configs.hopper_backward(128, True, "medium", False)
+
+
+def test_rows_of_older_releases_of_triton():
+    """A row with ``before`` serves the releases before that one alone; the next row that matches serves the others."""
+    old, new = (configs.hopper_forward(128, True, "long", False, release=release) for release in ((3, 8), (3, 9)))
+    assert old.before == (3, 9) and new.before is None
+    assert not old.config.halves_diagonal and new.config.halves_diagonal
+    assert configs.hopper_forward(128, True, "long", False, release=(4, 0)) is new
+
+
+def test_a_plan_takes_the_rows_of_the_installed_triton(arch, monkeypatch):
+    given = call(8192, heads=(64, 8), batch=64)
+    plans = []
+    for release in ((3, 6), (3, 9)):
+        monkeypatch.setattr(device, "triton_release", lambda release=release: release)
+        forget_plans()
+        plans.append(plan(**given))
+    forget_plans()
+    assert [p.forward.halves_diagonal for p in plans] == [False, True]
+
+
+def test_the_accumulator_is_read_in_groups_of_eight_rows():
+    with pytest.raises(ValueError, match="post_rows must be a multiple of 8, but is 4"):
+        configs.HopperBackwardConfig(post_rows=4)
 
 
 def test_one_reason_for_both_passes_is_said_once(arch):

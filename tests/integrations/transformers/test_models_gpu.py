@@ -58,7 +58,7 @@ def test_bfloat16_is_as_close_to_float32(name):
 
 
 def test_with_everything_of_liger(monkeypatch):
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    liger_kernels = pytest.importorskip("liger_kernel.transformers")
     from transformers.models.llama import modeling_llama
 
     # Liger replaces names in transformers' module; they are put back when the test ends.
@@ -68,7 +68,7 @@ def test_with_everything_of_liger(monkeypatch):
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", own_forward)
     model, ids = make_model("llama").to(DEVICE), make_ids(2, LENGTH).to(DEVICE)
     expected = run(model, ids, use_cache=False)[0]
-    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    liger_kernels.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
     liger = run(model, ids, use_cache=False)[0]
     assert_close(run(patch_model(model), ids, use_cache=False)[0], expected, 1e-4)
     assert_close(run(unpatch_model(model), ids, use_cache=False)[0], liger, 1e-6)  # Liger's patches are left
@@ -76,14 +76,14 @@ def test_with_everything_of_liger(monkeypatch):
 
 def test_norms_of_liger(monkeypatch):
     """Liger's norms of heads are left to the kernels as the model's own are; its other norms run."""
-    from liger_kernel.transformers import apply_liger_kernel_to_gemma3_text
+    liger_kernels = pytest.importorskip("liger_kernel.transformers")
     from transformers.models.gemma3 import modeling_gemma3
 
     for name in ("apply_rotary_pos_emb", "Gemma3RMSNorm", "Gemma3MLP"):
         monkeypatch.setattr(modeling_gemma3, name, getattr(modeling_gemma3, name))
     model, ids = make_model("gemma3").to(DEVICE), make_ids(2, LENGTH).to(DEVICE)
     expected, expected_grads = run(model, ids, grad=True, use_cache=False)
-    apply_liger_kernel_to_gemma3_text(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    liger_kernels.apply_liger_kernel_to_gemma3_text(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
     logits, grads = run(patch_model(model), ids, grad=True, use_cache=False)
     assert [row.norms for row in patch_report(model)] == ["fused", "fused"]
     assert_close(logits, expected, 1e-4)
