@@ -121,6 +121,7 @@ class HopperForwardConfig:
     pin: bool = False
     halves_diagonal: bool = False
     values_first: bool = False
+    order: int = 0
     section_bytes: int = 0
     rotate_rows: int = 16
     rotate_heads: int = 1

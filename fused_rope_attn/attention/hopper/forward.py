@@ -103,6 +103,7 @@ class ForwardCall:
             QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
             VALUES_FIRST=config.values_first,
+            ORDER=0 if config.values_first else config.order,
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 

@@ -15,18 +15,21 @@ from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
     finish_output,
     fold_scores,
+    follow_maximum,
+    multiply_output,
     no_sums,
     pack_weights,
     pin,
     rescale_output,
     unpack_weights,
+    weigh_scores,
     whole_sums,
     whole_weights,
 )
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma_wait
+from fused_rope_attn.runtime.triton_compat import barrier, gl, jit, tma_store_wait, warpgroup_mma_wait
 
 # The first of the named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
 # counts the barriers of its partitions from 0.
@@ -43,6 +46,7 @@ class Softmax:
     sinks_ptr: gl.tensor | None  # (HQ,)
     PIN_SUMS: gl.constexpr  # see ``softmax.pin``
     VALUES_FIRST: gl.constexpr  # whether a block's values are complete before the next scores are issued
+    ORDER: gl.constexpr
 
 
 @jit
@@ -70,7 +74,7 @@ def first_keys(keys, key_step, COUNT: gl.constexpr):
 
 @jit
 def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
-             CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES_FIRST: gl.constexpr):  # fmt: skip
+             CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES_FIRST: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
     """The scores of key block ``key_step``, and the values of the block before with weights p.
 
     q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc, ``Pieces`` of (ROWS, BLOCK_D),
@@ -103,7 +107,10 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         k = first_keys(keys, key_step, COUNT)
         wait_for_tensor_cores(WARPGROUP)
         scores = issue_over_columns(q, k, nothing, RIGHT)
-        acc = rescale_output(acc, correction)
+        if ORDER % 2 == 0:
+            acc = rescale_output(acc, correction)
+        if ORDER >= 16:
+            barrier()
         values.wait_full(key_step - 1)
         v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
         acc = issue_by_columns(weights, v, acc)
@@ -186,6 +193,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     first = issue_over_columns(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
     keys.release_operands(key_step, exists)
+    if softmax.ORDER >= 16:
+        barrier()
     first = cap_scores(first, softmax.cap_scale, DTYPE)
     first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
     first, _, row_max, row_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
@@ -201,7 +210,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             key_step += 1
             scores, acc = multiply(
                 q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
-                BLOCK_N, softmax.VALUES_FIRST,
+                BLOCK_N, softmax.VALUES_FIRST, softmax.ORDER,
             )  # fmt: skip
             if queries.IS_SINGLE:
                 # The next tile's queries can come while this one's last softmax is computed.
@@ -209,13 +218,26 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                     queries.release(tile_step, WARPGROUP)
             if not masks.IS_ALIGNED:
                 scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
-            p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
-            if softmax.PIN_SUMS:
-                pin(row_sum)
-            if not softmax.VALUES_FIRST:
-                acc = wait_for_pieces(acc, PENDING=0)
-                values.release_operands(key_step - 1)
-            p = pack_weights(p, DTYPE)
+            if softmax.ORDER > 0:
+                row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
+                if not softmax.VALUES_FIRST:
+                    acc = wait_for_pieces(acc, PENDING=0)
+                if softmax.ORDER % 8 == 1:
+                    acc = multiply_output(acc, correction)
+                if not softmax.VALUES_FIRST:
+                    values.release_operands(key_step - 1)
+                p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
+                p = pack_weights(p, DTYPE)
+                if softmax.ORDER % 8 == 3:
+                    acc = multiply_output(acc, correction)
+            else:
+                p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
+                if softmax.PIN_SUMS:
+                    pin(row_sum)
+                if not softmax.VALUES_FIRST:
+                    acc = wait_for_pieces(acc, PENDING=0)
+                    values.release_operands(key_step - 1)
+                p = pack_weights(p, DTYPE)
         if queries.IS_SINGLE:
             queries.release(tile_step, WARPGROUP, tile.num_blocks == 1)
         else:
@@ -233,7 +255,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         queries.wait_full(tile_step, WARPGROUP, exists)
         first, acc = multiply(
             queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES_FIRST,
+            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES_FIRST, softmax.ORDER,
         )  # fmt: skip
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)

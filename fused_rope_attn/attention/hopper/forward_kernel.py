@@ -38,7 +38,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-                   PIN_SUMS: gl.constexpr, VALUES_FIRST: gl.constexpr, IS_ALIGNED: gl.constexpr,
+                   PIN_SUMS: gl.constexpr, VALUES_FIRST: gl.constexpr, ORDER: gl.constexpr, IS_ALIGNED: gl.constexpr,
                    QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
@@ -116,7 +116,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     )  # fmt: skip
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
     softmax = Softmax(
-        qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES_FIRST=VALUES_FIRST
+        qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES_FIRST=VALUES_FIRST, ORDER=ORDER
     )  # fmt: skip
     output = Output(
         desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, BLOCK_D=BLOCK_D,

@@ -52,6 +52,21 @@ def rescale_piece(acc, correction):
 
 
 @jit
+def multiply_piece(acc, correction):
+    factor = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))
+    return acc * factor[:, None]
+
+
+@jit
+def multiply_output(acc, correction):
+    """As ``rescale_output``, without a branch: multiplications that run beside exponentials cost no time."""
+    if acc.right is None:
+        return Pieces(left=multiply_piece(acc.left, correction), right=None)
+    else:
+        return Pieces(left=multiply_piece(acc.left, correction), right=multiply_piece(acc.right, correction))
+
+
+@jit
 def rescale_output(acc, correction):
     """``Pieces`` of the output so far, times correction (64,)."""
     if acc.right is None:
@@ -121,17 +136,30 @@ def fold_scores(scores, row_max, row_sum, qk_scale):
     A row that has seen nothing has the maximum -inf, and while it does its subtrahend is 0, so that exp2 gives 0, never
     NaN. ``row_max`` may be less than the maximum by LAG.
     """
+    new_max, subtrahend, correction = follow_maximum(scores, row_max, qk_scale)
+    p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
+    return p, correction, new_max, row_sum
+
+
+@jit
+def follow_maximum(scores, row_max, qk_scale):
+    """The first half of ``fold_scores``: (row_max, subtrahend, correction), each (64,)."""
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     highest = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
     highest = gl.maximum(row_max, gl.convert_layout(highest, ROW, assert_trivial=True) * qk_scale)
     new_max = gl.where(highest - row_max > LAG, highest, row_max)
     subtrahend = gl.where(new_max == float("-inf"), 0.0, new_max)
+    return new_max, subtrahend, tl.math.exp2(row_max - subtrahend)
+
+
+@jit
+def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
+    """The second half of ``fold_scores``: (weights, row_sum)."""
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
-    correction = tl.math.exp2(row_max - subtrahend)
     part = gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
     part = gl.convert_layout(part, row_sum.type.layout, assert_trivial=True)
     factor = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
-    return p, correction, new_max, row_sum * factor[:, None] + part
+    return p, row_sum * factor[:, None] + part
 
 
 @jit
