@@ -97,7 +97,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
     for i in gl.static_range(TILE_STAGES):
-        tile_ring.init_slot(i, FILLS=1, RELEASES=CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS)
+        tile_ring.init_slot(i, FILLS=1, RELEASES=(CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS) * WARPGROUP_THREADS)
     queries.init()
     for i in gl.static_range(STAGES):
         keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)

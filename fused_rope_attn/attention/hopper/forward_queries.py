@@ -1,7 +1,8 @@
 """The query tiles of the sm_90 forward in shared memory, and the warps that rotate them on their way there."""
 
+from fused_rope_attn.attention.hopper.barriers import arrive_by_threads
 from fused_rope_attn.attention.hopper.opaque import opaque
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position, rotated_row, tile_bounds
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
@@ -38,7 +39,7 @@ class QueryBuffers:
         """Initialise the mbarriers, before any warp uses them."""
         for i in gl.static_range(self.CONSUMERS):
             mbarrier.init(self.full.index(i), count=1)
-            mbarrier.init(self.empty.index(i), count=1 if self.IS_SINGLE else self.CONSUMERS)
+            mbarrier.init(self.empty.index(i), count=(1 if self.IS_SINGLE else self.CONSUMERS) * WARPGROUP_THREADS)
 
     @jit
     def barrier(self, tile_step, WARPGROUP: gl.constexpr):
@@ -71,8 +72,9 @@ class QueryBuffers:
 
     @jit
     def release(self, tile_step, WARPGROUP: gl.constexpr, pred=True):
-        """Warpgroup WARPGROUP reads its queries no more."""
-        mbarrier.arrive(self.empty.index(self.barrier(tile_step, WARPGROUP)), pred=pred)
+        """Warpgroup WARPGROUP, whose tensor cores alone have read them, reads its queries no more."""
+        if pred:
+            arrive_by_threads(self.empty.index(self.barrier(tile_step, WARPGROUP)))
 
     @jit
     def wait_empty(self, tile_step, WARPGROUP: gl.constexpr = 0):
