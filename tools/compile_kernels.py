@@ -182,12 +182,13 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
         widths = {64, narrow, configs.HOPPER_HEAD_DIM, *(row.head_dim for row in table)}
         head_dims = sorted(widths if arch == "sm_90" else ())
         for key in itertools.product(head_dims, (True, False), configs.BUCKETS, (False, True)):
-            # The others are those of 128 columns, and not causal those of 64, by the same code.
-            if key[0] == narrow and key[2] not in ("medium", "long") and not full:
+            row = find(*key)
+            # Other rows are those of 128 columns, and not causal those of 64, by the same code.
+            if key[0] == narrow and row.head_dim != narrow and not full:
                 continue
             if key[0] not in dims and not key[1] and not full:
                 continue
-            config = replace(find(*key).config, section_bytes=0)
+            config = replace(row.config, section_bytes=0)
             if not key[1]:
                 # The same kernel: there is no diagonal.
                 config = replace(config, halves_diagonal=False)
