@@ -12,6 +12,14 @@ from tests.support.internals import forget_plans, plan_of
 from tests.support.planning import HOPPER, LENGTHS, PORTABLE, call, kinds
 
 
+@pytest.fixture
+def fresh_plans():
+    """No plan of another test is remembered, nor one of this test afterwards."""
+    forget_plans()
+    yield
+    forget_plans()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
 @pytest.mark.parametrize("bucket", LENGTHS)
@@ -49,15 +57,10 @@ def test_rows_of_older_releases_of_triton():
     assert configs.hopper_forward(128, True, "long", False, release=(4, 0)) is new
 
 
-def test_a_plan_takes_the_rows_of_the_installed_triton(arch, monkeypatch):
-    given = call(8192, heads=(64, 8), batch=64)
-    plans = []
-    for release in ((3, 6), (3, 9)):
-        monkeypatch.setattr(device, "triton_release", lambda release=release: release)
-        forget_plans()
-        plans.append(plan(**given))
-    forget_plans()
-    assert [p.forward.halves_diagonal for p in plans] == [False, True]
+@pytest.mark.parametrize("release, by_halves", [((3, 6), False), ((3, 9), True)])
+def test_a_plan_takes_the_rows_of_the_installed_triton(arch, monkeypatch, fresh_plans, release, by_halves):
+    monkeypatch.setattr(device, "triton_release", lambda: release)
+    assert plan(**call(8192, heads=(64, 8), batch=64)).forward.halves_diagonal is by_halves
 
 
 def test_the_accumulator_is_read_in_groups_of_eight_rows():

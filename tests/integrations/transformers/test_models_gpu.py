@@ -58,7 +58,7 @@ def test_bfloat16_is_as_close_to_float32(name):
 
 
 def test_with_everything_of_liger(monkeypatch):
-    liger_kernels = pytest.importorskip("liger_kernel.transformers")
+    liger_kernels = pytest.importorskip("liger_kernel.transformers", reason="pip install liger-kernel")
     from transformers.models.llama import modeling_llama
 
     # Liger replaces names in transformers' module; they are put back when the test ends.
@@ -76,7 +76,7 @@ def test_with_everything_of_liger(monkeypatch):
 
 def test_norms_of_liger(monkeypatch):
     """Liger's norms of heads are left to the kernels as the model's own are; its other norms run."""
-    liger_kernels = pytest.importorskip("liger_kernel.transformers")
+    liger_kernels = pytest.importorskip("liger_kernel.transformers", reason="pip install liger-kernel")
     from transformers.models.gemma3 import modeling_gemma3
 
     for name in ("apply_rotary_pos_emb", "Gemma3RMSNorm", "Gemma3MLP"):
