@@ -169,9 +169,10 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
-    each row and at the widths of a tile, at which not causal too; with other masks, those of long sequences, each mask
-    at 128 columns; with norms, those of 128 columns, which leave the fewest registers; of rotated q and k, those of 128
-    columns and more. ``full`` as in ``table_jobs``, and norms, masks and rotated ones at every width."""
+    each row and at the widths of a tile, not causal too at these and where causal calls have other configurations; with
+    other masks, those of long sequences, each mask at 128 columns; with norms, those of 128 columns, which leave the
+    fewest registers; of rotated q and k, those of 128 columns and more. ``full`` as in ``table_jobs``, and norms, masks
+    and rotated ones at every width."""
     jobs = []
     dims = 64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM
     for direction, table, find in (
@@ -186,13 +187,13 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             # Other rows are those of 128 columns, and not causal those of 64, by the same code.
             if key[0] == narrow and row.head_dim != narrow and not full:
                 continue
-            if key[0] not in dims and not key[1] and not full:
-                continue
             config = replace(row.config, section_bytes=0)
             if not key[1]:
                 # The same kernel: there is no diagonal.
                 config = replace(config, halves_diagonal=False)
             job = Job(arch, direction, torch.bfloat16, key[0], config, causal=key[1])
+            if key[0] not in dims and not key[1] and not full and replace(job, causal=True) in jobs:
+                continue
             jobs.append(job)
             if full:
                 jobs.append(replace(job, dtype=torch.float16))

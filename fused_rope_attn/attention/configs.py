@@ -18,6 +18,7 @@ from fused_rope_attn.runtime import device
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
 STRATEGIES = ("inline", "prepass")
+BEFORE_SCORES, BEFORE_WEIGHTS, BEHIND_WEIGHTS = VALUES = ("before scores", "before weights", "behind weights")
 
 
 class TritonOptions:
@@ -109,9 +110,13 @@ class HopperForwardConfig:
     rotate_registers: of one thread of the warps that attend and that rotate; with 24 for the loading warps, those of
     all warpgroups fill the register file at 512. Head dims beyond 128 have neither registers for warps that rotate nor
     room for more than 64 keys and two stages. pin: keep the softmax beside the product of the block before
-    (``hopper.softmax.pin``), which takes more registers. values_first: finish that product before the next scores
-    begin, which takes fewer. halves_diagonal: leave out the quarter of a diagonal block that nobody sees, where tiles
-    lie as ``hopper.alignment.is_aligned`` asks. The rest as in ``ForwardConfig``.
+    (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, which says when a block's product
+    with the values is awaited, from the fewest registers to the most: before the next block's scores are issued, before
+    its weights are made of them, or behind these. halves_diagonal: leave out the quarter of a diagonal block that
+    nobody sees, where tiles lie as ``hopper.alignment.is_aligned`` asks. The rest as in ``ForwardConfig``.
+
+    Raises:
+        ValueError: for values that are not one of ``VALUES``.
     """
 
     block_n: int
@@ -122,11 +127,15 @@ class HopperForwardConfig:
     rotate_registers: int = 72
     pin: bool = False
     halves_diagonal: bool = False
-    values_first: bool = False
+    values: str = BEHIND_WEIGHTS
     section_bytes: int = 0
     rotate_rows: int = 16
     rotate_heads: int = 1
     pdl: bool = True
+
+    def __post_init__(self) -> None:
+        if self.values not in VALUES:
+            raise ValueError(f"values must be one of {VALUES}, but is {self.values!r}")
 
 
 @dataclass(frozen=True)
@@ -353,9 +362,12 @@ _TIMED = "H200, triton 3.6.0, 2026-11-21 (docs/experiments)"
 _PADDED = "untimed: tiles are 64 columns wide whatever the head dim"
 _BOTH = "H200, triton 3.6.0 and 3.9.0, 2026-11-22 (docs/experiments)"
 _SLOWER = f"{_BOTH}: up to 1024 tokens the portable kernels are faster"
-_THREE = f"{_BOTH}: three warpgroups hide each other's exponentials; with 3.9 they spill, and lose up to 4096 tokens"
+_THREE = f"{_BOTH}: three warpgroups hide each other's exponentials from 8192 tokens on; below they lose"
+_EARLY = "H200, triton 3.6.0 and 3.9.0, 2026-11-23 (docs/experiments): values before weights take 2 to 5 % less"
 _TILES = f"{_TIMED}; not with fewer tiles than a few for every multiprocessor"
 _HALVES = f"{_TILES}; by halves, diagonals take 2 to 3 % less from 1K to 4K (3.6.0, 2026-11-23)"
+_PIECES = "H200, triton 3.6.0 and 3.9.0, 2026-11-23 (docs/experiments): unmasked, three warpgroups take 6 to 11 % less"
+_SHORT_TILES = f"{_HALVES}; values before weights take 1 % less up to 1024 tokens, and more beyond"
 _OLDER = (3, 9)  # triton 3.6 to 3.8 make one code of these kernels, 3.9 another
 _HALVES_LONG = "H200, 2026-11-23 (docs/experiments): by halves, diagonals take 1.5 to 2.5 % less with triton 3.9.0"
 _WHOLE_LONG = "H200, 2026-11-23 (docs/experiments): by halves, diagonals take .5 to 1.5 % more with triton 3.6.0"
@@ -363,7 +375,6 @@ _WHOLE_TINY = "H200, 2026-11-23 (docs/experiments): by halves, diagonals take 1 
 _FEW_HEADS = "H200, triton 3.9.0, 2026-11-23 (docs/experiments): a post-process of more programs, 1 to 10 % less"
 _FEW_HEADS_HIDDEN = f"{_FEW_HEADS}; hidden queries left out, 0 to 3 % less"
 _HIDDEN = "H200, 2026-11-23 (docs/experiments): 0 to 2 % less with triton 3.6.0, 2 to 3 % with 3.9.0; not with GQA"
-_PIECES = "H200, triton 3.6.0 and 3.9.0, 2026-11-23 (docs/experiments): a third warpgroup pays from 8192 tokens on"
 _TINY_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 9 and 15 % faster with 64 and 128 heads of 512"
 _WIDE_TILES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): 64 keys beside 256 columns of O; not with few tiles"
 _WIDE_TIMED = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): half the time of the portable kernels from 4K on"
@@ -373,30 +384,35 @@ _MANY_SEQUENCES = "H200, triton 3.6.0, 2026-11-22 (docs/experiments): many short
 HOPPER_FORWARD: tuple[HopperRow, ...] = (
     HopperRow(32, HopperForwardConfig(128, section_bytes=_WIDEST), (), _PADDED),
     HopperRow(64, HopperForwardConfig(128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
-              section_bytes=_WIDEST, rotate_heads=4), ("long",), _THREE, buckets=("long",), packed=False),
-    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), ("long",), _TIMED, causal=True, buckets=("long",)),
-    HopperRow(64, HopperForwardConfig(128, halves_diagonal=True, section_bytes=_WIDEST), _MEDIUM, _SLOWER, causal=True,
-              much_work=True),
-    HopperRow(64, HopperForwardConfig(128, section_bytes=_WIDEST), _BEYOND_TINY, _TIMED, causal=False),
-    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, consumers=3, rotates_queries=False, attend_registers=160,
-              values_first=True, section_bytes=_WIDEST, rotate_heads=4), ("long",), _PIECES, buckets=("long",),
+              values=BEFORE_WEIGHTS, section_bytes=_WIDEST, rotate_heads=4), ("long",), _THREE, buckets=("long",),
               packed=False),
-    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, values_first=True, halves_diagonal=True,
-              section_bytes=_WIDEST), _MEDIUM, _PIECES, buckets=_MEDIUM, much_work=True, packed=False),
+    HopperRow(64, HopperForwardConfig(128, values=BEFORE_WEIGHTS, section_bytes=_WIDEST), ("long",), _EARLY,
+              causal=True, buckets=("long",)),
+    HopperRow(64, HopperForwardConfig(128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=_WIDEST),
+              _MEDIUM, _SLOWER, causal=True, much_work=True),
+    HopperRow(64, HopperForwardConfig(128, values=BEFORE_WEIGHTS, section_bytes=_WIDEST), _BEYOND_TINY, _EARLY,
+              causal=False),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, halves_diagonal=True, values=BEFORE_WEIGHTS,
+              section_bytes=_WIDEST), ("long",), _EARLY, causal=True, buckets=("long",), packed=False),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, consumers=3, rotates_queries=False, attend_registers=160,
+              values=BEFORE_SCORES, section_bytes=_WIDEST, rotate_heads=4), ("long",), _PIECES, buckets=("long",),
+              packed=False),
+    HopperRow(HOPPER_NARROW_HEAD_DIM, HopperForwardConfig(128, halves_diagonal=True, values=BEFORE_WEIGHTS,
+              section_bytes=_WIDEST), _MEDIUM, _EARLY, buckets=_MEDIUM, much_work=True, packed=False),
     HopperRow(128, HopperForwardConfig(128, pin=True, section_bytes=_WIDEST), ("long",), _WHOLE_LONG, buckets=("long",),
               before=_OLDER),
     HopperRow(128, HopperForwardConfig(128, pin=True, halves_diagonal=True, section_bytes=_WIDEST), ("long",),
               _HALVES_LONG, buckets=("long",)),
     HopperRow(128, HopperForwardConfig(128, pin=True, halves_diagonal=True, section_bytes=_WIDEST), _MEDIUM, _HALVES,
               buckets=_MEDIUM, much_work=True),
-    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES, buckets=_TINY,
-              much_work=True, packed=True),
-    HopperRow(128, HopperForwardConfig(128, section_bytes=_WIDEST), BUCKETS, _WHOLE_TINY, buckets=_TINY, some_work=True,
-              before=_OLDER),
-    HopperRow(128, HopperForwardConfig(128, halves_diagonal=True, section_bytes=_WIDEST), BUCKETS, _TINY_TILES,
-              buckets=_TINY, some_work=True),
-    HopperRow(128, HopperForwardConfig(128, halves_diagonal=True, section_bytes=_WIDEST), _BEYOND_TINY, _HALVES,
-              much_work=True),
+    HopperRow(128, HopperForwardConfig(128, values=BEFORE_WEIGHTS, section_bytes=_WIDEST), BUCKETS, _MANY_SEQUENCES,
+              buckets=_TINY, much_work=True, packed=True),
+    HopperRow(128, HopperForwardConfig(128, values=BEFORE_WEIGHTS, section_bytes=_WIDEST), BUCKETS, _WHOLE_TINY,
+              buckets=_TINY, some_work=True, before=_OLDER),
+    HopperRow(128, HopperForwardConfig(128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=_WIDEST),
+              BUCKETS, _TINY_TILES, buckets=_TINY, some_work=True),
+    HopperRow(128, HopperForwardConfig(128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=_WIDEST),
+              _BEYOND_TINY, _SHORT_TILES, much_work=True),
     HopperRow(256, HopperForwardConfig(64, rotates_queries=False, attend_registers=240, pin=True,
               section_bytes=2 * _WIDEST), _BEYOND_TINY, _WIDE_TILES, much_work=True),
 )

@@ -68,12 +68,19 @@ def test_the_accumulator_is_read_in_groups_of_eight_rows():
         configs.HopperBackwardConfig(post_rows=4)
 
 
-def test_one_reason_for_both_passes_is_said_once(arch):
-    given = call(2048, head_dim=64, causal=False)
-    rows = configs.hopper_forward(64, False, "medium", False), configs.hopper_backward(64, False, "medium", False)
-    assert rows[0].note == rows[1].note
-    reason = plan(**given).reason
-    assert reason.startswith("sm_90 kernels: ") and reason.count(rows[0].note) == 1
+def test_a_forward_configuration_says_when_values_are_awaited():
+    with pytest.raises(ValueError, match="values must be one of .*'before weights'.* but is 'first'"):
+        configs.HopperForwardConfig(128, values="first")
+
+
+def test_one_reason_for_both_passes_is_said_once(arch, monkeypatch, fresh_plans):
+    note = "timed in both directions"
+    for table in ("HOPPER_FORWARD", "HOPPER_BACKWARD"):
+        monkeypatch.setattr(
+            configs, table, tuple(dataclasses.replace(row, note=note) for row in getattr(configs, table))
+        )
+    reason = plan(**call(2048, head_dim=64, causal=False)).reason
+    assert reason.startswith("sm_90 kernels: ") and reason.count(note) == 1
 
 
 def test_the_longer_length_counts(arch):

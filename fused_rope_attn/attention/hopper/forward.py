@@ -102,7 +102,7 @@ class ForwardCall:
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
-            VALUES_FIRST=config.values_first,
+            VALUES=config.values,
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 

@@ -15,18 +15,20 @@ from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
     finish_output,
     fold_scores,
+    follow_maximum,
     no_sums,
     pack_weights,
     pin,
     rescale_output,
     unpack_weights,
+    weigh_scores,
     whole_sums,
     whole_weights,
 )
 from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.runtime.triton_compat import gl, jit, tma_store_wait, warpgroup_mma_wait
+from fused_rope_attn.runtime.triton_compat import barrier, gl, jit, tma_store_wait, warpgroup_mma_wait
 
 # The first of the named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
 # counts the barriers of its partitions from 0.
@@ -42,7 +44,7 @@ class Softmax:
     cap_scale: gl.tensor | None  # by which scores are multiplied before their tanh
     sinks_ptr: gl.tensor | None  # (HQ,)
     PIN_SUMS: gl.constexpr  # see ``softmax.pin``
-    VALUES_FIRST: gl.constexpr  # whether a block's values are complete before the next scores are issued
+    VALUES: gl.constexpr  # when a block's values are awaited, see ``attend``
 
 
 @jit
@@ -70,13 +72,13 @@ def first_keys(keys, key_step, COUNT: gl.constexpr):
 
 @jit
 def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
-             CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES_FIRST: gl.constexpr):  # fmt: skip
+             CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
     """The scores of key block ``key_step``, and the values of the block before with weights p.
 
     q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc, ``Pieces`` of (ROWS, BLOCK_D),
     is multiplied by first. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT keys, capped where there
-    is a ``cap_scale``, and acc, in flight behind them, or with VALUES_FIRST complete. Unless the block ``exists``, the
-    scores mean nothing.
+    is a ``cap_scale``, and acc, in flight behind them, or with VALUES "before scores" complete. Unless the block
+    ``exists``, the scores mean nothing.
     """
     BLOCK_D: gl.constexpr = q.shape[1]
     BLOCK_N: gl.constexpr = keys.smem.shape[3]
@@ -85,7 +87,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     v_slot = values.slot(key_step - 1)
     weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
-    if VALUES_FIRST:
+    if VALUES == "before scores":
         acc = rescale_output(acc, correction)
         values.wait_full(key_step - 1)
         v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
@@ -104,6 +106,9 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         wait_for_tensor_cores(WARPGROUP)
         scores = issue_over_columns(q, k, nothing, RIGHT)
         acc = rescale_output(acc, correction)
+        # Triton's analysis of shared memory makes the four warps meet once an iteration. It does so in front of the
+        # wait for keys, where nothing is multiplied for them, unless they meet here, where something is.
+        barrier()
         values.wait_full(key_step - 1)
         v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
         acc = issue_by_columns(weights, v, acc)
@@ -152,6 +157,11 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
 
     Of an aligned tile's first block, the one on the diagonal, the first warpgroup sees half: FIRST_COUNT keys. The
     others get weights of zero, whose product with the values costs time but little energy.
+
+    A block's product with the values runs beside the scores and the maxima of the next block, and is awaited before
+    that block's weights are made, or behind them, as VALUES says. Before them it leaves registers free, and the weights
+    may be packed between exponentials. VALUES "before scores" lets it run beside nothing, so that weights and scores
+    are never alive together.
     """
     BLOCK_N: gl.constexpr = keys.smem.shape[3]
     BLOCK_D: gl.constexpr = keys.smem.shape[4]
@@ -186,6 +196,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     first = issue_over_columns(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
     keys.release_operands(key_step, exists)
+    barrier()  # see ``multiply``
     first = cap_scores(first, softmax.cap_scale, DTYPE)
     first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
     first, _, row_max, row_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
@@ -201,7 +212,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             key_step += 1
             scores, acc = multiply(
                 q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
-                BLOCK_N, softmax.VALUES_FIRST,
+                BLOCK_N, softmax.VALUES,
             )  # fmt: skip
             if queries.IS_SINGLE:
                 # The next tile's queries can come while this one's last softmax is computed.
@@ -209,10 +220,14 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                     queries.release(tile_step, WARPGROUP)
             if not masks.IS_ALIGNED:
                 scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
-            p, correction, row_max, row_sum = fold_scores(scores, row_max, row_sum, softmax.qk_scale)
+            row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
+            if softmax.VALUES == "before weights":
+                acc = wait_for_pieces(acc, PENDING=0)
+                values.release_operands(key_step - 1)
+            p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
             if softmax.PIN_SUMS:
                 pin(row_sum)
-            if not softmax.VALUES_FIRST:
+            if softmax.VALUES == "behind weights":
                 acc = wait_for_pieces(acc, PENDING=0)
                 values.release_operands(key_step - 1)
             p = pack_weights(p, DTYPE)
@@ -233,7 +248,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         queries.wait_full(tile_step, WARPGROUP, exists)
         first, acc = multiply(
             queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES_FIRST,
+            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES,
         )  # fmt: skip
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
@@ -242,7 +257,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         tma_store_wait(0)
         if softmax.PIN_SUMS:
             pin(new_sum)
-        if not softmax.VALUES_FIRST:
+        if softmax.VALUES != "before scores":
             acc = wait_for_pieces(acc, PENDING=0)
             values.release_operands(key_step - 1)
         o = finish_output(acc, seen, factor, DTYPE)

@@ -38,7 +38,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-                   PIN_SUMS: gl.constexpr, VALUES_FIRST: gl.constexpr, IS_ALIGNED: gl.constexpr,
+                   PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
                    QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
 
@@ -56,7 +56,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
 
     position_limit: queries from this position on are rotated by no angle; None: there are none behind the last key.
 
-    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES_FIRST: see ``multiply``.
+    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES: see ``attend``.
     IS_ALIGNED: as ``alignment.is_aligned`` says, and to be made use of. QUERIES_IN_TILES: packed queries lie in q_rot,
     or in the rotated q, as ``Saving.TILES`` has them. The REGISTERS are those of a thread of each kind of warps;
     Q_LAYOUT is the shared memory's of queries that are rotated here.
@@ -97,7 +97,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
     for i in gl.static_range(TILE_STAGES):
-        tile_ring.init_slot(i, FILLS=1, RELEASES=CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS)
+        tile_ring.init_slot(i, FILLS=1, RELEASES=(CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS) * WARPGROUP_THREADS)
     queries.init()
     for i in gl.static_range(STAGES):
         keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
@@ -116,7 +116,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     )  # fmt: skip
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
     softmax = Softmax(
-        qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES_FIRST=VALUES_FIRST
+        qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES=VALUES
     )  # fmt: skip
     output = Output(
         desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, BLOCK_D=BLOCK_D,

@@ -31,13 +31,30 @@ def load_queries(q_desc, queries, tile, tile_step):
 
 
 @jit
+def key_row(work, visit, BLOCK_N: gl.constexpr):
+    """The first row of the key block that a tile visits in its step ``visit``: the last block comes first."""
+    row = (work.tile.bounds.last_block - visit) * BLOCK_N
+    if work.first_k is not None:
+        row += work.first_k
+    return row
+
+
+@jit
+def load_keys(k_desc, work, visit, keys, key_step):
+    """Load the keys of a tile's step ``visit``, once their slot in the ``Ring`` is empty."""
+    row = key_row(work, visit, keys.smem.shape[3])
+    slot = keys.slot(key_step)
+    keys.wait_empty(key_step)
+    load_rows(k_desc, work.tile.batch, work.head_kv, row, keys.smem.index(slot), keys.full.index(slot))
+
+
+@jit
 def load(loader, schedule, masks, tiles, queries, keys, values):
     """Announce tiles and load the key and value blocks that they visit, the last one first; one warp's work.
 
     keys and values: the ``Ring``s of blocks, which make a step for each. queries: None where other warps rotate them.
     """
     IS_PACKED: gl.constexpr = tiles.IS_PACKED
-    BLOCK_N: gl.constexpr = schedule.BLOCK_N
     if IS_PACKED:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
@@ -54,21 +71,21 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
         if IS_PACKED:
             first_row += work.first_k
             last_row += work.first_k
+        # The warps that multiply wait for a tile's first keys and queries. They do not wait yet for the announcement of
+        # the next tile, whose number comes from a counter in global memory and takes divisions.
+        load_keys(loader.k_desc, work, 0, keys, key_step)
+        if queries is not None:
+            # Behind the first keys, whose slot is free earlier than the queries' memory.
+            load_queries(loader.q_desc, queries, tile, tile_step)
         tile_step += 1
         following = next_work(schedule, masks)
         announce_tile(tiles, tile_step, following.tile)
         for visit in range(tile.num_blocks):
-            slot = keys.slot(key_step)
-            row = (tile.bounds.last_block - visit) * BLOCK_N
-            if IS_PACKED:
-                row += work.first_k
-            keys.wait_empty(key_step)
-            load_rows(loader.k_desc, tile.batch, work.head_kv, row, keys.smem.index(slot), keys.full.index(slot))
-            if queries is not None:
-                # Behind the first keys, whose slot is free earlier than the queries' memory.
-                if visit == 0:
-                    load_queries(loader.q_desc, queries, tile, tile_step - 1)
+            if visit > 0:
+                load_keys(loader.k_desc, work, visit, keys, key_step)
+            row = key_row(work, visit, schedule.BLOCK_N)
             values.wait_empty(key_step)
+            slot = values.slot(key_step)
             v_tile, v_full = values.smem.index(slot), values.full.index(slot)
             if tiles.HAS_BOUNDS:
                 # Scores of keys that do not exist are masked. Their values meet weights of zero; NaN would stay NaN.

@@ -112,11 +112,8 @@ def whole_sums(row_sum, LAYOUT: gl.constexpr):
 
 
 @jit
-def fold_scores(scores, row_max, row_sum, qk_scale):
-    """One step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
-
-    scores and weights (64, BLOCK_N), correction (what the output so far is multiplied by) and row_max (64,), row_sum
-    (64, 4) as in ``no_sums``; all float32.
+def follow_maximum(scores, row_max, qk_scale):
+    """The first half of ``fold_scores``: (row_max, subtrahend, correction), each (64,).
 
     A row that has seen nothing has the maximum -inf, and while it does its subtrahend is 0, so that exp2 gives 0, never
     NaN. ``row_max`` may be less than the maximum by LAG.
@@ -126,12 +123,29 @@ def fold_scores(scores, row_max, row_sum, qk_scale):
     highest = gl.maximum(row_max, gl.convert_layout(highest, ROW, assert_trivial=True) * qk_scale)
     new_max = gl.where(highest - row_max > LAG, highest, row_max)
     subtrahend = gl.where(new_max == float("-inf"), 0.0, new_max)
+    return new_max, subtrahend, tl.math.exp2(row_max - subtrahend)
+
+
+@jit
+def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
+    """The second half of ``fold_scores``: (weights, row_sum)."""
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
-    correction = tl.math.exp2(row_max - subtrahend)
     part = gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
     part = gl.convert_layout(part, row_sum.type.layout, assert_trivial=True)
     factor = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
-    return p, correction, new_max, row_sum * factor[:, None] + part
+    return p, row_sum * factor[:, None] + part
+
+
+@jit
+def fold_scores(scores, row_max, row_sum, qk_scale):
+    """One step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
+
+    scores and weights (64, BLOCK_N), correction (what the output so far is multiplied by) and row_max (64,), row_sum
+    (64, 4) as in ``no_sums``; all float32.
+    """
+    row_max, subtrahend, correction = follow_maximum(scores, row_max, qk_scale)
+    p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
+    return p, correction, row_max, row_sum
 
 
 @jit

@@ -153,5 +153,5 @@ def next_tile(tiles, step):
         num_blocks=tiles.read(word + 4), upper_masked=tiles.read(word + 5),
         bounds=read_bounds(tiles, word + 6) if tiles.HAS_BOUNDS else None,
     )  # fmt: skip
-    ring.release(step)
+    ring.release_operands(step)
     return tile

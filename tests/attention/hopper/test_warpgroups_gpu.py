@@ -16,14 +16,27 @@ from tests.support.marks import cases
 pytestmark = needs_sm_90
 
 THREE = {"consumers": 3, "rotates_queries": False, "attend_registers": 160}
+EARLY = configs.HopperForwardConfig(128, values="before weights")
+EARLY_HALVES = replace(EARLY, halves_diagonal=True)
 DIVISIONS = {
     "three warpgroups": (64, configs.HopperForwardConfig(128, **THREE)),
     "three warpgroups, three stages": (64, configs.HopperForwardConfig(128, stages=3, rotate_heads=4, **THREE)),
-    "three warpgroups, D 96": (96, configs.HopperForwardConfig(128, rotate_heads=4, values_first=True, **THREE)),
+    "three warpgroups, values before weights": (
+        64,
+        configs.HopperForwardConfig(128, stages=3, rotate_heads=4, values="before weights", **THREE),
+    ),
+    "three warpgroups, values before scores, D 96": (
+        96,
+        configs.HopperForwardConfig(128, rotate_heads=4, values="before scores", **THREE),
+    ),
     "two warpgroups, D 64": (64, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "diagonal by halves, D 64": (64, configs.HopperForwardConfig(128, halves_diagonal=True)),
-    "diagonal by halves, D 96": (96, configs.HopperForwardConfig(128, halves_diagonal=True, values_first=True)),
+    "diagonal by halves, values before weights, D 64": (64, EARLY_HALVES),
+    "diagonal by halves, values before weights, D 96": (96, EARLY_HALVES),
+    "diagonal by halves, values before weights": (128, EARLY_HALVES),
+    "values before weights, D 64": (64, EARLY),
+    "values before weights": (128, EARLY),
     "diagonal by halves": (128, configs.HopperForwardConfig(128, halves_diagonal=True)),
     "diagonal by halves, pinned": (128, configs.HopperForwardConfig(128, halves_diagonal=True, pin=True)),
     "diagonal by halves, no rotating warps": (
