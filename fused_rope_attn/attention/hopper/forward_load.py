@@ -1,6 +1,6 @@
 """The sm_90 forward's loading warp, which takes tiles and fills shared memory through the TMA."""
 
-from fused_rope_attn.attention.hopper.forward_schedule import first_work, next_work
+from fused_rope_attn.attention.hopper.forward_schedule import first_work, next_work, take_index
 from fused_rope_attn.attention.hopper.rows import load_existing, load_rows
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.tiles import announce_tile, rotated_row
@@ -71,14 +71,16 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
         if IS_PACKED:
             first_row += work.first_k
             last_row += work.first_k
+        # The next tile's number is on its way from global memory while the keys' slot is awaited.
+        index = take_index(schedule)
         # The warps that multiply wait for a tile's first keys and queries. They do not wait yet for the announcement of
-        # the next tile, whose number comes from a counter in global memory and takes divisions.
+        # the next tile, whose number takes divisions.
         load_keys(loader.k_desc, work, 0, keys, key_step)
         if queries is not None:
             # Behind the first keys, whose slot is free earlier than the queries' memory.
             load_queries(loader.q_desc, queries, tile, tile_step)
         tile_step += 1
-        following = next_work(schedule, masks)
+        following = next_work(schedule, masks, index)
         announce_tile(tiles, tile_step, following.tile)
         for visit in range(tile.num_blocks):
             if visit > 0:

@@ -162,9 +162,9 @@ def first_work(schedule, masks):
 
 
 @jit
-def next_work(schedule, masks):
-    """The ``Work`` of the next tile that no block has, or one of no blocks: then the block has done its part."""
-    index = take_index(schedule)
+def next_work(schedule, masks, index):
+    """The ``Work`` of the tile of number ``index``, which was taken; if there is none, one of no blocks, and the block
+    has done its part."""
     if schedule.tiles_per_head is None:
         exists = index < schedule.num_tiles
         if schedule.lens_ptr is not None or schedule.starts_ptr is not None:
