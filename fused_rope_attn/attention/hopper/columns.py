@@ -68,18 +68,20 @@ def issue_over_columns(a, b, nothing, RIGHT: gl.constexpr):
 
 
 @jit
-def issue_by_columns(a, b, pieces):
+def issue_by_columns(a, b, pieces, ADDS: gl.constexpr = True):
     """Add the product of a (rows, inner), in registers, and b (inner, BLOCK_D), in shared memory, to ``Pieces``.
+
+    Unless it ADDS, the pieces become the product, whatever they hold.
 
     They are in flight in the result, of as many groups as there are pieces. a has the layout for the first of them.
     """
     if pieces.right is None:
-        return Pieces(left=warpgroup_mma(a, b, pieces.left, is_async=True), right=None)
+        return Pieces(left=warpgroup_mma(a, b, pieces.left, use_acc=ADDS, is_async=True), right=None)
     else:
         RIGHT: gl.constexpr = pieces.right.shape[1]
         a_right = gl.convert_layout(a, gl.DotOperandLayout(0, pieces.right.type.layout, 2), assert_trivial=True)
-        left = warpgroup_mma(a, b.slice(0, LEFT, dim=1), pieces.left, is_async=True)
-        right = warpgroup_mma(a_right, b.slice(LEFT, RIGHT, dim=1), pieces.right, is_async=True)
+        left = warpgroup_mma(a, b.slice(0, LEFT, dim=1), pieces.left, use_acc=ADDS, is_async=True)
+        right = warpgroup_mma(a_right, b.slice(LEFT, RIGHT, dim=1), pieces.right, use_acc=ADDS, is_async=True)
         return Pieces(left=left, right=right)
 
 

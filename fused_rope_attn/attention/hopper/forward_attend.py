@@ -70,8 +70,32 @@ def first_keys(keys, key_step, COUNT: gl.constexpr):
         return block.slice(0, COUNT, dim=0)
 
 
+@record
+class Ended:
+    """A tile whose output is still to be written, and what makes it of acc; there is none before the first tile."""
+
+    exists: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor  # the first one of the warpgroup
+    row_end: gl.tensor
+    seen: gl.tensor  # (ROWS,), as ``finish_rows`` returns it, like factor
+    factor: gl.tensor
+
+
 @jit
-def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
+def give_away(output, ended, acc, DTYPE: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Write the output of a tile that has ended, where there is one; returns an empty acc."""
+    RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
+    if ended.exists:
+        tma_store_wait(0)
+        o = finish_output(acc, ended.seen, ended.factor, DTYPE)
+        write_output(output, o, ended, ended.row, ended.row_end, WARPGROUP)
+    return zero_pieces(ROWS, output.BLOCK_D, RIGHT)
+
+
+@jit
+def multiply(q, acc, p, correction, ended, output, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
              CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
     """The scores of key block ``key_step``, and the values of the block before with weights p.
 
@@ -105,13 +129,18 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         k = first_keys(keys, key_step, COUNT)
         wait_for_tensor_cores(WARPGROUP)
         scores = issue_over_columns(q, k, nothing, RIGHT)
-        acc = rescale_output(acc, correction)
+        if ended is None:
+            acc = rescale_output(acc, correction)
+        else:
+            hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+            acc = give_away(output, ended, acc, q.dtype, WARPGROUP)
+            wait_for_tensor_cores(WARPGROUP)
         # Triton's analysis of shared memory makes the four warps meet once an iteration. It does so in front of the
         # wait for keys, where nothing is multiplied for them, unless they meet here, where something is.
         barrier()
         values.wait_full(key_step - 1)
         v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
-        acc = issue_by_columns(weights, v, acc)
+        acc = issue_by_columns(weights, v, acc, ADDS=ended is None)
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         # All but the groups of the values.
         scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
@@ -145,6 +174,33 @@ def mask_first(scores, positions, columns, tile, masks, NK, BLOCK_N: gl.constexp
         return mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N, SEEN=WARPGROUP * ROWS)
     else:
         return mask_scores(scores, positions, columns, 0, tile, masks, NK)
+
+
+@jit
+def attend_block(q, acc, p, correction, row_max, row_sum, ended, tile, tile_step, key_step, visit, positions, columns,
+                 queries, keys, values, output, softmax, masks, NK, WARPGROUP: gl.constexpr):  # fmt: skip
+    """A tile's block of number ``visit``, from 1 on; see ``attend``."""
+    scores, acc = multiply(
+        q, acc, p, correction, ended, output, keys, values, key_step, True, softmax.cap_scale, WARPGROUP,
+        queries.CONSUMERS, keys.smem.shape[3], softmax.VALUES,
+    )  # fmt: skip
+    if queries.IS_SINGLE:
+        # The next tile's queries can come while this one's last softmax is computed.
+        if visit + 1 == tile.num_blocks:
+            queries.release(tile_step, WARPGROUP)
+    if not masks.IS_ALIGNED:
+        scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
+    row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
+    if softmax.VALUES == "before weights":
+        acc = wait_for_pieces(acc, PENDING=0)
+        values.release_operands(key_step - 1)
+    p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
+    if softmax.PIN_SUMS:
+        pin(row_sum)
+    if softmax.VALUES == "behind weights":
+        acc = wait_for_pieces(acc, PENDING=0)
+        values.release_operands(key_step - 1)
+    return acc, pack_weights(p, q.dtype), correction, row_max, row_sum
 
 
 @jit
@@ -204,33 +260,35 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     p = whole_weights(pack_weights(first, DTYPE), S)
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+    DEFERS: gl.constexpr = softmax.VALUES != "before scores"
+    acc = zero_pieces(ROWS, BLOCK_D, RIGHT)
+    ended = Ended(
+        exists=tile.num_blocks < 0, batch=tile.batch, head=tile.head, row=start_m, row_end=query_end(tile, NQ),
+        seen=rows < 0, factor=gl.zeros([ROWS], gl.float32, ROW),
+    )  # fmt: skip
     while tile.num_blocks > 0:
-        acc = zero_pieces(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
-        for visit in range(1, tile.num_blocks):
+        begin = 1
+        if DEFERS:
+            if tile.num_blocks > 1:
+                # The last tile's output leaves beside these scores.
+                key_step += 1
+                acc, p, correction, row_max, row_sum = attend_block(
+                    q, acc, p, correction, row_max, row_sum, ended, tile, tile_step, key_step, 1, positions, columns,
+                    queries, keys, values, output, softmax, masks, NK, WARPGROUP,
+                )  # fmt: skip
+            else:
+                acc = give_away(output, ended, acc, DTYPE, WARPGROUP)
+            begin = 2
+        else:
+            acc = zero_pieces(ROWS, BLOCK_D, RIGHT)
+        for visit in range(begin, tile.num_blocks):
             key_step += 1
-            scores, acc = multiply(
-                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
-                BLOCK_N, softmax.VALUES,
+            acc, p, correction, row_max, row_sum = attend_block(
+                q, acc, p, correction, row_max, row_sum, None, tile, tile_step, key_step, visit, positions, columns,
+                queries, keys, values, output, softmax, masks, NK, WARPGROUP,
             )  # fmt: skip
-            if queries.IS_SINGLE:
-                # The next tile's queries can come while this one's last softmax is computed.
-                if visit + 1 == tile.num_blocks:
-                    queries.release(tile_step, WARPGROUP)
-            if not masks.IS_ALIGNED:
-                scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
-            row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
-            if softmax.VALUES == "before weights":
-                acc = wait_for_pieces(acc, PENDING=0)
-                values.release_operands(key_step - 1)
-            p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
-            if softmax.PIN_SUMS:
-                pin(row_sum)
-            if softmax.VALUES == "behind weights":
-                acc = wait_for_pieces(acc, PENDING=0)
-                values.release_operands(key_step - 1)
-            p = pack_weights(p, DTYPE)
         if queries.IS_SINGLE:
             queries.release(tile_step, WARPGROUP, tile.num_blocks == 1)
         else:
@@ -247,24 +305,29 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
         queries.wait_full(tile_step, WARPGROUP, exists)
         first, acc = multiply(
-            queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES,
+            queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, None, output, keys,
+            values, key_step, exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES,
         )  # fmt: skip
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
 
         seen, factor = finish_rows(output, softmax, finished, rows, row_end, row_max, row_sum, NQ, WARPGROUP)
-        tma_store_wait(0)
         if softmax.PIN_SUMS:
             pin(new_sum)
-        if softmax.VALUES != "before scores":
+        if DEFERS:
             acc = wait_for_pieces(acc, PENDING=0)
             values.release_operands(key_step - 1)
-        o = finish_output(acc, seen, factor, DTYPE)
-        write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
+        ended = Ended(
+            exists=finished.num_blocks > 0, batch=finished.batch, head=finished.head,
+            row=finished.start_m + WARPGROUP * ROWS, row_end=row_end, seen=seen, factor=factor,
+        )  # fmt: skip
+        if not DEFERS:
+            acc = give_away(output, ended, acc, DTYPE, WARPGROUP)
         p = whole_weights(pack_weights(first, DTYPE), S)
         row_max = gl.convert_layout(new_max, ROW, assert_trivial=True)
         row_sum = new_sum
+    if DEFERS:
+        acc = give_away(output, ended, acc, DTYPE, WARPGROUP)
     if WARPGROUP == 0:
         # The last warpgroup hands the tensor cores over once more.
         wait_for_tensor_cores(WARPGROUP)
