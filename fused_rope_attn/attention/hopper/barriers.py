@@ -64,8 +64,11 @@ class Ring:
 
     @jit
     def release_operands(self, step, pred=True):
-        """As ``release``, by every thread for itself, of a slot whose readers were tensor cores, or loads whose values
-        have been used: RELEASES counts threads."""
+        """As ``release``, by every thread for itself: RELEASES counts threads.
+
+        For a slot whose readers were tensor cores that have been waited for, or loads that stand before this: a warp's
+        accesses to shared memory are performed in their order.
+        """
         if pred:
             arrive_by_threads(self.empty.index(self.slot(step)))
 
