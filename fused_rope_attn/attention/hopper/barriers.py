@@ -66,8 +66,8 @@ class Ring:
     def release_operands(self, step, pred=True):
         """As ``release``, by every thread for itself: RELEASES counts threads.
 
-        For a slot whose readers were tensor cores that have been waited for, or loads that stand before this: a warp's
-        accesses to shared memory are performed in their order.
+        For a slot whose readers were tensor cores that have been waited for, or loads that stand before this. For the
+        latter it relies on sm_90 to perform a warp's accesses to shared memory in their order, which PTX does not say.
         """
         if pred:
             arrive_by_threads(self.empty.index(self.slot(step)))
