@@ -22,7 +22,7 @@ from fused_rope_attn.attention.hopper.forward_output import Output
 from fused_rope_attn.attention.hopper.forward_queries import QueryBuffers, QuerySource, rotate_queries
 from fused_rope_attn.attention.hopper.forward_schedule import Schedule
 from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, TileRing, announced_words
+from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, TileRing, announced_words, announcement_releases
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
@@ -96,8 +96,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     if HAS_BOUNDS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
+    TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
     for i in gl.static_range(TILE_STAGES):
-        tile_ring.init_slot(i, FILLS=1, RELEASES=(CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS) * WARPGROUP_THREADS)
+        tile_ring.init_slot(i, FILLS=1, RELEASES=announcement_releases(TILE_READERS, IS_PACKED))
     queries.init()
     for i in gl.static_range(STAGES):
         keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
