@@ -23,7 +23,7 @@ CURRENT: dict[str, Path] = {
     "attention": RESULTS / "h200-2026-11-23-triton-3.9.0.jsonl",
     "attention on the oldest Triton": RESULTS / "h200-2026-11-23-triton-3.6.0.jsonl",
     "host": RESULTS / "host-h200-2026-11-23-triton-3.9.0.jsonl",
-    "energy": RESULTS / "energy-h200-2026-11-22-triton-3.6.0.jsonl",
+    "energy": RESULTS / "energy-h200-2026-11-23-triton-3.9.0.jsonl",
     "masks": RESULTS / "masks-h200-2026-11-21.jsonl",
     "norm": RESULTS / "norm-h200-2026-11-23-triton-3.9.0.jsonl",
     "norm on the oldest Triton": RESULTS / "norm-h200-2026-11-23-triton-3.6.0.jsonl",

@@ -309,7 +309,7 @@ def test_the_plot_shows_time_above_energy():
         assert sorted(1 + bar.get_height() for bar in axis.patches) == pytest.approx(sorted(expected))
         assert all((bar.get_hatch() == "//") == (bar.get_height() < -0.005) for bar in axis.patches)
     ticks = [label.get_text() for label in below.get_xticklabels()]
-    assert ticks == ["Llama7B-2K\n0.1500 ms, 100.0 mJ", "Llama7B-4K\n0.5000 ms, 350.0 mJ"]
+    assert ticks == ["Llama7B-2K\n0.1500 ms\n100.0 mJ", "Llama7B-4K\n0.5000 ms\n350.0 mJ"]
     pyplot().close(figure)
     assert plots.beside([row for row in _rows() if row["ours"]], "fwd") is None
     assert plots.beside([], "fwd") is None

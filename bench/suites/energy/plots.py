@@ -44,7 +44,7 @@ def beside(rows: list[Row], part: str) -> Any:
             axis.margins(y=0.15)
             axis.grid(axis="x", visible=False)
         shown = {case: (milliseconds(mine[case]["ms"]), millijoules(mine[case]["mj"])) for case in groups}
-        ticks = [f"{case}\n{ms} ms, {mj} mJ" for case, (ms, mj) in shown.items()]
+        ticks = [f"{case}\n{ms} ms\n{mj} mJ" for case, (ms, mj) in shown.items()]
         axes[-1].set_xticks(range(len(ticks)), ticks, fontsize=10)
         handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names]
         figure.legend(handles, [labels[name] for name in names], loc="outside lower center", ncols=4)
