@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from fused_rope_attn.runtime.parameters import Unsupported, kernel_parameters
-from tools import resources
+from tools import resources, uninitialised
 
 KB = 1024
 # arch -> (what Triton compiles for, shared memory that one block may use: CUDA C++ Programming Guide, "Technical
@@ -44,8 +44,9 @@ THOROUGH = ("sm_90", "sm_86")
 @dataclass(frozen=True)
 class CompiledKernel:
     """What one compilation cost. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread;
-    ``serialised``: ptxas says that it made wgmma products wait for one another; ``refusal``: why the package leaves the
-    kernel's launches to Triton, "" where it makes them itself."""
+    ``serialised``: ptxas says that it made wgmma products wait for one another; ``unwritten``: the first
+    read of a register that nothing has written, "" if there is none; ``refusal``: why the package leaves the kernel's
+    launches to Triton, "" where it makes them itself."""
 
     kernel: str
     arch: str
@@ -54,6 +55,7 @@ class CompiledKernel:
     registers: int
     spill: int
     serialised: bool
+    unwritten: str
     refusal: str
     shared: int
     shared_limit: int
@@ -119,6 +121,14 @@ def _patch_everywhere(package: str, original, replacement) -> None:
                 setattr(module, attribute, replacement)
 
 
+def _unwritten(files: dict[str, str]) -> str:
+    cubin = next((Path(path) for name, path in files.items() if name.endswith(".cubin")), None)
+    if cubin is None:
+        return ""
+    found = next(uninitialised.reads_of_nothing(uninitialised.disassemble(cubin)), None)
+    return "" if found is None else f"{found[1]} at {found[0]}"
+
+
 def _refusal(src, metadata: dict, files: dict[str, str]) -> str:
     ptx = next((Path(path).read_text() for name, path in files.items() if name.endswith(".ptx")), "")
     try:
@@ -159,6 +169,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
                 registers=usage.registers,
                 spill=usage.spill,
                 serialised=resources.says_serialised(remarks),
+                unwritten=_unwritten(metadata_group),
                 refusal=_refusal(src, metadata, metadata_group),
                 shared=metadata["shared"],
                 shared_limit=limit,

@@ -8,9 +8,10 @@
     python -m tools.compile_kernels --arch sm_90 --filter decode         the generation step alone
     python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
 
-Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block, spills
-more than SPILL_LIMIT, takes parameters of its binary that the package's own launcher does not understand (NVIDIA), or,
-in the sm_90 backend, has wgmma products that ptxas made wait for one another.
+Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block,
+spills more than SPILL_LIMIT, takes parameters of its binary that the own launcher does not understand (NVIDIA), reads
+a register that nothing has written (a fault of ptxas, see ``tools.uninitialised``), or, in the sm_90 backend, has wgmma
+products that ptxas made wait for one another.
 """
 
 from __future__ import annotations
@@ -159,12 +160,18 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
         chosen += [("inline", 128, _MOST), ("prepass", 128, _WINDOW), ("prepass", 128, _PADDED)]
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
-    return [
+    jobs = [
         Job(arch, direction, torch.bfloat16, head_dim, replace(config, section_bytes=0), gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
         for direction, find in (("forward", configs.forward), ("backward", configs.backward))
         for config in [find(arch, 2, head_dim, strategy, True, "medium", True, True)]
     ]
+    if arch == "sm_90":
+        # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
+        config = configs.forward(arch, 2, 24, "inline", True, "tiny", True, True)
+        narrow = Job(arch, "forward", torch.float16, 24, config, gqa=True, interleaved=True, masks=("kv_starts",))
+        jobs += [narrow, replace(narrow, causal=False)]
+    return jobs
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
@@ -250,6 +257,7 @@ def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob) -> li
             registers=kernel.registers,
             spill=kernel.spill,
             serialised=kernel.serialised,
+            unwritten=kernel.unwritten,
             refusal=kernel.refusal,
             shared=kernel.shared,
             limit=kernel.shared_limit,
@@ -268,7 +276,7 @@ def launch_attention(job: Job) -> None:
         from fused_rope_attn.attention.portable import backward, forward
 
     batch, length, heads_q = 2, 1000, 8
-    heads_kv = heads_q // 4 if job.gqa else heads_q
+    heads_kv = 1 if job.gqa else heads_q
 
     def tensor(heads: int) -> torch.Tensor:
         return torch.empty(batch, length, heads, job.head_dim, dtype=job.dtype, device="meta").transpose(1, 2)
@@ -281,7 +289,8 @@ def launch_attention(job: Job) -> None:
     if packed:
         batch = 1
     q, k, v = tensor(heads_q), tensor(heads_kv), tensor(heads_kv)
-    cos = sin = torch.empty(length, rotary_dim // 2, device="meta")
+    # Full-width tables where they are read at another stride than half-width ones.
+    cos = sin = torch.empty(length, rotary_dim if job.interleaved else rotary_dim // 2, device="meta")
     sinks = torch.empty(heads_q, device="meta") if "sinks" in job.masks else None
     ends = integers(9, "packed")
     weight = torch.empty(job.head_dim, device="meta") if job.norms else None
@@ -323,6 +332,8 @@ def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, kernel: 
         return "FAIL shared memory"
     if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
         return "FAIL wgmma serialised"
+    if kernel.unwritten:
+        return f"FAIL reads a register that nothing has written: {kernel.unwritten}"
     if kernel.refusal and aot.TARGETS[job.arch][0].backend == "cuda":
         return f"FAIL launch: {kernel.refusal}"
     if kernel.spill > SPILL_LIMIT:

@@ -14,7 +14,6 @@ import torch
 
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
-from fused_rope_attn.runtime.layouts import has_descriptor
 from verification.matrix import Check
 
 Heads = tuple[slice, slice]  # of the batch, of the key-value heads
@@ -146,9 +145,6 @@ def _compare_variant(
 ) -> Iterator[testing.Comparison]:
     """Run one (backend, strategy) and hold every tensor against the references of the compared heads."""
     backend, strategy = variant
-    if backend == "hopper" and inputs.v.numel() > 0 and not has_descriptor(inputs.v):
-        # v is the one tensor that it does not take in any layout; q, k and do stay as they are.
-        inputs = inputs._replace(v=inputs.v.clone(memory_format=torch.contiguous_format))
 
     def run() -> testing.Results:
         # Reruns are bitwise equal where that is promised.

@@ -252,31 +252,28 @@ def plan(
 
     Launches nothing; raises what ``rope_attention`` would raise.
     """
-    described = _describe(
+    problem, _ = _describe(
         q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
         window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
         norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
         backend=backend, strategy=strategy, convert=stand_in,
     )  # fmt: skip
-    return _plan(*described, v if layout == "bhsd" else v.transpose(1, 2))
+    return _plan(problem)
 
 
 @explain_keywords(VARLEN, of=rope_attention_varlen)
 def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
     """What ``rope_attention_varlen`` would run for the same arguments, as ``plan`` says it of ``rope_attention``."""
-    problem, tensors = _describe_packed(q, k, v, *arguments, convert=stand_in, **options)
-    return _plan(problem, tensors, v.transpose(0, 1).unsqueeze(0))
+    problem, _ = _describe_packed(q, k, v, *arguments, convert=stand_in, **options)
+    return _plan(problem)
 
 
-def _plan(problem: Problem, tensors: Tensors, v: torch.Tensor) -> planning.Plan:
-    """The plan of a described call; ``v`` is as the caller gave it, before autocast."""
+def _plan(problem: Problem) -> planning.Plan:
+    """Return the plan of a described call."""
     chosen, reason = planning.choose_backend(problem)
     if chosen == "reference":
         return planning.Plan("reference", None, reason)
-    # The stand-in has not the strides that the cast v will have, and the choice of kernels looks at them.
-    if tensors.v.dtype is not v.dtype:
-        v = torch.empty_like(v, dtype=tensors.v.dtype, device="meta")
-    kernels = planning.plan_for(problem._replace(backend=chosen), v)
+    kernels = planning.plan_for(problem._replace(backend=chosen))
     return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
 
 

@@ -22,7 +22,7 @@ from fused_rope_attn.attention.problem import (
 )
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import PreparedCalls
-from fused_rope_attn.runtime.layouts import has_descriptor, like_input
+from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator
 
 
@@ -45,7 +45,12 @@ def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
 
 
 def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> Callable:
-    plan = planning.plan_for(problem, Tensors(*tensors).v)
+    given = Tensors(*tensors)
+    aligned = _with_aligned_rows(given)
+    if aligned is not given:
+        run = _prepare_forward(problem, aligned, saves_rotated)
+        return lambda tensors: run(_with_aligned_rows(tensors))
+    plan = planning.plan_for(problem)
     saving = Saving.NOTHING
     if saves_rotated and plan.saves_rotated:
         reads_tiles = isinstance(plan.backward, configs.HopperBackwardConfig) and problem.is_packed
@@ -54,41 +59,27 @@ def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> C
     return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, saving)
 
 
-def _in_tiles(problem: Problem, rotated: Tensors) -> bool:
-    """Whether packed queries were saved as ``Saving.TILES``, which have more rows, or as ``Saving.ROWS``."""
-    return rotated.q.shape[2] > problem.len_q
-
-
-def _addressable(problem: Problem, tensors: Tensors) -> Tensors | None:
-    """The tensors of a backward pass of rotated q and k, copied where hooks have moved what forward saved; None where
-    nothing was moved.
-
-    Rotated q and k are contiguous and aligned. v need not be, except where only the sm_90 kernels can go on: they were
-    asked for, or packed queries are saved as they read them.
-    """
-    only_sm_90 = _in_tiles(problem, tensors) if problem.is_packed else problem.backend == "hopper"
-    names = ("q", "k", "v") if only_sm_90 else ("q", "k")
-    moved = {name: x.contiguous() for name, x in zip(names, tensors) if x.numel() and not has_descriptor(x)}
-    # What is contiguous already lies at an odd address.
-    copied = {name: x if has_descriptor(x) else x.clone() for name, x in moved.items()}
-    return tensors._replace(**copied) if copied else None
+def _with_aligned_rows(tensors: Tensors) -> Tensors:
+    """Return the same record, or one with copies of those of q, k and v that kernels cannot read as they are."""
+    copies = {name: with_aligned_rows(x) for name, x in zip(("q", "k", "v"), tensors)}
+    if all(copies[name] is x for name, x in zip(copies, tensors)):
+        return tensors
+    return tensors._replace(**copies)
 
 
 def _prepare_backward(problem: Problem, tensors: tuple, is_rotated: bool) -> Callable:
-    if is_rotated:
-        copied = _addressable(problem, Tensors(*tensors[2:]))
-        if copied is not None:
-            run = _prepare_backward(problem, (*tensors[:2], *copied), is_rotated)
-            return lambda tensors, *given: run(_addressable(problem, tensors), *given)
-        if problem.is_packed and not _in_tiles(problem, Tensors(*tensors[2:])):
-            # What the portable kernels read, also where hooks have moved v to where those of sm_90 could read it.
-            problem = problem._replace(backend="triton")
-    config = planning.plan_for(problem, Tensors(*tensors[2:]).v).backward
+    do, o, given = *tensors[:2], Tensors(*tensors[2:])
+    aligned = with_aligned_rows(do), with_aligned_rows(o), _with_aligned_rows(given)
+    if not (aligned[0] is do and aligned[1] is o and aligned[2] is given):
+        run = _prepare_backward(problem, (*aligned[:2], *aligned[2]), is_rotated)
+        return lambda tensors, do, o, lse: run(
+            _with_aligned_rows(tensors), with_aligned_rows(do), with_aligned_rows(o), lse
+        )
+    config = planning.plan_for(problem).backward
     portable = isinstance(config, configs.BackwardConfig)
     return _doors(portable)[1](problem.for_launch(), tensors, config, is_rotated)
 
 
-# A plan depends on the problem and on v's layout in memory, so that it is remembered with the call that it leads to.
 _forward_calls = PreparedCalls(_prepare_forward)
 _backward_calls = PreparedCalls(_prepare_backward)
 
@@ -122,7 +113,7 @@ def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, room: to
     room: where o is to be written, None for memory of its own.
     """
     door = _doors(isinstance(plan.forward, configs.ForwardConfig))[0]
-    tensors = _with_unit_strides(tensors)
+    tensors = _with_aligned_rows(_with_unit_strides(tensors))
     with device.guard(problem.device):
         return door(problem.for_launch(), (*tensors, room), plan.forward, Saving.NOTHING)(tensors, room)
 
@@ -130,7 +121,7 @@ def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, room: to
 def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, lse, rooms: Rooms) -> Gradients:
     """The backward pass of ``forward_by``. rooms: where dq, dk and dv are to be written."""
     door = _doors(isinstance(plan.backward, configs.BackwardConfig))[1]
-    tensors = _with_unit_strides(tensors)
+    tensors, do, o = _with_aligned_rows(_with_unit_strides(tensors)), with_aligned_rows(do), with_aligned_rows(o)
     with device.guard(problem.device):
         prepared = door(problem.for_launch(), (do, o, *tensors, *rooms), plan.backward, False)
         return prepared(tensors, do, o, lse, rooms)
@@ -223,7 +214,7 @@ def _forward_autograd(keyset, *arguments):
     return forward_operator.below_autograd(keyset, *arguments)
 
 
-# Which kernels backend="auto" means is decided inside the operators, where v's address is known.
+# Which kernels backend="auto" means is decided inside the operators.
 forward_operator = Operator(
     f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
     run=_forward_impl,

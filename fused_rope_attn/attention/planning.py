@@ -11,7 +11,7 @@ import torch
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.layouts import block_d, has_descriptor
+from fused_rope_attn.runtime.layouts import block_d
 
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
@@ -49,8 +49,7 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
 class Needs(NamedTuple):
     """What a backend must be able to do to serve a call; nothing here depends on lengths that a traced graph varies.
 
-    no_keys: K has no position. v_layout: how v lies in memory, where the TMA cannot address it, else None. packed: the
-    call has packed sequences. cached: it is a generation step.
+    no_keys: K has no position. packed: the call has packed sequences. cached: it is a generation step.
     """
 
     arch: str
@@ -60,7 +59,6 @@ class Needs(NamedTuple):
     packed: bool = False
     cached: bool = False
     no_keys: bool = False
-    v_layout: str | None = None
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -105,11 +103,6 @@ def _hopper_obstacle(needs: Needs) -> Obstacle | None:
         return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
     if needs.arch != "sm_90":
         return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {needs.arch}"
-    if needs.v_layout is not None:
-        return NotImplementedError, (
-            "v must have adjacent columns and positive strides and an address that are multiples of 16 bytes for "
-            f"backend='hopper', which reads it through the TMA, but has {needs.v_layout}"
-        )
     return None
 
 
@@ -125,7 +118,7 @@ _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-d
 def choose_backend(problem: Problem) -> tuple[str, str]:
     """("reference", the reason), or the backend that ``plan_for`` takes; raises where an explicit one cannot run.
 
-    Looks at nothing that a traced graph could not know, such as addresses: that is left to ``plan_for``.
+    Looks at nothing that a traced graph could not know.
     """
     choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
     return choose(
@@ -159,11 +152,10 @@ def _choose(backend, arch, dtype, head_dim, strategy, cached, no_keys, on_cpu) -
     return backend, ""
 
 
-def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
-    """The kernels' plan for a problem that ``choose_backend`` has admitted; cached by properties, not by exact length.
+def plan_for(problem: Problem) -> Plan:
+    """Return the kernels' plan for a problem that ``choose_backend`` has admitted.
 
-    v is looked at for its strides and address where a kernel would read it through the TMA. Raises where an explicit
-    ``backend="hopper"`` cannot.
+    Plans are cached by properties of the call, not by exact lengths.
     """
     length = problem.len_k
     longest = max(problem.len_q, length)
@@ -178,7 +170,8 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
         device.arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, problem.sequences is not None,
         False, length == 0,
     )  # fmt: skip
-    wanted = (
+    return _plan(
+        needs,
         problem.backend,
         problem.deterministic,
         problem.causal,
@@ -188,21 +181,11 @@ def plan_for(problem: Problem, v: torch.Tensor) -> Plan:
         problem.has_masks,
         short_sequences,
     )
-    plan, tma = _plan(needs, *wanted)
-    if tma and queries and not has_descriptor(v):
-        where = f"strides {tuple(v.stride())} of {v.element_size()} bytes and address 16 n + {v.data_ptr() % 16}"
-        if problem.backend == "hopper":
-            error, message = cast(Obstacle, obstacle("hopper", needs._replace(v_layout=where)))
-            raise error(message)
-        plan, _ = _plan(needs._replace(v_layout="another layout"), *wanted)
-    return plan
 
 
 @functools.cache
-def _plan(
-    needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences
-) -> tuple[Plan, bool]:
-    """(the plan, whether kernels of sm_90 are in it, which read v through the TMA).
+def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences) -> Plan:
+    """Return the plan of calls with these properties.
 
     short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on average.
     """
@@ -246,7 +229,7 @@ def _plan(
     # sequences.
     rotates_ahead = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
     stores_tiles = forward[0] and needs.head_dim <= configs.HOPPER_HEAD_DIM
-    plan = Plan(
+    return Plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
@@ -256,7 +239,6 @@ def _plan(
         else configs.backward(*portable, backward_strategy, *shape, masked),
         rotates_ahead and not (needs.packed and stores_tiles and not backward[0]),
     )
-    return plan, forward[0] or backward[0]
 
 
 def _prefer(row: configs.HopperRow, length_bucket: str, work: int) -> tuple[bool, str]:

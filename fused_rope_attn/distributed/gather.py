@@ -147,7 +147,7 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
         o.zero_()
         lse.fill_(float("-inf"))
     arriving = _begin(call, tensors, backward=False)
-    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
+    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem)
     with Lanes(o.device) as lanes:
         for number, (section, keys) in enumerate(arriving):
             for lane, index in _lanes_of(call, number):
@@ -181,7 +181,7 @@ def backward(
         (limits, KeyGradients(call, tensors.k[:, slice(*limits)]))
         for limits in returns_of([section for section, _ in arriving])
     ]
-    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem, tensors)
+    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem)
     weights = _WeightGradients(tensors, lse.dtype)
     with Lanes(dq.device) as lanes:
         for number, (section, keys) in enumerate(arriving):
@@ -247,9 +247,7 @@ class _WeightGradients:
         return Gradients(dq, dk, dv, **found)
 
 
-def _plan_of(call: Call, problem: Problem, tensors: Tensors) -> Plan | None:
-    """The kernels that all pieces take."""
+def _plan_of(call: Call, problem: Problem) -> Plan | None:
+    """Return the kernels that all pieces take; None for the reference."""
     length = problem.len_q * call.group.size
-    # K and V lie in buffers of this room's own.
-    like = tensors.v.new_empty(1, 1, 1, problem.head_dim)
-    return local.plan_of(problem._replace(len_q=length, len_k=length), like)
+    return local.plan_of(problem._replace(len_q=length, len_k=length))

@@ -18,7 +18,7 @@ from fused_rope_attn.runtime.layouts import like_input
 def forward(call: Call, problem: Problem, tensors: Tensors, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of the local rows; arguments as in ``gather.forward``, and the rows of the sequence that exist."""
     one, given, _ = _whole(call, problem, tensors, total)
-    o, lse = local.forward(local.plan_of(one, given.v), one, given)
+    o, lse = local.forward(local.plan_of(one), one, given)
     length = problem.len_q * call.group.size
     if total < length:
         o = torch.nn.functional.pad(o, (0, 0, 0, length - total))
@@ -32,7 +32,7 @@ def backward(
 ) -> Gradients:
     """As ``gather.backward``."""
     one, given, (do, o, lse) = _whole(call, problem, tensors, total, do, o, lse)
-    found = local.backward(local.plan_of(one, given.v), one, given, do, o, lse, sums=False)
+    found = local.backward(local.plan_of(one), one, given, do, o, lse, sums=False)
     length = problem.len_q * call.group.size
     whole = [found.dq, found.dk, found.dv]
     if total < length:

@@ -14,14 +14,14 @@ if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import ops
 
 
-def plan_of(problem: Problem, like: torch.Tensor) -> planning.Plan | None:
+def plan_of(problem: Problem) -> planning.Plan | None:
     """The kernels that one GPU's call of the whole sequence takes, so that its bits are those of that call; None for
     the reference.
 
-    problem: of the whole sequence. like: what v of the pieces will be like in memory.
+    problem: of the whole sequence.
     """
     chosen, _ = planning.choose_backend(problem)
-    return None if chosen == "reference" else planning.plan_for(problem._replace(backend=chosen), like)
+    return None if chosen == "reference" else planning.plan_for(problem._replace(backend=chosen))
 
 
 def forward(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.configs import HopperForwardConfig, family
 from fused_rope_attn.attention.planning import Plan, choose_backend
@@ -58,8 +56,7 @@ def gathered_config(problem: Problem) -> HopperForwardConfig | None:
     fits = 2 * rows * problem.head_dim * problem.dtype.itemsize <= configs.GATHERED_BYTES
     if not (is_large and fits and 4 * tiles >= 3 * device.num_sms(problem.device)):
         return None
-    copy = torch.empty((1, 1, 1, problem.head_dim), dtype=problem.dtype, device=problem.device)
-    forward = planning.plan_for(attention_problem(problem), copy).forward
+    forward = planning.plan_for(attention_problem(problem)).forward
     return forward if isinstance(forward, HopperForwardConfig) else None
 
 

@@ -27,8 +27,12 @@ from fused_rope_attn.runtime.triton_compat import aggregate
 
 
 def record(cls: type) -> type:
-    """The class ``cls`` of annotated fields, as device code can build it: by field names, or in their order."""
+    """Return the class ``cls`` of annotated fields, as device code can build it: by field names, or in their order.
+
+    A field may have a default, as in a dataclass.
+    """
     names = tuple(cls.__annotations__)
+    defaults = {name: vars(cls)[name] for name in names if name in vars(cls)}
     # The interpreter runs device code as Python, which knows no compile-time values: None is None there.
     interpreted = is_interpreted()
 
@@ -40,8 +44,9 @@ def record(cls: type) -> type:
                 return core.tuple([wrapped(part) for part in value])
             return value if isinstance(value, core.base_value) else core.constexpr(value)
 
-        fields = dict(zip(names, values)) | named
-        if len(values) + len(named) != len(names) or set(fields) != set(names):
+        given = dict(zip(names, values)) | named
+        fields = defaults | given
+        if len(values) + len(named) != len(given) or set(fields) != set(names):
             raise TypeError(f"a record of {', '.join(names)} cannot be made of {len(values)} values and {set(named)}")
         for name, value in fields.items():
             setattr(self, name, wrapped(value))

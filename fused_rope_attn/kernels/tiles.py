@@ -28,6 +28,7 @@ class RowFormat:
     D: tl.constexpr  # columns in memory
     BLOCK_D: tl.constexpr  # columns of a tile, a power of two
     USE_INT64_OFFSETS: tl.constexpr  # whether an offset within one tile can pass 2**31 elements
+    ALIGNED: tl.constexpr = False  # whether every row begins at a multiple of 16 bytes
 
 
 @record
@@ -65,11 +66,28 @@ class HeadTiles:
 
 
 @triton.jit
+def row_stride(stride, ptr, ALIGNED: tl.constexpr):
+    """Return an element stride; with ALIGNED in a form that shows the compiler that it is a multiple of 16 bytes.
+
+    Triton itself notices multiples of 16 elements only. It loads rows at other strides element by element, for example
+    those of 24 columns, which are 48 bytes apart.
+    """
+    if ALIGNED:
+        UNIT: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+        return stride // UNIT * UNIT
+    else:
+        return stride
+
+
+@triton.jit
 def head_rows(ptr, strides, origin, num_rows, format, first_row=None):
     """``Rows`` of one head of one sequence of a (B, H, N, D) tensor with these element strides."""
-    ptr = ptr + origin.batch * strides[0] + origin.head * strides[1] + tl.cast(origin.row, tl.int64) * strides[2]
+    stride_row = row_stride(strides[2], ptr, format.ALIGNED)
+    ptr += origin.batch * row_stride(strides[0], ptr, format.ALIGNED)
+    ptr += origin.head * row_stride(strides[1], ptr, format.ALIGNED)
+    ptr += tl.cast(origin.row, tl.int64) * stride_row
     return Rows(
-        ptr=ptr, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=first_row, format=format
+        ptr=ptr, stride_row=stride_row, stride_column=strides[3], num_rows=num_rows, first_row=first_row, format=format
     )
 
 
@@ -134,6 +152,7 @@ def columns_from(rows, FIRST_COLUMN: tl.constexpr):
         D=rows.format.D - FIRST_COLUMN,
         BLOCK_D=rows.format.BLOCK_D,
         USE_INT64_OFFSETS=rows.format.USE_INT64_OFFSETS,
+        ALIGNED=rows.format.ALIGNED,
     )
     return Rows(
         ptr=rows.ptr + FIRST_COLUMN * rows.stride_column,

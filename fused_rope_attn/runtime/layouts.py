@@ -61,6 +61,15 @@ def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     return contiguous_strides(x.shape)
 
 
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy in the same memory order if the tensor memory accelerator cannot address it.
+
+    Kernels only ever read q, k, v and their gradients so: no kernel has a variant for other layouts, whose elements
+    would have to be loaded one by one.
+    """
+    return x if x.numel() == 0 or has_descriptor(x) else like_input(x).copy_(x)
+
+
 def has_descriptor(x: torch.Tensor) -> bool:
     """True when the tensor memory accelerator can address x: 16-byte aligned rows with adjacent columns."""
     batch, head, row, column = x.stride()

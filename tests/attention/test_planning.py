@@ -201,5 +201,3 @@ def test_plans_are_remembered_and_ignore_the_exact_length(arch):
 
     assert chosen(3000) is chosen(3001) is chosen(4096)
     assert chosen(3000) is not chosen(4097)
-    arch("sm_80")  # elsewhere nobody asks where v lies
-    assert plan_of(call(2000), v_is_looked_at=False).backend == "triton"

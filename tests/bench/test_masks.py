@@ -193,7 +193,7 @@ def test_packed_lines_name_the_kernels_that_ran(monkeypatch):
         assert {visited.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
     asked = []
     monkeypatch.setattr(
-        planning, "plan_for", lambda problem, v: asked.append(problem) or planning.Plan("triton", None, "")
+        planning, "plan_for", lambda problem: asked.append(problem) or planning.Plan("triton", None, "")
     )
     problem.Subject(line, problem.Problem(line.case, torch.device("cpu")), "triton").plan()
     assert [(x.max_seqlen, x.sequences) for x in asked] == [(max(LENGTHS), len(LENGTHS))]

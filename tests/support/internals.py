@@ -131,14 +131,14 @@ def forget_plans():
     ops._backward_calls.forget()
 
 
-def plan_of(given, *, v_is_looked_at=True, **packed):
+def plan_of(given, **packed):
     """The plan that the operators go by for what ``support.planning.call`` gives: they see (B, H, N, D) tensors.
 
     ``packed``: cu_seqlens_q, cu_seqlens_k and max_seqlen.
     """
     options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given | packed
     tensors = Tensors(**{name: options.pop(name) for name in Tensors._fields if name in options})
-    return planning.plan_for(describe(tensors, **options), tensors.v if v_is_looked_at else None)
+    return planning.plan_for(describe(tensors, **options))
 
 
 def backend_of(given, *, backend):

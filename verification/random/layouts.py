@@ -12,8 +12,6 @@ from verification.random.common import pick
 
 # Layouts in which several elements share memory: no such tensor can be written, or hold NaN in some rows only.
 SHARED = ("one batch", "one head", "one token", "one number")
-# What the tensor memory accelerator can address, where a row has a multiple of 16 bytes.
-ADDRESSABLE = ("bnhd", "bhnd", "nbhd", "wide", "fused", "skipped")
 _WEIGHTS = {
     "bnhd": 10, "bhnd": 5, "nbhd": 2, "columns": 2, "odd": 3, "offset": 3, "wide": 2, "fused": 3, "skipped": 2,
     "one batch": 1, "one head": 1, "one token": 0.5,

@@ -197,7 +197,8 @@ def _unserved_head_dim(arguments: Arguments, rng: random.Random) -> Arguments | 
     """Beyond 256 columns."""
     if "backend" not in arguments:
         return None
-    widened = {name: torch.cat([arguments[name]] * 160, -1)[..., :320] for name in ("q", "k", "v")}
+    names = [name for name in ("q", "k", "v", "q_norm", "k_norm") if arguments.get(name) is not None]
+    widened = {name: torch.cat([arguments[name]] * 160, -1)[..., :320] for name in names}
     rotary = arguments["cos"].shape[-1]
     return {**widened, "rotary_dim": rotary if rotary % 2 == 0 else 2 * rotary, "backend": "triton", "strategy": "auto"}
 

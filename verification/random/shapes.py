@@ -13,10 +13,11 @@ TILE = 32
 
 
 def draw_head_dim(rng: random.Random, machine: Machine) -> int:
-    """Mostly those of models; a few percent are served by the reference only."""
+    """Draw a head dimension, mostly one of models; a few percent are served by the reference only."""
     small = {16: 30, 32: 22, 24: 10, 64: 8, 80: 3, 96: 3, 40: 3, 128: 3, 256: 1, 8: 1, 20: 1, 264: 0.5, 2: 0.5}
-    large = {64: 18, 128: 22, 96: 8, 80: 6, 256: 7, 32: 7, 16: 4, 24: 4, 72: 3, 160: 3, 192: 4, 120: 2, 8: 1, 36: 1,
-             264: 0.5}  # fmt: skip
+    # Kernels branch on the power of two that holds the columns, and on columns that only pad it.
+    large = {16: 7, 24: 5, 32: 8, 40: 4, 64: 14, 72: 4, 80: 6, 96: 9, 120: 3, 128: 18, 160: 4, 192: 5, 256: 9, 8: 0.7,
+             36: 0.7, 264: 0.4}  # fmt: skip
     return pick(rng, large if machine.has_gpu else small)
 
 

@@ -27,7 +27,7 @@ from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
 
 
@@ -63,9 +63,6 @@ class BackwardCall:
         pad_d = max(64, block_d(problem.head_dim))
         self.wide = pad_d > 128
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
-        # A copy of dO for the rare gradient that the TMA cannot address.
-        self.copy_do = not has_descriptor(do)
-        do_like = torch.empty(do.shape, dtype=do.dtype, device=do.device) if self.copy_do else do
         pitch = padded_rows(len_q, sequences)
         self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
@@ -115,7 +112,7 @@ class BackwardCall:
             {"num_warps": 4},
             shared,
             o_strides=o.stride(),
-            do_strides=do_like.stride(),
+            do_strides=do.stride(),
             q_strides=q.stride(),
             q_rot_strides=q_rot.stride(),
             k_strides=k.stride(),
@@ -130,7 +127,7 @@ class BackwardCall:
             num_counters=None if self.sums is None else self.sums.num_counters,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        self._describe(q_rot, k_rot, v, do_like, element, block_n, pad_d)
+        self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
         ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
@@ -206,8 +203,6 @@ class BackwardCall:
         if self.empty:
             weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
-        if self.copy_do:
-            do = torch.empty(do.shape, dtype=do.dtype, device=do.device).copy_(do)
         stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
         accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
         cleared: torch.Tensor | None = accumulator

@@ -38,7 +38,7 @@ class _Results:
         ]
 
     def sink_parts(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Zeros: tiles behind the end of a packed sequence write nothing."""
+        """Return zeros, because tiles past the end of a packed sequence write nothing; no rows without queries."""
         return None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
 
     def gradients(
@@ -49,7 +49,7 @@ class _Results:
         sinks = tensors.sinks
         dsinks = dq_norm = dk_norm = None
         if sinks is not None:
-            dsinks = torch.zeros_like(sinks) if parts is None else parts.sum(0).to(sinks.dtype)
+            dsinks = parts.sum(0).to(sinks.dtype)
         if self.norms is not None:
             dq_norm, dk_norm = self.norms(stream, tensors, dq, dk)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
@@ -67,7 +67,9 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
-        self.preprocess = self.dkdv = self.dq = dsinks_shape = norms = None
+        self.preprocess = self.dkdv = self.dq = norms = None
+        query_tiles = tile_count(problem.len_q, sequences, config.dq.block_m)
+        dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
         strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
@@ -132,12 +134,9 @@ class BackwardCall:
             tile, heads = config.dq, batch * problem.heads_q
             self.k_source, self.v_source = (Source(x, tile.block_n, pad_d, tma) for x in (k_rot, v))
             key_bytes = head_bytes * problem.longest(problem.len_k)
-            tiles = tile_count(problem.len_q, sequences, tile.block_m)
-            if problem.has_sinks:
-                dsinks_shape = (tiles * batch, problem.heads_q)
             self.dq = Launch(
                 dq_kernel,
-                tiles * heads,
+                query_tiles * heads,
                 {**tile.launch_options, **launch_options},
                 shared,
                 dq_strides=dq_strides,
@@ -236,7 +235,7 @@ class OneLaunchCall:
                 DQ_BLOCK_M=config.dq.block_m,
                 DQ_BLOCK_N=config.dq.block_n,
             )
-        dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks and batch * query_tiles else None
+        dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
         norms = None
         if problem.has_norms:
             norms = NormGradients(problem, given, shared, strides, is_rotated, pdl=False)

@@ -46,7 +46,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
         q=q_ptr, k=k_ptr, v=v_ptr, do=do_ptr, o=None, q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
         do_strides=do_strides, o_strides=None, statistics_ptr=stats_ptr,
         num_statistics=tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ, HQ=HKV * GROUP_SIZE, GROUP_SIZE=GROUP_SIZE,
-        NQ=NQ, NK=NK, format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS),
+        NQ=NQ, NK=NK, format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS, ALIGNED=True),
         scale=ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION), USE_TMA=USE_TMA,
         ALL_TMA=False,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
         q=q_ptr, k=k_ptr, v=v_ptr, do=do_ptr, o=None, q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
         do_strides=do_strides, o_strides=None, statistics_ptr=stats_ptr,
         num_statistics=tl.cast(num_heads, tl.int64) * NQ, HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, NK=NK,
-        format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS),
+        format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS, ALIGNED=True),
         scale=ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION), USE_TMA=USE_TMA,
         ALL_TMA=False,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
         q=q_ptr, k=k_ptr, v=v_ptr, do=do_ptr, o=o_ptr, q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
         do_strides=do_strides, o_strides=o_strides, statistics_ptr=lse_ptr, num_statistics=None, HQ=HQ,
         GROUP_SIZE=GROUP_SIZE, NQ=NQ, NK=NK,
-        format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS),
+        format=RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS, ALIGNED=True),
         scale=ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION), USE_TMA=USE_TMA,
         ALL_TMA=USE_TMA,
     )  # fmt: skip

@@ -121,7 +121,7 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
             return
     sequence = sequence_of_queries(tile, NK, masks)
     mask = sequence.mask
-    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS, ALIGNED=True)
     scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
     rotation = head_rotation(
         cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED

@@ -48,11 +48,15 @@ def test_gradients(case, strategy):
 
 @interpreted
 @pytest.mark.parametrize("lengths", [(0, 9), (9, 0)])
-def test_no_queries_and_no_keys(lengths):
-    """Only one of the two roles has programs."""
+def test_no_queries_and_no_keys(monkeypatch, lengths):
+    """Only one of the two roles has programs, but both are compiled: each needs all of its arguments."""
     len_q, len_k = lengths
     case = replace(BASE, len_q=len_q, len_k=len_k, extra_rows=1, sinks=True)
+    launches = []
+    monkeypatch.setattr(watched, "launches", launches)
     out = run_op(make_inputs(case), case, backend="triton")
+    _, given = launches[-1]
+    assert given["sinks_ptr"] is not None and given["dsinks_ptr"] is not None
     assert not out.dq.any() and not out.dk.any() and not out.dv.any() and not out.dsinks.any()
 
 
