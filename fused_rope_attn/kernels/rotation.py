@@ -74,10 +74,15 @@ def with_norm(rotation, weight_ptr, eps, offset, D: tl.constexpr):
 
 @triton.jit
 def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
-    """RoFormer (Su et al. 2021), eq. 34: rotate every pair by its angle, or by the negative angle (the transpose)."""
+    """Rotate every pair by its angle (RoFormer, Su et al. 2021, eq. 34), or by the negative angle (the transpose).
+
+    The products with cos are fused with the sums. Left to itself, the compiler fuses either product of a sum, depending
+    on the code around it: a kernel's first tile and its pipelined loop then disagree in the last bit of a rotation, and
+    the backward pass finds other weights than the forward pass.
+    """
     if CONJUGATE:
         sin = -sin
-    return first * cos - second * sin, second * cos + first * sin
+    return tl.math.fma(first, cos, -(second * sin)), tl.math.fma(second, cos, first * sin)
 
 
 @triton.jit
