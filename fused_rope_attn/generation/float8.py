@@ -143,7 +143,7 @@ def load_rotated_halves(rows, offs, rotation, position_offset, float8, QUANTISE:
 
     Of what a float8 cache holds, or with QUANTISE of what it will hold of these rows.
     """
-    first, second = load_normed_pairs(rows, offs, rotation, CHECK_ROWS=True)
+    first, second = load_normed_pairs(rows, offs, rotation)
     cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True)
     if QUANTISE:
         first = quantised(first, float8.k_scale).to(tl.float32)

@@ -23,10 +23,10 @@ from fused_rope_attn.generation.pages import (
     tile_in_pages,
 )
 from fused_rope_attn.kernels.masks import Mask, visible
-from fused_rope_attn.kernels.norm import load_normed_tile
+from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import Rotation, load_rotated, load_rotated_columns, pack_pairs
+from fused_rope_attn.kernels.rotation import Rotation, load_pairs, load_rotated, load_rotated_columns, pack_pairs
 from fused_rope_attn.kernels.softmax import online_softmax
 from fused_rope_attn.kernels.tiles import Rows, load_tile, rows_from, store_tile
 
@@ -212,12 +212,17 @@ def rows_at(rows, start, num_rows):
 
 
 @triton.jit
-def load_raw(rows, offs, norm):
-    """New keys as a cache of raw keys keeps them: normed where ``norm`` is not None, and not rotated."""
+def load_raw(rows, offs, rotation):
+    """New keys as a cache of raw keys keeps them: normed where ``rotation`` has a norm, and not rotated."""
+    x = load_tile(rows, offs, CHECK_ROWS=True)
+    norm = rotation.norm
     if norm is None:
-        return load_tile(rows, offs, CHECK_ROWS=True)
+        return x
     else:
-        return load_normed_tile(rows, offs, norm)
+        columns = tl.arange(0, rows.format.BLOCK_D)
+        first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+        weight = load_norm_weights(norm, columns, columns < norm.D)[None, :]
+        return x.to(tl.float32) * weight * pair_inverse_rms(first, second, norm)
 
 
 @triton.jit
@@ -230,7 +235,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
         k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED)
         k_kept = k
         if not CACHE_IS_ROTATED:
-            k_kept = load_raw(rows, offs, new.rotation.norm)
+            k_kept = load_raw(rows, offs, new.rotation)
         return k, k_kept
     else:
         if CACHE_IS_ROTATED:
@@ -238,7 +243,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
             k_kept = quantised(k, float8.k_scale)
             return split_columns(k_kept.to(float8.DTYPE), float8.DTYPE), k_kept
         else:
-            k_kept = quantised(load_raw(rows, offs, new.rotation.norm), float8.k_scale)
+            k_kept = quantised(load_raw(rows, offs, new.rotation), float8.k_scale)
             return load_rotated_halves(rows, offs, new.rotation, position, float8, QUANTISE=True), k_kept
 
 

@@ -11,8 +11,9 @@ from fused_rope_attn.kernels.lengths import existing_keys, packed_tile, rows_of_
 from fused_rope_attn.kernels.rotation import (
     head_rotation,
     load_angles,
-    load_normed_pairs,
-    rotate,
+    load_pairs,
+    norm_and_rotate,
+    pair_norm_weights,
     store_pairs,
     with_norm,
 )
@@ -93,6 +94,9 @@ def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table
     rotation = with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D)
     if CACHE_IS_ROTATED:
         cos, sin = load_angles(rotation, positions, BLOCK_D, CHECK_POSITIONS=True)
+        weights = None
+        if k_norm_ptr is not None:
+            weights = pair_norm_weights(rotation.norm, R, INTERLEAVED, BLOCK_D)
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
         origin = Origin(batch=batch, head=head64, row=first_row + start)
@@ -110,14 +114,14 @@ def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table
         if IS_FLOAT8:
             v = quantised(v, head_scale(v_scale_ptr, v_scale_stride, head64))
         if CACHE_IS_ROTATED:
-            first, second = load_normed_pairs(k_rows, offs, rotation, CHECK_ROWS=True)
-            first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+            first, second = load_pairs(k_rows, offs, rotation, CHECK_ROWS=True)
+            first, second = norm_and_rotate(first, second, cos, sin, 1.0, rotation, weights)
             if IS_FLOAT8:
                 k_scale = head_scale(k_scale_ptr, k_scale_stride, head64)
                 first, second = quantised(first, k_scale), quantised(second, k_scale)
             store_pairs(k_slots, first, second, offs, rotation)
         else:
-            k = load_raw(k_rows, offs, rotation.norm)
+            k = load_raw(k_rows, offs, rotation)
             if IS_FLOAT8:
                 k = quantised(k, head_scale(k_scale_ptr, k_scale_stride, head64))
             store_tile(k_slots, k, offs)

@@ -14,9 +14,10 @@ beside the read. With ``n = x * inverse_rms`` and
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.tiles import load_tile, load_where
+from fused_rope_attn.kernels.tiles import load_where
 
 # The smallest normal number of float32. GPUs take what is below for zero, whose reciprocal is infinite.
 SMALLEST_NORMAL = 2.0**-126
@@ -33,10 +34,30 @@ class Norm:
     D: tl.constexpr
 
 
+@triton.constexpr_function
+def log2(power):
+    """The exponent of a power of two."""
+    return power.bit_length() - 1
+
+
 @triton.jit
 def row_sum(x):
     """Sum over the columns of a part (..., C), as (..., 1)."""
     return tl.sum(x, axis=len(x.shape) - 1, keep_dims=True)
+
+
+@triton.jit
+def tree_sum(x, LAYOUT: tl.constexpr = None):
+    """Sum over the columns of a tile (rows, C), C a power of two, as (rows, 1): neighbours, then neighbouring sums.
+
+    Every addition has two operands, so that the order does not depend on how threads share a row, as that of ``tl.sum``
+    does. LAYOUT: of the result in Gluon kernels, which is the tile's.
+    """
+    for _ in tl.static_range(log2(x.shape[1])):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    if LAYOUT is not None:
+        x = gl.convert_layout(x, LAYOUT)
+    return x
 
 
 @triton.jit
@@ -67,24 +88,12 @@ def norm_gradient(g, n, projection, scale, norm):
 
 
 @triton.jit
-def load_normed_tile(rows, offs, norm):
-    """``tiles.load_tile`` normed, float32; rows that do not exist are zero."""
-    columns = tl.arange(0, rows.format.BLOCK_D)
-    x = load_tile(rows, offs, CHECK_ROWS=True).to(tl.float32)
-    return x * inverse_rms(row_sum(x * x), norm) * load_norm_weights(norm, columns, columns < norm.D)[None, :]
+def pair_inverse_rms(first, second, norm, LAYOUT: tl.constexpr = None):
+    """``inverse_rms`` of rows of ``rotation.load_pairs``, (rows, 1) float32: the same bits in every kernel.
 
-
-@triton.jit
-def pair_inverse_rms(first, second, norm):
-    """``inverse_rms`` of rows of ``rotation.load_pairs``, (rows, 1) float32."""
-    return inverse_rms(row_sum(first * first + second * second), norm)
-
-
-@triton.jit
-def norm_pairs(first, second, weight1, weight2, norm):
-    """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``rotation.pair_norm_weights``."""
-    scale = pair_inverse_rms(first, second, norm)
-    return first * scale * weight1, second * scale * weight2
+    LAYOUT: that of the pairs, which Gluon kernels name.
+    """
+    return inverse_rms(tree_sum(tl.math.fma(first, first, second * second), LAYOUT), norm)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_pairs, pair_inverse_rms, row_sum
+from fused_rope_attn.kernels.norm import Norm, load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import (
     columns_from,
@@ -203,29 +203,27 @@ def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.c
 
 
 @triton.jit
-def load_normed_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.constexpr = None,
-                      TILE_LAYOUT: tl.constexpr = None):  # fmt: skip
+def load_normed_pairs(rows, offs, rotation):
     """``load_pairs``, normed where ``rotation`` has a norm; rows that do not exist stay zero."""
-    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
+    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
     norm = rotation.norm
     if norm is not None:
-        weight1, weight2 = pair_norm_weights(
-            norm, rotation.R, rotation.INTERLEAVED, rows.format.BLOCK_D, PAIR_LAYOUT
-        )  # fmt: skip
-        first, second = norm_pairs(first, second, weight1, weight2, norm)
+        weight1, weight2 = pair_norm_weights(norm, rotation.R, rotation.INTERLEAVED, rows.format.BLOCK_D)
+        scale = pair_inverse_rms(first, second, norm)
+        first, second = first * weight1 * scale, second * weight2 * scale
     return first, second
 
 
 @triton.jit
-def norm_and_rotate(first, second, cos, sin, sign, rotation, weights):
+def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, PAIR_LAYOUT: tl.constexpr = None):
     """Pairs of ``load_pairs`` normed, where ``rotation`` has a norm, rotated, and times ``sign``; all float32.
 
-    weights: ``pair_norm_weights``, or None without a norm. A row's factor comes last, with the sign, because it
-    commutes with the rotation: nothing waits for the row's sum but one multiplication, which calls without norms have,
-    too.
+    weights: ``pair_norm_weights``, or None without a norm. PAIR_LAYOUT: of the pairs, which Gluon kernels name. A row's
+    factor comes last, with the sign, because it commutes with the rotation: nothing waits for the row's sum but one
+    multiplication, which calls without norms have, too. All kernels multiply in this order, and so give the same bits.
     """
     if rotation.norm is not None:
-        sign = pair_inverse_rms(first, second, rotation.norm) * sign
+        sign = pair_inverse_rms(first, second, rotation.norm, PAIR_LAYOUT) * sign
         first, second = first * weights[0], second * weights[1]
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return first * sign, second * sign
@@ -272,7 +270,7 @@ def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl
             weights = pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, BLOCK_D, PAIR_LAYOUT)
     first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
     cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT)
-    first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
+    first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights, PAIR_LAYOUT)
     return pack_pairs(first, second).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
@@ -293,7 +291,7 @@ def load_rotated_tile(tiles, rotation, start, offs, position_offset, sign=1.0, C
 def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE: tl.constexpr = None):
     """``load_rotated`` in the order of memory instead of pair order, rows from ``num_rows`` on zero.
 
-    It reads everything twice, once for each member of a pair: for a few rows that meet keys as they lie in memory.
+    It reads everything twice, once for each member of a pair: for a few rows that meet keys in the order of memory.
     """
     R: tl.constexpr = rotation.R
     columns = tl.arange(0, rows.format.BLOCK_D)
@@ -314,16 +312,18 @@ def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE:
     cos, sin = load_angles(
         rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True, LAYOUT=None, pairs=pairs
     )
+    x, partner = x.to(tl.float32), partner.to(tl.float32)
     norm = rotation.norm
     if norm is not None:
         D: tl.constexpr = rows.format.D
-        x = x.to(tl.float32)
-        scale = inverse_rms(row_sum(x * x), norm)
-        x = x * scale * load_norm_weights(norm, columns, columns < D)[None, :]
-        partner = partner.to(tl.float32) * scale * load_norm_weights(norm, partners, partners < D)[None, :]
+        # Loaded as pairs too, because their squares are summed in that order.
+        first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+        sign = pair_inverse_rms(first, second, norm) * sign
+        x *= load_norm_weights(norm, columns, columns < D)[None, :]
+        partner *= load_norm_weights(norm, partners, partners < D)[None, :]
     # A second member rotated by an angle is a first member rotated by the negative one.
     sin = tl.where(is_second[None, :], -sin, sin)
-    x, _ = rotate(x.to(tl.float32), partner.to(tl.float32), cos, sin, CONJUGATE=False)
+    x, _ = rotate(x, partner, cos, sin, CONJUGATE=False)
     return (x * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 

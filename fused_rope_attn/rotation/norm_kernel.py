@@ -8,7 +8,7 @@ only.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_gradient, row_sum
+from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_gradient, row_sum, tree_sum
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import head_rotation
 from fused_rope_attn.rotation.tile import (
@@ -123,15 +123,22 @@ def load_row_parts(ptr, strides, tile, exists, mask, pairs, columns, R: tl.const
 
 
 @triton.jit
+def sum_columns(x):
+    """``tree_sum`` over the columns of a part (tokens, heads, C), as (tokens, heads, 1)."""
+    sums = tree_sum(tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2])))
+    return tl.reshape(sums, (x.shape[0], x.shape[1], 1))
+
+
+@triton.jit
 def inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED: tl.constexpr):
     """``inverse_rms`` of whole rows, of what ``load_row_parts`` gives, with one column."""
     square_sum = 0.0
     for section in tl.static_range(columns.SECTIONS):
         x1, x2 = section_pairs(firsts[section], seconds[section], columns.BLOCK_PAIRS, INTERLEAVED)
-        square_sum += row_sum(x1 * x1 + x2 * x2)
+        square_sum += sum_columns(tl.math.fma(x1, x1, x2 * x2))
     if columns.COPY_TAIL:
         x = tail[0].to(tl.float32)
-        square_sum += row_sum(x * x)
+        square_sum += sum_columns(x * x)
     return inverse_rms(square_sum, norm)
 
 
@@ -153,11 +160,12 @@ def norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, colum
         cos1, sin1, cos2, sin2 = section_angles(angles, rows, columns, shape.HEADS_INNER)
         weight1, weight2 = section_norm_weights(norm, columns, R, INTERLEAVED, section)
         x1, x2 = section_pairs(firsts[section], seconds[section], columns.BLOCK_PAIRS, INTERLEAVED)
-        x1, x2 = x1 * scale * weight1, x2 * scale * weight2
-        x1, x2 = rotate_section(x1, x2, angles, cos1, sin1, cos2, sin2)
+        # The order of ``kernels.rotation.norm_and_rotate``, for the same bits.
+        x1, x2 = rotate_section(x1 * weight1, x2 * weight2, angles, cos1, sin1, cos2, sin2)
+        x1, x2 = x1 * scale, x2 * scale
         store_section(out_ptr, operand.out_strides, tile, mask, pairs, columns, x1, x2, R, INTERLEAVED, section)
     if columns.COPY_TAIL:
-        x = tail[0].to(tl.float32) * scale * tail_norm_weights(norm, columns, R)
+        x = tail[0].to(tl.float32) * tail_norm_weights(norm, columns, R) * scale
         store_tail(out_ptr, operand.out_strides, tile, exists, columns, x, R)
 
 
