@@ -76,13 +76,14 @@ def with_norm(rotation, weight_ptr, eps, offset, D: tl.constexpr):
 def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
     """Rotate every pair by its angle (RoFormer, Su et al. 2021, eq. 34), or by the negative angle (the transpose).
 
-    The products with cos are fused with the sums. Left to itself, the compiler fuses either product of a sum, depending
-    on the code around it: a kernel's first tile and its pipelined loop then disagree in the last bit of a rotation, and
-    the backward pass finds other weights than the forward pass.
+    The products of the first member are fused with the sums. Left to itself, the compiler fuses either product of a
+    sum, depending on the code around it: a kernel's first tile and its pipelined loop then disagree in the last bit of
+    a rotation, and the backward pass finds other weights than the forward pass. (Fused products of the second member
+    or of cos are as right, but the sm_90 forward with norms spills 256 bytes with the latter.)
     """
     if CONJUGATE:
         sin = -sin
-    return tl.math.fma(first, cos, -(second * sin)), tl.math.fma(second, cos, first * sin)
+    return tl.math.fma(first, cos, -(second * sin)), tl.math.fma(first, sin, second * cos)
 
 
 @triton.jit
@@ -317,14 +318,14 @@ def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE:
     if norm is not None:
         D: tl.constexpr = rows.format.D
         # Loaded as pairs too, because their squares are summed in that order.
-        first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
-        sign = pair_inverse_rms(first, second, norm) * sign
+        pairs1, pairs2 = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+        sign = pair_inverse_rms(pairs1, pairs2, norm) * sign
         x *= load_norm_weights(norm, columns, columns < D)[None, :]
         partner *= load_norm_weights(norm, partners, partners < D)[None, :]
-    # A second member rotated by an angle is a first member rotated by the negative one.
-    sin = tl.where(is_second[None, :], -sin, sin)
-    x, _ = rotate(x, partner, cos, sin, CONJUGATE=False)
-    return (x * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
+    is_second = is_second[None, :]
+    first, second = tl.where(is_second, partner, x), tl.where(is_second, x, partner)
+    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+    return (tl.where(is_second, second, first) * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit
