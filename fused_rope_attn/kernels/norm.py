@@ -97,6 +97,13 @@ def pair_inverse_rms(first, second, norm, LAYOUT: tl.constexpr = None):
 
 
 @triton.jit
+def norm_pairs(first, second, weight1, weight2, norm):
+    """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``rotation.pair_norm_weights``."""
+    scale = pair_inverse_rms(first, second, norm)
+    return first * weight1 * scale, second * weight2 * scale
+
+
+@triton.jit
 def unnorm_sums(first, second, dy1, dy2, weight1, weight2):
     """Sums over columns that ``unnorm_with`` needs, (rows, 1) each, of parts of rows as ``unnorm_pairs`` takes them.
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.norm import Norm, load_norm_weights, pair_inverse_rms
+from fused_rope_attn.kernels.norm import Norm, load_norm_weights, norm_pairs, pair_inverse_rms
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import (
     columns_from,
@@ -210,8 +210,7 @@ def load_normed_pairs(rows, offs, rotation):
     norm = rotation.norm
     if norm is not None:
         weight1, weight2 = pair_norm_weights(norm, rotation.R, rotation.INTERLEAVED, rows.format.BLOCK_D)
-        scale = pair_inverse_rms(first, second, norm)
-        first, second = first * weight1 * scale, second * weight2 * scale
+        first, second = norm_pairs(first, second, weight1, weight2, norm)
     return first, second
 
 
