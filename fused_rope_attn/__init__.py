@@ -1,7 +1,7 @@
 """Attention with rotary position embedding inside: ``rope_attention(q, k, v, cos, sin, causal)``.
 
-The public names are imported when they are first used: importing the package needs neither a GPU, nor Triton, nor an
-extra.
+The public names, ``distributed`` and ``experimental`` are imported when they are first used: importing this package
+needs neither a GPU, nor Triton, nor an extra.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fused_rope_attn import distributed as distributed
+    from fused_rope_attn import experimental as experimental
     from fused_rope_attn.attention.api import (
         cu_seqlens_from_position_ids,
         plan,
@@ -23,11 +25,15 @@ if TYPE_CHECKING:
     from fused_rope_attn.rotation.embedding import RotaryEmbedding
     from fused_rope_attn.rotation.layouts import permute_rope_layout
     from fused_rope_attn.rotation.tables import rope_tables, rope_tables_2d
+    from fused_rope_attn.runtime.options import Backend, Layout, Strategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "Backend",
+    "Layout",
     "Plan",
     "RotaryEmbedding",
+    "Strategy",
     "apply_rope",
     "apply_rope_qk",
     "cu_seqlens_from_position_ids",
@@ -44,8 +50,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Backend": "runtime.options",
+    "Layout": "runtime.options",
     "Plan": "attention.planning",
     "RotaryEmbedding": "rotation.embedding",
+    "Strategy": "runtime.options",
     "apply_rope": "rotation.api",
     "apply_rope_qk": "rotation.api",
     "cu_seqlens_from_position_ids": "attention.api",
@@ -61,13 +70,20 @@ _MODULES = {
     "write_kvcache": "generation.api",
 }
 
+# Public packages. They are not in __all__, because a star import would load them.
+_PACKAGES = ("distributed", "experimental")
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    return value
+
+if not TYPE_CHECKING:  # a type checker would accept any name for its sake
+
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_PACKAGES, "__version__"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -16,9 +17,34 @@ from fused_rope_attn.runtime.checks import heads_first, norms_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.options import AttentionOptions, Backend, Layout, PackedOptions, Strategy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import eager
+
+
+@overload
+def rope_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: Literal[True], **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: bool, **options: Unpack[AttentionOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explain_keywords(ATTENTION)
@@ -42,11 +68,11 @@ def rope_attention(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
-    backend: str = "auto",
-    strategy: str = "auto",
+    backend: Backend = "auto",
+    strategy: Strategy = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
 
@@ -122,6 +148,30 @@ def rope_attention(
     return (o, lse) if return_lse else o
 
 
+@overload
+def rope_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
+    *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
+    *, return_lse: Literal[True], **options: Unpack[PackedOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
+    *, return_lse: bool, **options: Unpack[PackedOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
 @explain_keywords(VARLEN)
 def rope_attention_varlen(
     q: torch.Tensor,
@@ -147,8 +197,8 @@ def rope_attention_varlen(
     norm_offset: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
-    backend: str = "auto",
-    strategy: str = "auto",
+    backend: Backend = "auto",
+    strategy: Strategy = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``rope_attention`` of packed sequences: no padding, positions restart at 0 in every sequence, no host sync.
 
@@ -242,11 +292,11 @@ def plan(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
-    backend: str = "auto",
-    strategy: str = "auto",
+    backend: Backend = "auto",
+    strategy: Strategy = "auto",
 ) -> planning.Plan:
     """What ``rope_attention`` would run for the same arguments: backend, strategy, configurations and the reason.
 

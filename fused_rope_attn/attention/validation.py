@@ -5,6 +5,8 @@ cannot serve is planning's to refuse, not this file's. The happy path runs once 
 attributes and compares them, and builds a message only once it has found the fault.
 """
 
+from typing import get_args
+
 import torch
 from torch import Tensor, strided
 
@@ -30,9 +32,10 @@ from fused_rope_attn.runtime.checks import (
     shown,
     warn_once,
 )
+from fused_rope_attn.runtime.options import Backend, Strategy
 
-BACKENDS = ("auto", "reference", "triton", "hopper")
-STRATEGIES = ("auto", "inline", "prepass")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 def check_attention(

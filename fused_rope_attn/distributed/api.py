@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -21,6 +21,31 @@ from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
 from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, Layout, PackedCpOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def rope_attention_cp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
+    group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_cp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
+    group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_cp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
+    group: Any, return_lse: bool, **options: Unpack[CpOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explain_keywords(ATTENTION)
@@ -35,7 +60,7 @@ def rope_attention_cp(
     group: Any,
     sharding: str = "zigzag",
     total_len: int | None = None,
-    method: str = "auto",
+    method: CpMethod = "auto",
     softmax_scale: float | None = None,
     rotary_dim: int | None = None,
     interleaved: bool = False,
@@ -46,10 +71,10 @@ def rope_attention_cp(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``rope_attention`` of a sequence that the P ranks of ``group`` share; each passes and gets its own rows.
 
@@ -95,6 +120,27 @@ def rope_attention_cp(
     return (o, lse) if return_lse else o
 
 
+@overload
+def rope_attention_varlen_cp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_varlen_cp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_varlen_cp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    plan: DocumentPlan, causal: bool = True, *, return_lse: bool, **options: Unpack[PackedCpOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
 def rope_attention_varlen_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,7 +150,7 @@ def rope_attention_varlen_cp(
     plan: DocumentPlan,
     causal: bool = True,
     *,
-    method: str = "auto",
+    method: CpMethod = "auto",
     softmax_scale: float | None = None,
     rotary_dim: int | None = None,
     interleaved: bool = False,
@@ -117,7 +163,7 @@ def rope_attention_varlen_cp(
     norm_offset: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``rope_attention_varlen`` of a packed stream that several ranks share, cut whatever its documents.
 
@@ -162,8 +208,8 @@ def plan_cp(
     group: Any,
     sharding: str = "zigzag",
     total_len: int | None = None,
-    method: str = "auto",
-    layout: str = "bhsd",
+    method: CpMethod = "auto",
+    layout: Layout = "bhsd",
     **options: Any,
 ) -> CpPlan:
     """What ``rope_attention_cp`` would do for the same arguments: the method, with the reason, and its bytes and flops.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.distributed.groups import Group
 from fused_rope_attn.distributed.layout import Shares
+from fused_rope_attn.runtime.options import CpMethod
 
-METHODS = ("auto", "all_gather", "all_to_all")
+METHODS: tuple[CpMethod, ...] = get_args(CpMethod)
 # Of one H200 among several of its host: both only weigh the methods against one another.
 FLOPS, LINK = 600e12, 300e9
 # The part of the all-gather that nothing runs beside.

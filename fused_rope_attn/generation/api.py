@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 
 from fused_rope_attn.attention.planning import Plan
@@ -17,9 +19,37 @@ from fused_rope_attn.runtime.checks import heads_first, norms_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.options import Layout, StepOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.generation import ops
+
+
+@overload
+def rope_attention_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
+    return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
+    return_lse: Literal[True], **options: Unpack[StepOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
+    return_lse: bool, **options: Unpack[StepOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @explain_keywords(KVCACHE)
@@ -38,7 +68,7 @@ def rope_attention_with_kvcache(
     block_table: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     causal: bool = True,
     softmax_scale: float | None = None,
     rotary_dim: int | None = None,
@@ -148,7 +178,7 @@ def write_kvcache(
     block_table: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     rotary_dim: int | None = None,
     interleaved: bool = False,
 ) -> None:

@@ -11,6 +11,7 @@ from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
 from fused_rope_attn.runtime.checks import NO_NORMS, norms_of
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.options import RotationLayout
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.rotation import ops
@@ -25,7 +26,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     inverse: bool = False,
-    layout: str = "bhsd",
+    layout: RotationLayout = "bhsd",
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -76,7 +77,7 @@ def apply_rope_qk(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     inverse: bool = False,
-    layout: str = "bhsd",
+    layout: RotationLayout = "bhsd",
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     out: tuple[torch.Tensor, ...] | None = None,

@@ -9,6 +9,7 @@ import torch
 from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
 from fused_rope_attn.rotation.tables import check_frequencies, check_sizes, rope_tables
 from fused_rope_attn.rotation.validation import LAYOUTS
+from fused_rope_attn.runtime.options import RotationLayout
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -39,7 +40,7 @@ class RotaryEmbedding(torch.nn.Module):
         x: torch.Tensor,
         k: torch.Tensor | None = None,
         *,
-        layout: str = "bhsd",
+        layout: RotationLayout = "bhsd",
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,

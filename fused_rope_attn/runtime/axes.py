@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from fused_rope_attn.runtime.options import Layout
+
 # "bshd" is what flash-attn takes. Packed tokens, (T, H, D), are "thd": a word of messages, no choice of a caller.
-LAYOUTS = ("bhsd", "bshd")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def in_layout(axes: Any, layout: str) -> tuple[Any, ...]:

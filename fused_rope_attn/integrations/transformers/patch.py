@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,18 +40,20 @@ from fused_rope_attn.integrations.transformers.state import (
     state_of,
 )
 
+Model = TypeVar("Model", bound=nn.Module)
+
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def patch_model(
-    model: nn.Module,
+    model: Model,
     *,
     unsupported: Literal["raise", "skip"] = "raise",
     deterministic: bool | None = None,
     cp_group: Any = None,
     cp_sharding: str = "zigzag",
-) -> nn.Module:
+) -> Model:
     """Replace the attention of a loaded transformers model by ``rope_attention``, in place, for this model only.
 
     Training, prefill and generation compute what they did before, up to rounding; ``unpatch_model`` undoes it. Weights,
@@ -143,7 +145,7 @@ def patch_model(
     return model
 
 
-def unpatch_model(model: nn.Module) -> nn.Module:
+def unpatch_model(model: Model) -> Model:
     """Undo ``patch_model``: every method is the one that it was. A model that is not patched stays as it is.
 
     Returns:

@@ -142,7 +142,7 @@ def attend_shard(
     rotation: the options of the tables and of the norms. options: those of attention.
     """
     if shared.plan is None:
-        return rope_attention_cp(q, k, v, cos, sin, **shared.shards.options, **rotation, **options)  # type: ignore
+        return rope_attention_cp(q, k, v, cos, sin, **shared.shards.options, **rotation, **options)
     # Each rank has its own rows of the tables, whatever the documents' positions: they rotate before attention.
     q, k = apply_rope_qk(q, k, cos, sin, **rotation)
     rows = shared.plan.max_seqlen
@@ -150,7 +150,7 @@ def attend_shard(
     nothing = q.new_zeros((1, 1), dtype=torch.float32).expand(rows, 1)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     o = rope_attention_varlen_cp(q, k, v, unturned, nothing, shared.plan, rotary_dim=2, **options)
-    return o.transpose(0, 1).unsqueeze(0)  # type: ignore
+    return o.transpose(0, 1).unsqueeze(0)
 
 
 def refuse_unshifted_labels(names: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
