@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -60,6 +61,9 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
+# Autodoc would show overloads, whose options are one TypedDict, instead of the signature, which names every option.
+ModuleAnalyzer.overloads = property(lambda self: {}, lambda self, found: None)
+
 _TORCH = "https://docs.pytorch.org/docs/stable/"
 _TRITON = "https://triton-lang.org/main/"
 _TRANSFORMERS = "https://huggingface.co/docs/transformers/main/en/"
@@ -82,6 +86,7 @@ EXTERNAL = {
     "torch.nn.modules.module.Module": _TORCH + "generated/torch.nn.Module.html",
     "nn.Module": _TORCH + "generated/torch.nn.Module.html",
     "Module": _TORCH + "generated/torch.nn.Module.html",
+    "fused_rope_attn.integrations.transformers.patch.Model": _TORCH + "generated/torch.nn.Module.html",  # its bound
     "Any": _PYTHON + "typing.html#typing.Any",
     "typing.Any": _PYTHON + "typing.html#typing.Any",
     "collections.abc.Sequence": _PYTHON + "collections.abc.html#collections.abc.Sequence",

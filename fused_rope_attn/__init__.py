@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fused_rope_attn.rotation.embedding import RotaryEmbedding
     from fused_rope_attn.rotation.layouts import permute_rope_layout
     from fused_rope_attn.rotation.tables import rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.options import Backend, Layout, Strategy
+    from fused_rope_attn.runtime.options import Backend, Layout, RotationLayout, Strategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Layout",
     "Plan",
     "RotaryEmbedding",
+    "RotationLayout",
     "Strategy",
     "apply_rope",
     "apply_rope_qk",
@@ -54,6 +55,7 @@ _MODULES = {
     "Layout": "runtime.options",
     "Plan": "attention.planning",
     "RotaryEmbedding": "rotation.embedding",
+    "RotationLayout": "runtime.options",
     "Strategy": "runtime.options",
     "apply_rope": "rotation.api",
     "apply_rope_qk": "rotation.api",

@@ -4,8 +4,10 @@ from fused_rope_attn.distributed.api import plan_cp, rope_attention_cp, rope_att
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.planning import CpPlan
 from fused_rope_attn.distributed.shards import cp_positions, cp_shard, cp_shift_labels, cp_unshard
+from fused_rope_attn.runtime.options import CpMethod
 
 __all__ = [
+    "CpMethod",
     "CpPlan",
     "DocumentPlan",
     "cp_positions",
