@@ -61,7 +61,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
-# Autodoc would show overloads, whose options are one TypedDict, instead of the signature, which names every option.
+# Show the signature, which names every option: autodoc prefers overloads, and those have the options in a TypedDict.
 ModuleAnalyzer.overloads = property(lambda self: {}, lambda self, found: None)
 
 _TORCH = "https://docs.pytorch.org/docs/stable/"

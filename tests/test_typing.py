@@ -107,7 +107,7 @@ def errors_of_mypy(folder: Path, cache: Path) -> dict[tuple[str, int], str]:
 
 
 def errors_of_pyright(folder: Path, cache: Path) -> dict[tuple[str, int], str]:
-    """By basedpyright with pyright's own rules: it needs no download, as pyright's package does when it first runs."""
+    """By basedpyright with pyright's rules, because the package `pyright` downloads its checker when it first runs."""
     pytest.importorskip("basedpyright", reason="basedpyright is not installed: pip install '.[test]'")
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
@@ -142,5 +142,6 @@ def test_types_that_users_see(errors_of, tmp_path, pytestconfig):
         if line.endswith("  # error")
     }
     found = errors_of(tmp_path, pytestconfig.cache.mkdir("mypy"))
-    assert not {place: message for place, message in found.items() if place not in expected}
-    assert not expected - set(found)
+    wrong = [f"{file}:{line}: {message}" for (file, line), message in found.items() if (file, line) not in expected]
+    assert not wrong, "\n".join(wrong)
+    assert set(found) == expected
