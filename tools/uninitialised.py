@@ -87,7 +87,8 @@ def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
             base = name.split(".")[0]
             target = _TARGET.search(rest) if base in ("BRA", "JMP", "CALL") else None
             is_conditional = bool(guard) or re.match(r"!?U?P\d", rest) is not None
-            ends = base in ("BRA", "JMP", "EXIT", "RET", "BRX")
+            # The one function that kernels call by address reports a failed assertion, and does not return.
+            ends = base in ("BRA", "JMP", "EXIT", "RET", "BRX") or name.startswith("CALL.ABS")
             reads, writes = _registers(name, rest)
             code.append(
                 Instruction(address, name, reads, writes, target and target[1], is_conditional or not ends)
