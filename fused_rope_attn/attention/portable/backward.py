@@ -46,10 +46,9 @@ class _Results:
     ) -> Gradients:
         """All gradients of a call, when its kernels of attention have been launched. written: what ``rooms`` gave."""
         dq, dk, dv = written
-        sinks = tensors.sinks
         dsinks = dq_norm = dk_norm = None
-        if sinks is not None:
-            dsinks = parts.sum(0).to(sinks.dtype)
+        if parts is not None:
+            dsinks = parts.sum(0).to(tensors.sinks.dtype)
         if self.norms is not None:
             dq_norm, dk_norm = self.norms(stream, tensors, dq, dk)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
