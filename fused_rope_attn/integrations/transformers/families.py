@@ -6,10 +6,11 @@ A class is written as ``folder.Class`` for ``transformers.models.folder.modeling
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Container
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from packaging.version import Version
@@ -169,7 +170,8 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
 _RECURRENT = {"minimax.modeling_minimax.MiniMaxLightningAttention"}
 _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
-        "its decoder layer hands no further keywords to it, by which a patched model says what a batch's padding means",
+        "its decoder layer passes no additional keyword arguments on to it, so that it cannot be told which tokens are "
+        "padding",
         ("nemotron.NemotronAttention", "stablelm.StableLmAttention"),
     ),
     (
@@ -290,7 +292,11 @@ def convention_of(module: nn.Module) -> Convention | None:
     A class that inherits from a supported one, as FSDP2 and torch's parametrizations make them, is supported while it
     overrides no method of it but ``__init__``.
     """
-    cls = type(module)
+    return convention_of_class(type(module))
+
+
+def convention_of_class(cls: type) -> Convention | None:
+    """As ``convention_of``."""
     entry = _found.get(cls)
     if entry is None or entry[0] is not cls.forward:
         entry = _found[cls] = (cls.forward, _look_up(cls))
@@ -305,14 +311,60 @@ def _look_up(cls: type) -> Convention | None:
 def unchanged_base(cls: type, names: Container[str]) -> type | None:
     """The first of a class and its bases that has one of these names, while its methods are those of its module: no
     subclass overrides one, but for ``__init__``, and nobody has put another in its place. None otherwise."""
-    base = next((base for base in cls.__mro__ if name_of(base) in names), None)
+    base = _base(cls, names)
+    return None if base is None or _changed_method(cls, base) else base
+
+
+def _base(cls: type, names: Container[str]) -> type | None:
+    return next((base for base in cls.__mro__ if name_of(base) in names), None)
+
+
+def _changed_method(cls: type, base: type) -> str:
+    """The name of a method that a class does not have as the module of ``base``, one of its bases, defines it."""
+    for name, member in vars(base).items():
+        if isinstance(member, FunctionType) and name != "__init__":
+            if not _is_of(member, base.__module__) or getattr(cls, name) is not member:
+                return name
+    return ""
+
+
+def _is_of(function: FunctionType, module: str) -> bool:
+    """True for a function that a module defines. A wrapper has the name of what it wraps, but its own globals; only
+    those of the module's own library are decorators that the module itself applies."""
+    library = function.__globals__.get("__name__", "").partition(".")[0]
+    return function.__module__ == module and library == module.partition(".")[0]
+
+
+def modeling_of(cls: type) -> dict[str, Any]:
+    """The names of the file that defines a supported class, or the supported one that it inherits from."""
+    base = cast(type, _base(cls, SUPPORTED))
+    return vars(sys.modules[base.__module__])
+
+
+def refusal(cls: type) -> str:
+    """Why a class of attention modules has no convention, as a sentence about it."""
+    base = _base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
     if base is None:
-        return None
-    methods = {n: member for n, member in vars(base).items() if isinstance(member, FunctionType)}
-    methods.pop("__init__", None)
-    own = all(member.__module__ == base.__module__ for member in methods.values())
-    kept = all(getattr(cls, n) is member for n, member in methods.items())
-    return base if own and kept else None
+        return _refusal_of_an_unknown(cls)
+    changed = _changed_method(cls, base)
+    if changed:
+        return f"its {changed} was replaced by {described(getattr(cls, changed))}, which may compute anything else"
+    return UNSUPPORTED[name_of(base)]
+
+
+def _refusal_of_an_unknown(cls: type) -> str:
+    if not cls.__module__.startswith(_PREFIX):
+        return "it is none of transformers' own classes, so that nothing is known of what it computes"
+    names = vars(sys.modules[cls.__module__])
+    if not any("rotary" in name.lower() for name in names):
+        return "its model has no rotary embedding, and these kernels are for attention that rotates queries and keys"
+    return "it is not in the table of supported classes, docs/howto/model-family.md says how to add one"
+
+
+def described(function: Any) -> str:
+    """A function or a callable object as a message names it."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 def name_of(cls: type) -> str:

@@ -12,10 +12,16 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import masking_utils, modeling_utils
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers import cache_utils, masking_utils, modeling_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from fused_rope_attn.integrations.transformers.conventions import attention_dropout
+from fused_rope_attn.integrations.transformers.conventions import (
+    attention_dropout,
+    window_of_layer,
+    window_of_sliding_layer,
+)
+from fused_rope_attn.integrations.transformers.families import convention_of_class, described, modeling_of, refusal
+from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from fused_rope_attn.runtime.device import is_capturing
 
@@ -32,6 +38,20 @@ _ATTENTION = {
     # Over the paged caches of continuous batching, where it has functions of its own.
     "eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward",
 }  # fmt: skip
+# The functions of a modeling file that its attention classes call, those of eager attention apart.
+ROTATIONS = (
+    "apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "_apply_rotary_emb", "rotate_half",
+    "get_llama_4_attn_scale",
+)  # fmt: skip
+EAGER = ("eager_attention_forward", "repeat_kv")
+# Liger's rotations of halves, which it puts in the place of transformers' for a whole process.
+_LIGER = {
+    "liger_kernel.transformers.rope.liger_rotary_pos_emb",
+    "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss",
+    "liger_kernel.transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb",
+}
+# What a decoder that is given no cache may make of its own accord.
+_CACHES_OF_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, Any], *, on_shards: bool = False) -> None:
@@ -84,15 +104,12 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         return "a mask for each type of layer, made outside of what is patched,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
-    past = given.get("past_key_values")
-    if past is not None and not _is_known(past, attentions):
-        return f"a cache of type {type(past).__name__}"
-    return ""
+    return _changed_window(attentions, config) or _foreign_cache(given.get("past_key_values"), attentions)
 
 
 def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
     """As ``obstacle``: what neither asks for the mask nor for the cache."""
-    foreign = _foreign_function(attentions[0], implementation_of(attentions[0].config))
+    foreign = _foreign_function(attentions[0], implementation_of(attentions[0].config)) or _foreign_code(attentions)
     if foreign:
         return foreign
     wanted = given.get("output_attentions")
@@ -146,10 +163,68 @@ def _foreign_function(module: nn.Module, name: str) -> str:
     if function is not None:
         origin = str(getattr(function, "__module__", ""))
         if not origin.startswith("transformers.") or getattr(function, "__name__", "") not in _ATTENTION:
-            return f"the attention function {_described(function)}, registered as {name!r},"
+            return f"the attention function {described(function)}, registered as {name!r},"
     function = _unwrapped(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(name))
     if function is not None and getattr(function, "__module__", "") != masking_utils.__name__:
-        return f"the mask function {_described(function)}, registered as {name!r},"
+        return f"the mask function {described(function)}, registered as {name!r},"
+    return ""
+
+
+def _foreign_code(attentions: list[nn.Module]) -> str:
+    """What somebody has put in the place of transformers' code that the modules stand for, before they were patched or
+    since; "" where there is nothing of the kind."""
+    eager, last = implementation_of(attentions[0].config) == "eager", None
+    for module in attentions:
+        patch = state_of(module, PATCH)
+        if patch is None:  # unpatched by itself: its own forward runs
+            continue
+        if patch.own_forward:
+            return patch.own_forward
+        if type(module) is not last:
+            last = type(module)
+            reason = _foreign_code_of(last, eager)
+            if reason:
+                return reason
+    return ""
+
+
+# Graphs of torch.compile take the answer for granted, as they do the methods of a class.
+@torch.compiler.assume_constant_result
+def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
+    """As ``_foreign_code`` of a class. eager: its own forward would call the functions of eager attention."""
+    convention = convention_of_class(cls)
+    if convention is None:
+        return f"{cls.__name__} ({refusal(cls)})"
+    modeling = modeling_of(cls)
+    for name in (*ROTATIONS, *EAGER) if eager else ROTATIONS:
+        function = modeling.get(name)
+        if function is None or getattr(function, "__globals__", None) is modeling:
+            continue
+        # With the package kernels, functions that it may replace by its own are modules.
+        if type(function).__module__.partition(".")[0] == "kernels":
+            continue
+        if not (described(function) in _LIGER and not convention.interleaved):
+            return f"{name} of {modeling['__name__']}, which was replaced by {described(function)},"
+    return ""
+
+
+def _changed_window(attentions: list[nn.Module], config: Any) -> str:
+    """Why the windows that modules were made with are not those of the masks that their own attention would be given;
+    "" where they are. Masks go by the config of the moment, flash-attention by the modules."""
+    if uses_flash(attentions[0].config):
+        return ""
+    size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for module in attentions:
+        patch = state_of(module, PATCH)
+        if patch is None or patch.convention.window not in (window_of_layer, window_of_sliding_layer):
+            continue
+        masked = size if types is None or types[layer_of(module)] == "sliding_attention" else None
+        own = patch.convention.window(module)
+        if own != masked:
+            return (
+                f"a layer that was made with the window {own}, for which config.sliding_window and config.layer_types "
+                f"now say {masked},"
+            )
     return ""
 
 
@@ -174,11 +249,6 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _described(function: Any) -> str:
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return f"{getattr(function, '__module__', '')}.{name}"
-
-
 def implementation_of(config: Any) -> str:
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
@@ -189,13 +259,37 @@ def layer_of(module: nn.Module) -> int:
     return index if isinstance(index, int) else 0
 
 
-def _is_known(past: Any, attentions: list[nn.Module]) -> bool:
-    """Whether a cache is one of transformers' that hold keys and values. Layers of other modules may hold anything."""
-    # A model's own type (MiniMax's) may count its tokens in a way of its own.
-    if not isinstance(past, Cache) or type(past).__module__.startswith("transformers.models."):
-        return False
-    places = [place for place in map(layer_of, attentions) if place < len(past.layers)]
-    if not all(isinstance(past.layers[place], (DynamicLayer, StaticLayer)) for place in places):
-        return False
+def _foreign_cache(past: Any, attentions: list[nn.Module]) -> str:
+    """Why a cache, or None, may do something else with keys and values than transformers' caches do; "" where it does
+    not. Classes are known exactly: a subclass may override anything."""
+    if past is None:
+        return next(filter(None, map(_foreign_update, _CACHES_OF_DECODERS)), "")
     # Of transformers 5: caches whose queries do not stand at the end of the keys.
-    return getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)
+    offset = getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)
+    if not (isinstance(past, Cache) and _is_of_transformers(type(past), past) and offset):
+        return f"a cache of type {type(past).__name__}"
+    reason, last = _foreign_update(type(past)), None
+    for place in map(layer_of, attentions):  # layers of other modules may hold anything
+        layer = past.layers[place] if place < len(past.layers) else None
+        cls = getattr(past, "layer_class_to_replicate", None) if layer is None else type(layer)
+        if cls is None:
+            continue
+        if not issubclass(cls, (DynamicLayer, StaticLayer)):
+            return f"a cache of type {type(past).__name__}"
+        if not _is_of_transformers(cls, layer):
+            return f"a cache with layers of type {cls.__name__}"
+        if cls is not last:
+            last, reason = cls, reason or _foreign_update(cls)
+    return reason
+
+
+def _is_of_transformers(cls: type, cache: Any) -> bool:
+    """True for a class of caches or of their layers that transformers defines, and an instance that keeps to it."""
+    return cls.__module__ == cache_utils.__name__ and (cache is None or "update" not in cache.__dict__)
+
+
+def _foreign_update(cls: type) -> str:
+    update: Any = cls.update  # type: ignore[attr-defined]
+    if update.__module__ == cache_utils.__name__:
+        return ""
+    return f"a cache whose {cls.__name__}.update was replaced by {described(update)}"

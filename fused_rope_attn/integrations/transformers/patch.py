@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
@@ -12,11 +13,11 @@ from transformers import PreTrainedModel
 from fused_rope_attn.integrations.transformers import attention
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.families import (
-    UNSUPPORTED,
     convention_of,
+    described,
     hands_padding_on,
     looks_like_attention,
-    name_of,
+    refusal,
 )
 from fused_rope_attn.integrations.transformers.hooks import (
     PREPARE,
@@ -200,7 +201,11 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
     """Why a model with these attention modules, by their paths, cannot be patched as it was asked for."""
     if not found:
         return f"model must have attention modules of transformers, but {type(model).__name__} has none"
-    others = [f"{path or '(model)'} ({_named_with_reason(found[path])})" for path in found if path not in supported]
+    others = [
+        f"{path or '(model)'} ({type(module).__name__}: {refusal(type(module))})"
+        for path, module in found.items()
+        if path not in supported
+    ]
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     text = (
         "model must have attention modules of the classes in families.SUPPORTED only, but has "
@@ -218,12 +223,6 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
     )
 
 
-def _named_with_reason(module: nn.Module) -> str:
-    cls = type(module)
-    reason = UNSUPPORTED.get(name_of(cls))
-    return cls.__name__ if reason is None else f"{cls.__name__}: {reason}"
-
-
 def _patch_module(module: nn.Module, convention: Convention, deterministic: bool, shards: Shards | None) -> None:
     slot = _slot(module)
     present, patch = module.__dict__.get(slot), state_of(module, PATCH)
@@ -232,10 +231,23 @@ def _patch_module(module: nn.Module, convention: Convention, deterministic: bool
         setattr(module, PATCH, patch)
     elif not _is_fused(present):  # somebody has put another forward there since
         patch.previous = present
+    patch.own_forward = _foreign_forward(module, patch.previous)
     patch.deterministic, patch.shards = deterministic, shards
     if not _is_fused(present):
         # A partial function, because a method in an instance's dict is pickled as its class's own.
         setattr(module, slot, functools.partial(attention.forward, module))
+
+
+def _foreign_forward(module: nn.Module, previous: Any) -> str:
+    """Why an instance's forward of before is not its class's; "" where it is, or where there is none."""
+    function = previous
+    if isinstance(function, functools.partial) and function.args == (module,) and not function.keywords:
+        function = function.func
+    elif isinstance(function, MethodType) and function.__self__ is module:
+        function = function.__func__
+    if previous is None or function is type(module).forward:
+        return ""
+    return f"an attention module whose forward was replaced by {described(previous)} before it was patched"
 
 
 def _is_fused(forward: Any) -> bool:

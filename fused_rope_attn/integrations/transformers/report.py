@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fused_rope_attn.integrations.transformers.families import UNSUPPORTED, convention_of, looks_like_attention, name_of
+from fused_rope_attn.integrations.transformers.families import convention_of, looks_like_attention, refusal
 from fused_rope_attn.integrations.transformers.norms import head_norms
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, state_of
 
@@ -84,10 +84,9 @@ def _report(path: str, module: nn.Module) -> ModuleReport:
     patch: Patch | None = state_of(module, PATCH)
     if patch is not None:
         return ModuleReport(path, type(module).__name__, True, "", patch.served, dict(patch.own), _norms(module, patch))
-    name = name_of(type(module))
-    reason = UNSUPPORTED.get(name, f"{name} is not supported")
-    if convention_of(module) is not None:
-        reason = "patch_model has not been called since the module came into the model"
+    reason = "patch_model has not been called since the module came into the model"
+    if convention_of(module) is None:
+        reason = refusal(type(module))
     return ModuleReport(path, type(module).__name__, False, reason, 0, {})
 
 

@@ -6,13 +6,15 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.conventions import Convention
-from fused_rope_attn.integrations.transformers.shards import Shards
+
+if TYPE_CHECKING:  # shards asks `obstacles`, which reads what is here
+    from fused_rope_attn.integrations.transformers.shards import Shards
 
 # Where a patched attention module has its Patch, a decoder with such modules its Decoder, and a model that makes a
 # decoder's masks itself its MaskMaker.
@@ -34,10 +36,13 @@ class Patch:
     own_norms: why its own norms of heads ran in the last call that fused attention has served, "" where they did not;
         None before such a call, and where there are no norms of heads.
 
+    own_forward: why ``previous`` does something else than the class's forward; "" where it does not.
+
     Calls within a graph of torch.compile are not counted: the graph would be made anew for each of them.
     """
 
     own_norms: str | None = None
+    own_forward = ""
 
     def __init__(self, convention: Convention, previous: Callable | None, deterministic: bool):
         self.convention = convention

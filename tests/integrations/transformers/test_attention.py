@@ -1,11 +1,13 @@
 """What the attention of one patched module hands to the kernels, and what it leaves for the next ones."""
 
+import functools
+
 import pytest
 import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from fused_rope_attn.integrations.transformers import attention, patch_model, rotations
+from fused_rope_attn.integrations.transformers import attention, batch, patch_model, rotations
 from fused_rope_attn.integrations.transformers.batch import PLAIN, describe
 from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
@@ -44,6 +46,19 @@ def noted(monkeypatch, name, module=attention):
 
     monkeypatch.setattr(module, name, note)
     return calls
+
+
+def noted_updates(monkeypatch):
+    """The layers of every call of ``DynamicLayer.update``, under its own name, by which it is known."""
+    layers, own = [], DynamicLayer.update
+
+    @functools.wraps(own)
+    def update(self, *args):
+        layers.append(self)
+        return own(self, *args)
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    return layers
 
 
 def test_as_many_tables_are_kept_as_a_pass_may_have(llama):
@@ -124,8 +139,7 @@ def test_a_layer_with_a_cache_and_without_its_model(llama, calls):
 def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
     """So that the first step writes its token only; ``DynamicLayer.update`` would copy all others. A cache that has no
     layers yet makes them itself."""
-    updates, own = [], DynamicLayer.update
-    monkeypatch.setattr(DynamicLayer, "update", lambda self, *args: updates.append(self) or own(self, *args))
+    updates = noted_updates(monkeypatch)
     ids = make_ids(1, 302)
     for gradients in (True, False):  # switched on, and nobody wants one
         past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
@@ -139,8 +153,7 @@ def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
     """Whether they are wanted of the keys or of the values alone: the kernel that fills a room knows of none."""
-    updates, own = [], DynamicLayer.update
-    monkeypatch.setattr(DynamicLayer, "update", lambda self, *args: updates.append(self) or own(self, *args))
+    updates = noted_updates(monkeypatch)
     model = patch_model(make_model("llama")).requires_grad_(False)
     module = attentions_of(model)[1]
     weight = getattr(module, f"{name}_proj").weight.requires_grad_(True)
@@ -152,23 +165,25 @@ def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
     assert weight.grad.abs().max() > 0
 
 
-class Told(transformers.DynamicCache):
-    """Notes what it is told beside keys, values and their layer."""
-
-    def update(self, keys, values, layer_idx, *more, **named):
-        self.told = more, named
-        return super().update(keys, values, layer_idx)
-
-
-def test_where_to_write_is_told_to_caches_that_ask_for_it(llama):
+def test_where_to_write_is_told_to_caches_that_ask_for_it(llama, monkeypatch):
     """Static caches of transformers 4.57 do; no place is named where the decoder was told none."""
-    module, past = attentions_of(llama)[0], Told(config=llama.config)
+    told, own = [], transformers.Cache.update
+
+    @functools.wraps(own)
+    def update(self, keys, values, layer_idx, *more, **named):
+        told.append((more, named))
+        return own(self, keys, values, layer_idx)
+
+    monkeypatch.setattr(transformers.Cache, "update", update)
+    for file in (attention, batch):  # as of a cache that is offloaded
+        monkeypatch.setattr(file, "may_be_written", lambda past: False)
+    module, past = attentions_of(llama)[0], transformers.DynamicCache(config=llama.config)
     for tokens in (5, 1):
         for place in (None, torch.arange(tokens)):
-            batch = batch_of(llama, input_ids=torch.zeros(2, tokens), past_key_values=past)
+            described = batch_of(llama, input_ids=torch.zeros(2, tokens), past_key_values=past)
             given = {"position_embeddings": angles(tokens), "past_key_values": past, "cache_position": place}
-            module(states(tokens), **given, **{attention.BATCH: batch})
-            assert past.told == (() if place is None else ({"cache_position": place},), {})
+            module(states(tokens), **given, **{attention.BATCH: described})
+            assert told.pop() == (() if place is None else ({"cache_position": place},), {}) and not told
 
 
 @torch.no_grad()

@@ -111,22 +111,6 @@ def test_inference_mode_and_back():
 
 
 @torch.no_grad()
-def test_a_dynamic_cache_with_an_update_of_its_own():
-    class Counting(transformers.DynamicCache):
-        tokens = 0
-
-        def update(self, key_states, *args, **kwargs):
-            self.tokens += key_states.shape[2]
-            return super().update(key_states, *args, **kwargs)
-
-    model, ids = patch_model(make_model("llama")), make_ids(2, 12)
-    past = Counting(config=model.config)
-    got = parts(model, past, ids, ends=(9, 10, 12))
-    assert past.tokens == 2 * 12
-    assert_close(got, model(ids).logits, 1e-5)
-
-
-@torch.no_grad()
 def test_nothing_outlives_its_pass(monkeypatch):
     """Tables die with their pass, rooms with the tensors in them."""
     model, ids = patch_model(make_model("gemma3")), make_ids(2, 14)

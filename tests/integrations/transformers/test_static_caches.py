@@ -1,5 +1,7 @@
 """Who writes a static cache of a patched model, and what happens when it is full."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -25,9 +27,10 @@ class CountingCache(transformers.StaticCache):
 
 @torch.no_grad()
 def test_who_writes_a_static_cache(calls, monkeypatch):
-    """Attention itself, unless there is more to it than the layer's own writing."""
+    """Attention itself, and the modules' own where a cache writes in a way of its own."""
     own, written = StaticLayer.update, []
 
+    @functools.wraps(own)  # under its own name, by which it is known
     def update(self, key_states, *args, **kwargs):
         written.append(key_states.shape[2])
         return own(self, key_states, *args, **kwargs)
@@ -37,10 +40,11 @@ def test_who_writes_a_static_cache(calls, monkeypatch):
     results = [parts(model, make_cache(model, "static"), ids, ends=(9, 10, 12))]
     assert written == [9, 9]
     past = CountingCache(config=model.config, max_cache_len=CAPACITY)
-    results.append(parts(model, past, ids, ends=(9, 10, 12)))
+    with pytest.warns(UserWarning, match="a cache of type CountingCache is not served"):
+        results.append(parts(model, past, ids, ends=(9, 10, 12)))
     assert written[2:] == [9, 9, 1, 1, 2, 2] and past.tokens == 2 * 12
-    assert calls == {"rope_attention": 4, "rope_attention_with_kvcache": 8}
-    assert_close(*results, 1e-6)
+    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 4}
+    assert_close(*results, 1e-5)
     # Windows: a layer that is full moves what it holds.
     written.clear()
     model = patch_model(make_model("gemma3"))
