@@ -166,3 +166,40 @@ def test_a_room_is_used_to_its_last_row():
     layer.values = layer.values.clone()  # one of the two is another's
     keys, others = rooms.room_for(layer, 1)
     assert keys.data_ptr() != room.data_ptr() and torch.equal(others[:, :, :12], layer.values)
+
+
+@pytest.mark.parametrize("part", ["other", "shorter", "fewer", "transposed"])
+@torch.no_grad()
+def test_other_memory_under_the_same_tensor(part):
+    """`keys.data = view`: the tensor is the one that the layer was given, the rows after it are somebody else's."""
+    model, ids = make_model("llama", num_hidden_layers=1), make_ids(2, 14)
+
+    def run():
+        past = make_cache(model, "dynamic")
+        model(ids[:, :9], past_key_values=past)
+        model(ids[:, 9:10], past_key_values=past)
+        layer, rows = past.layers[0], 2 if part == "fewer" else 7
+        model_ids, buffers = ids[:1] if part == "fewer" else ids, []
+        for name in ("keys", "values"):
+            x = getattr(layer, name)
+            if part == "other":
+                buffer = torch.full((2, *x.shape[1:2], 40, x.shape[3]), 3.0)
+                buffer[:, :, : x.shape[2]] = x
+                x.data = buffer[:, :, : x.shape[2]]
+            elif part == "transposed":
+                buffer = torch.full((2, 40, x.shape[1], x.shape[3]), 3.0)
+                buffer[:, : x.shape[2]] = x.transpose(1, 2)
+                x.data = buffer[:, : x.shape[2]].transpose(1, 2)
+            else:
+                buffer = x.data
+                x.data = x.data[:, :, :rows] if part == "shorter" else x.data[:1]
+            buffers.append((buffer, buffer.clone()))
+        start = layer.keys.shape[2]
+        logits = steps(model, past, model_ids[:, : start + 3], start)
+        for buffer, before in buffers:
+            assert torch.equal(buffer, before)
+        return logits
+
+    expected = run()
+    patch_model(model)
+    assert_close(run(), expected, 1e-5)
