@@ -272,14 +272,12 @@ def _foreign_cache(past: Any, attentions: list[nn.Module]) -> str:
     for place in map(layer_of, attentions):  # layers of other modules may hold anything
         layer = past.layers[place] if place < len(past.layers) else None
         cls = getattr(past, "layer_class_to_replicate", None) if layer is None else type(layer)
-        if cls is None:
-            continue
-        if not issubclass(cls, (DynamicLayer, StaticLayer)):
-            return f"a cache of type {type(past).__name__}"
-        if not _is_of_transformers(cls, layer):
-            return f"a cache with layers of type {cls.__name__}"
-        if cls is not last:
+        if cls is not last and cls is not None:
+            if not issubclass(cls, (DynamicLayer, StaticLayer)):
+                return f"a cache of type {type(past).__name__}"
             last, reason = cls, reason or _foreign_update(cls)
+        if cls is not None and not _is_of_transformers(cls, layer):
+            return f"a cache with layers of type {cls.__name__}"
     return reason
 
 

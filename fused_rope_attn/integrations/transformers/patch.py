@@ -207,10 +207,7 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
         if path not in supported
     ]
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    text = (
-        "model must have attention modules of the classes in families.SUPPORTED only, but has "
-        f"{', '.join(others[:3])}{more}"
-    )
+    text = f"model must have no attention but what patch_model can replace, but has {', '.join(others[:3])}{more}"
     if not supported:
         return text
     # Of a multimodal model: where its text is decoded.

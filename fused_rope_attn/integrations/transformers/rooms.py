@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 # Rows are added in steps of a fraction of those that there are: short caches stay small, and long ones are copied so
 # rarely that it costs less than a hundredth of reading them.
 _FEWEST, _MOST, _FRACTION = 16, 256, 8
-# Of each layer: weak references to the keys and values that it was given, their addresses, their rows, and shape and
-# strides of their rooms. Addresses and rows are compared because `keys.data = other` gives the same tensor other memory.
+# Of each layer: weak references to the keys and values that it was given, their addresses and their shape, and shape and
+# strides of their rooms. The references do not suffice, because `keys.data = other` gives the same tensor other memory.
 # The rooms themselves live as long as their views do: reset and offloaded caches give their memory back.
 _rooms: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -31,12 +31,12 @@ def room_for(layer: DynamicLayer, tokens: int) -> tuple[Tensor, Tensor]:
     keys, values = layer.keys, layer.values
     room = _rooms.get(layer)
     if room is not None:
-        keys_given, values_given, addresses, rows, shape, strides = room
-        given = keys_given() is keys and values_given() is values and (keys.data_ptr(), values.data_ptr()) == addresses
-        given = given and keys.stride() == values.stride() == strides
-        given = given and keys.shape == values.shape == (*shape[:2], rows, shape[3])
+        keys_given, values_given, addresses, held, shape, strides = room
+        fits = keys_given() is keys and values_given() is values and held[2] + tokens <= shape[2]
+        fits = fits and keys.shape == held and keys.stride() == strides and keys.data_ptr() == addresses[0]
+        fits = fits and values.shape == held and values.stride() == strides and values.data_ptr() == addresses[1]
         # Tensors of inference mode are read-only outside it.
-        if given and rows + tokens <= shape[2] and (torch.is_inference_mode_enabled() or not keys.is_inference()):
+        if fits and (torch.is_inference_mode_enabled() or not keys.is_inference()):
             return keys.as_strided(shape, strides), values.as_strided(shape, strides)
     length = keys.shape[2]
     rooms = new_room(keys, length + tokens), new_room(values, length + tokens)
@@ -62,7 +62,7 @@ def settle(layer: DynamicLayer, keys: Tensor, values: Tensor, room: Tensor) -> N
     """Make keys and values, which are the first rows of rooms like ``room``, what the layer holds."""
     layer.keys, layer.values = keys, values
     addresses = keys.data_ptr(), values.data_ptr()
-    _rooms[layer] = (weakref.ref(keys), weakref.ref(values), addresses, keys.shape[2], room.shape, room.stride())
+    _rooms[layer] = (weakref.ref(keys), weakref.ref(values), addresses, keys.shape, room.shape, room.stride())
 
 
 def begin(layer: DynamicLayer, keys: Tensor, values: Tensor, room: Tensor) -> None:

@@ -1,10 +1,14 @@
 """The table of families beside the installed transformers: what its attention classes compute, as syntax trees."""
 
+import importlib
+import inspect
+
 import pytest
 import transformers
 from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers.families import SUPPORTED, UNSUPPORTED
+from fused_rope_attn.integrations.transformers.obstacles import EAGER, ROTATIONS
 from tests.support.hf_syntax import attention_classes, exists, fingerprint, recorded
 
 # The newest release whose attention classes have all been read.
@@ -29,6 +33,32 @@ def test_classes_of_a_supported_form_are_supported():
     others = [name for name in attention_classes() if name not in SUPPORTED and name not in UNSUPPORTED]
     found = {name: forms[digits] for name in others if (digits := fingerprint(name)) in forms}
     assert not found, f"supported but for a row in `families` and one in tests/support/hf_models.py: {found}"
+
+
+def test_functions_of_modeling_files_are_looked_at():
+    """A function that a supported class calls, by itself or through others, is among those that a pass looks at."""
+    missed = {}
+    for path in filter(exists, SUPPORTED):
+        file, _, name = path.rpartition(".")
+        modeling = importlib.import_module(f"transformers.models.{file}")
+        names = called(vars(modeling), vars(getattr(modeling, name)).values()) - {*ROTATIONS, *EAGER}
+        if names:
+            missed[path] = names
+    assert not missed, f"functions that somebody may replace unseen, which `obstacles` has to name: {missed}"
+
+
+def called(modeling, functions):
+    """The names of a modeling file's functions that some of its functions call, by themselves or through others."""
+    todo, found = [inspect.unwrap(f).__code__ for f in functions if inspect.isfunction(f)], set()
+    while todo:
+        code = todo.pop()
+        todo += [inner for inner in code.co_consts if inspect.iscode(inner)]
+        for name in set(code.co_names) & modeling.keys() - found:
+            function = modeling[name]
+            if inspect.isfunction(function) and function.__module__ == modeling["__name__"]:
+                found.add(name)
+                todo.append(function.__code__)
+    return found
 
 
 def test_no_class_is_in_both_tables():
