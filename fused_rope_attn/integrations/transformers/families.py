@@ -295,7 +295,7 @@ def convention_of(module: nn.Module) -> Convention | None:
     return convention_of_class(type(module))
 
 
-def convention_of_class(cls: type) -> Convention | None:
+def convention_of_class(cls: type[nn.Module]) -> Convention | None:
     """As ``convention_of``."""
     entry = _found.get(cls)
     if entry is None or entry[0] is not cls.forward:

@@ -201,13 +201,12 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
     """Why a model with these attention modules, by their paths, cannot be patched as it was asked for."""
     if not found:
         return f"model must have attention modules of transformers, but {type(model).__name__} has none"
-    others = [
-        f"{path or '(model)'} ({type(module).__name__}: {refusal(type(module))})"
-        for path, module in found.items()
-        if path not in supported
-    ]
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    text = f"model must have no attention but what patch_model can replace, but has {', '.join(others[:3])}{more}"
+    others: dict[type, list[str]] = {}
+    for path, module in found.items():
+        if path not in supported:
+            others.setdefault(type(module), []).append(path or "(model)")
+    reasons = [f"{_first(paths)} ({cls.__name__}: {refusal(cls)})" for cls, paths in others.items()]
+    text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     if not supported:
         return text
     # Of a multimodal model: where its text is decoded.
@@ -218,6 +217,11 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
         f"{text}: patch_model(model, unsupported='skip') leaves these alone and patches the {len(supported)} supported "
         f"modules{where}"
     )
+
+
+def _first(texts: list[str]) -> str:
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 def _patch_module(module: nn.Module, convention: Convention, deterministic: bool, shards: Shards | None) -> None:

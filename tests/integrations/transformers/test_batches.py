@@ -247,13 +247,6 @@ def test_steps_behind_a_cache(llama, length):
     assert lengths == {"kv_lens": [4 + length] * 2, "cached": [4, 4]}
 
 
-class Watched(transformers.DynamicCache):
-    """Its ``update`` may do anything, so that nothing writes in its place."""
-
-    def update(self, *args, **kwargs):
-        return super().update(*args, **kwargs)
-
-
 def test_graphs_keep_nothing_on_the_host(llama, monkeypatch):
     """Neither the layers' tables nor the number of tokens: a graph is replayed with other ones."""
     monkeypatch.setattr(batches, "is_capturing", lambda device: True)
@@ -262,8 +255,7 @@ def test_graphs_keep_nothing_on_the_host(llama, monkeypatch):
 
 
 def test_caches_that_nobody_else_may_write(llama):
-    past = filled(llama, Watched(config=llama.config), 3)
-    assert described(llama, 2, 1, past_key_values=past) == {"kv_lens": [4, 4]}
+    """Those that are offloaded: their ``update`` moves layers between devices."""
     past = dynamic(llama, 3)
     past.offloading = True
     assert described(llama, 2, 1, past_key_values=past) == {"kv_lens": [4, 4]}

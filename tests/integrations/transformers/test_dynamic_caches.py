@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fused_rope_attn.integrations.transformers import patch_model, rooms, rotations
-from tests.support.hf_caches import make_cache, parts, steps
+from tests.support.hf_caches import make_cache, steps
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
 

@@ -79,7 +79,9 @@ def test_a_refusal_says_why():
     config = transformers.NemotronConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     config._attn_implementation = "eager"  # before transformers 5 others have classes of their own
     model = transformers.NemotronForCausalLM(config)
-    with pytest.raises(NotImplementedError, match=r"self_attn \(NemotronAttention: its decoder layer passes no additional keyword"):
+    with pytest.raises(
+        NotImplementedError, match=r"self_attn \(NemotronAttention: its decoder layer passes no additional"
+    ):
         patch_model(model)
     (row,) = patch_report(model)
     assert (

@@ -83,7 +83,7 @@ def test_what_is_not_supported_is_named():
     with pytest.raises(NotImplementedError, match="Linear has none"):
         patch_model(torch.nn.Linear(2, 2))
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=16, n_layer=5, n_head=2))
-    with pytest.raises(NotImplementedError, match=r"transformer.h.0.attn \(GPT2Attention: its model has no rotary.* and 2 more"):
+    with pytest.raises(NotImplementedError, match=r"h.2.attn and 2 more \(GPT2Attention: its model has no rotary"):
         patch_model(gpt2)
     both = torch.nn.ModuleDict({"one": make_model("llama"), "two": torch.nn.MultiheadAttention(8, 2)})
     with pytest.raises(NotImplementedError, match=r"two \(MultiheadAttention: it is none of transformers' own"):
@@ -96,7 +96,9 @@ def test_what_is_not_supported_is_named():
 
     both["one"].model.layers[1].self_attn.__class__ = Subclass
     del both["two"]
-    with pytest.raises(NotImplementedError, match=r"one.model.layers.1.self_attn \(Subclass: its forward was replaced by .*Subclass.forward"):
+    with pytest.raises(
+        NotImplementedError, match=r"s.1.self_attn \(Subclass: its forward was replaced by .*Subclass.f"
+    ):
         patch_model(both)
 
 

@@ -1,4 +1,4 @@
-"""Functions and methods of transformers that somebody has replaced: they run, or the model is refused with the reason."""
+"""Functions and methods of transformers that somebody has replaced: they run, or the model is refused."""
 
 import functools
 from types import MethodType
@@ -143,7 +143,8 @@ def test_a_forward_of_a_class_that_is_replaced_before(wrapped, monkeypatch):
     def forward(self, *args, **kwargs):
         raise AssertionError
 
-    monkeypatch.setattr(LlamaAttention, "forward", functools.wraps(LlamaAttention.forward)(forward) if wrapped else forward)
+    function = functools.wraps(LlamaAttention.forward)(forward) if wrapped else forward
+    monkeypatch.setattr(LlamaAttention, "forward", function)
     name = "LlamaAttention.forward" if wrapped else r"test_replaced_code.*\.forward"
     with pytest.raises(NotImplementedError, match=rf"\(LlamaAttention: its forward was replaced by .*{name}"):
         patch_model(model)

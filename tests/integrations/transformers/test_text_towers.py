@@ -1,5 +1,6 @@
 """`patch_model(model, unsupported="skip")` on tiny multimodal models: decoders are served, vision towers left alone."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -39,7 +40,9 @@ def test_training(name, calls):
     report = patch_report(model)
     assert {row.path for row in report if row.patched} == {f"{within}.layers.{i}.self_attn" for i in range(2)}
     towers = [row for row in report if not row.path.startswith(within)]
-    assert towers and all(not row.patched and row.reason.endswith("is not supported") for row in towers)
+    assert towers and all(
+        not row.patched and re.search("no rotary|not in the table|none of", row.reason) for row in towers
+    )
 
 
 @every_model
