@@ -296,7 +296,7 @@ def convention_of(module: nn.Module) -> Convention | None:
 
 
 def convention_of_class(cls: type[nn.Module]) -> Convention | None:
-    """As ``convention_of``."""
+    """Return ``convention_of`` a module of this class."""
     entry = _found.get(cls)
     if entry is None or entry[0] is not cls.forward:
         entry = _found[cls] = (cls.forward, _look_up(cls))
@@ -320,7 +320,7 @@ def _base(cls: type, names: Container[str]) -> type | None:
 
 
 def _changed_method(cls: type, base: type) -> str:
-    """The name of a method that a class does not have as the module of ``base``, one of its bases, defines it."""
+    """Return the name of a method that a class overrides, or that was replaced in ``base``, its base class; else ""."""
     for name, member in vars(base).items():
         if isinstance(member, FunctionType) and name != "__init__":
             if not _is_of(member, base.__module__) or getattr(cls, name) is not member:
@@ -329,20 +329,22 @@ def _changed_method(cls: type, base: type) -> str:
 
 
 def _is_of(function: FunctionType, module: str) -> bool:
-    """True for a function that a module defines. A wrapper has the name of what it wraps, but its own globals; only
-    those of the module's own library are decorators that the module itself applies."""
+    """Return True if a module defines the function, perhaps with a decorator of its own library.
+
+    A wrapper has the name of the wrapped function, but its own globals.
+    """
     library = function.__globals__.get("__name__", "").partition(".")[0]
     return function.__module__ == module and library == module.partition(".")[0]
 
 
 def modeling_of(cls: type) -> dict[str, Any]:
-    """The names of the file that defines a supported class, or the supported one that it inherits from."""
+    """Return the globals of the file that defines a supported class, or the supported class that it inherits from."""
     base = cast(type, _base(cls, SUPPORTED))
     return vars(sys.modules[base.__module__])
 
 
 def refusal(cls: type) -> str:
-    """Why a class of attention modules has no convention, as a sentence about it."""
+    """Return why a class of attention modules is not supported, as a sentence about it."""
     base = _base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
     if base is None:
         return _refusal_of_an_unknown(cls)
@@ -354,7 +356,7 @@ def refusal(cls: type) -> str:
 
 def _refusal_of_an_unknown(cls: type) -> str:
     if not cls.__module__.startswith(_PREFIX):
-        return "it is none of transformers' own classes, so that nothing is known of what it computes"
+        return "it is none of transformers' own classes, so that patch_model cannot know what it computes"
     names = vars(sys.modules[cls.__module__])
     if not any("rotary" in name.lower() for name in names):
         return "its model has no rotary embedding, and these kernels are for attention that rotates queries and keys"
@@ -362,7 +364,7 @@ def _refusal_of_an_unknown(cls: type) -> str:
 
 
 def described(function: Any) -> str:
-    """A function or a callable object as a message names it."""
+    """Return the name of a function or callable object for a message."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"{getattr(function, '__module__', '')}.{name}"
 

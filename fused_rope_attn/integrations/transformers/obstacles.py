@@ -38,19 +38,19 @@ _ATTENTION = {
     # Over the paged caches of continuous batching, where it has functions of its own.
     "eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward",
 }  # fmt: skip
-# The functions of a modeling file that its attention classes call, those of eager attention apart.
+# Functions of a modeling file that its attention classes call. Those of EAGER run with eager attention only.
 ROTATIONS = (
     "apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "_apply_rotary_emb", "rotate_half",
     "get_llama_4_attn_scale",
 )  # fmt: skip
 EAGER = ("eager_attention_forward", "repeat_kv")
-# Liger's rotations of halves, which it puts in the place of transformers' for a whole process.
+# Liger replaces transformers' rotation of halves for a whole process, and computes the same.
 _LIGER = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb",
     "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss",
     "liger_kernel.transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb",
 }
-# What a decoder that is given no cache may make of its own accord.
+# A decoder that is given no cache may make one of these.
 _CACHES_OF_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
 
@@ -171,8 +171,10 @@ def _foreign_function(module: nn.Module, name: str) -> str:
 
 
 def _foreign_code(attentions: list[nn.Module]) -> str:
-    """What somebody has put in the place of transformers' code that the modules stand for, before they were patched or
-    since; "" where there is nothing of the kind."""
+    """Return why code that the modules replace is no longer transformers' own, "" if it is.
+
+    Users and libraries replace functions and methods before a model is patched, and after.
+    """
     eager, last = implementation_of(attentions[0].config) == "eager", None
     for module in attentions:
         patch = state_of(module, PATCH)
@@ -191,7 +193,7 @@ def _foreign_code(attentions: list[nn.Module]) -> str:
 # Graphs of torch.compile take the answer for granted, as they do the methods of a class.
 @torch.compiler.assume_constant_result
 def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
-    """As ``_foreign_code`` of a class. eager: its own forward would call the functions of eager attention."""
+    """Return ``_foreign_code`` of one class. eager: its own forward would call the functions of eager attention."""
     convention = convention_of_class(cls)
     if convention is None:
         return f"{cls.__name__} ({refusal(cls)})"
@@ -200,7 +202,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
         function = modeling.get(name)
         if function is None or getattr(function, "__globals__", None) is modeling:
             continue
-        # With the package kernels, functions that it may replace by its own are modules.
+        # The package kernels turns functions that its hub has kernels for into modules.
         if type(function).__module__.partition(".")[0] == "kernels":
             continue
         if not (described(function) in _LIGER and not convention.interleaved):
@@ -209,8 +211,10 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
 
 
 def _changed_window(attentions: list[nn.Module], config: Any) -> str:
-    """Why the windows that modules were made with are not those of the masks that their own attention would be given;
-    "" where they are. Masks go by the config of the moment, flash-attention by the modules."""
+    """Return why the modules' own attention would see another window than the modules have, "" if it would not.
+
+    transformers makes masks from the config as it is now. Flash-attention gets the window of the module, which is older.
+    """
     if uses_flash(attentions[0].config):
         return ""
     size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -260,8 +264,10 @@ def layer_of(module: nn.Module) -> int:
 
 
 def _foreign_cache(past: Any, attentions: list[nn.Module]) -> str:
-    """Why a cache, or None, may do something else with keys and values than transformers' caches do; "" where it does
-    not. Classes are known exactly: a subclass may override anything."""
+    """Return why a cache (or None) may return other keys and values than transformers' caches, "" if it cannot.
+
+    Classes are compared exactly, because a subclass may override anything.
+    """
     if past is None:
         return next(filter(None, map(_foreign_update, _CACHES_OF_DECODERS)), "")
     # Of transformers 5: caches whose queries do not stand at the end of the keys.
@@ -282,7 +288,7 @@ def _foreign_cache(past: Any, attentions: list[nn.Module]) -> str:
 
 
 def _is_of_transformers(cls: type, cache: Any) -> bool:
-    """True for a class of caches or of their layers that transformers defines, and an instance that keeps to it."""
+    """Return True if transformers defines the class of a cache or layer and the instance, or None, keeps its update."""
     return cls.__module__ == cache_utils.__name__ and (cache is None or "update" not in cache.__dict__)
 
 

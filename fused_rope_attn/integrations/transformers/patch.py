@@ -240,7 +240,7 @@ def _patch_module(module: nn.Module, convention: Convention, deterministic: bool
 
 
 def _foreign_forward(module: nn.Module, previous: Any) -> str:
-    """Why an instance's forward of before is not its class's; "" where it is, or where there is none."""
+    """Return why an instance's previous forward is another than its class's, "" if it is the same or None."""
     function = previous
     if isinstance(function, functools.partial) and function.args == (module,) and not function.keywords:
         function = function.func

@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 # Rows are added in steps of a fraction of those that there are: short caches stay small, and long ones are copied so
 # rarely that it costs less than a hundredth of reading them.
 _FEWEST, _MOST, _FRACTION = 16, 256, 8
-# Of each layer: weak references to the keys and values that it was given, their addresses and shape, and the shape and
-# strides of their rooms. The references do not suffice, because `keys.data = other` gives the same tensor other memory.
+# Layer to (weak references to the keys and values that it was given, their addresses and shape, and the shape and
+# strides of their rooms). References do not suffice, because `keys.data = other` gives the same tensor other memory.
 # The rooms themselves live as long as their views do: reset and offloaded caches give their memory back.
 _rooms: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

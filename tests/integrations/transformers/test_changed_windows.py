@@ -1,4 +1,4 @@
-"""A config whose windows are changed on a loaded model: masks go by the config, flash-attention by the modules."""
+"""Windows that are changed in the config of a loaded model: masks follow the config, flash-attention the modules."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_windows_that_are_changed(name, attribute, calls):
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_windows_of_the_config_are_followed(name, calls):
-    """Of models whose modules ask the config themselves."""
+    """Modules of these models read the window from the config in each call."""
     model, ids = make_model(name), make_ids(2, LENGTH)
     patch_model(model)
     plain = run(model, ids, use_cache=False)[0]

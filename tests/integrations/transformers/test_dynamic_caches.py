@@ -171,7 +171,7 @@ def test_a_room_is_used_to_its_last_row():
 @pytest.mark.parametrize("part", ["other", "shorter", "fewer", "transposed"])
 @torch.no_grad()
 def test_other_memory_under_the_same_tensor(part):
-    """`keys.data = view`: the tensor is the one that the layer was given, the rows after it are somebody else's."""
+    """After `keys.data = view` the tensor is still the layer's, but the rows after it belong to another buffer."""
     model, ids = make_model("llama", num_hidden_layers=1), make_ids(2, 14)
 
     def run():

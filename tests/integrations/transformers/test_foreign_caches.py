@@ -1,4 +1,4 @@
-"""Caches of a user's own: what they make of keys and values is what attention sees, as in an unpatched model."""
+"""Caches of a user's own: attention reads the keys and values that they return, as in an unpatched model."""
 
 import functools
 
@@ -43,7 +43,7 @@ class HalvingStaticLayer(Halving, StaticLayer):
 
 
 class RenamedCache(transformers.DynamicCache):
-    """Changes nothing, which nobody knows of the next one."""
+    """Overrides nothing. It is not served either, because only exact types are."""
 
 
 def caches_of(config):
@@ -88,7 +88,7 @@ def test_a_cache_with_an_update_of_its_own(kind, calls):
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 @torch.no_grad()
 def test_an_update_that_somebody_replaces_for_all(of, given, calls, monkeypatch):
-    """As libraries do that compress keys and values; the cache may be one that the model makes itself."""
+    """Libraries that compress keys and values do this. The model may make the cache itself."""
     model, ids = make_model("llama"), make_ids(2, 9)
     own = of.update
 

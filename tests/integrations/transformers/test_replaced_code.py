@@ -1,4 +1,4 @@
-"""Functions and methods of transformers that somebody has replaced: they run, or the model is refused."""
+"""Replaced functions and methods of transformers run, or the model is refused."""
 
 import functools
 from types import MethodType
