@@ -213,7 +213,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
 def _changed_window(attentions: list[nn.Module], config: Any) -> str:
     """Return why the modules' own attention would see another window than the modules have, "" if it would not.
 
-    transformers makes masks from the config as it is now. Flash-attention gets the window of the module, which is older.
+    transformers makes masks from the config as it is now. Flash-attention gets the window of the module.
     """
     if uses_flash(attentions[0].config):
         return ""
