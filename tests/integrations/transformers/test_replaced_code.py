@@ -181,7 +181,7 @@ def test_refusals_that_users_understand():
             transformers.GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
         ),
         "BertSelfAttention: its model has no rotary embedding": transformers.BertModel(
-            transformers.BertConfig(**sizes, num_attention_heads=2)
+            transformers.BertConfig(**sizes, num_attention_heads=2, attn_implementation="eager")
         ),
         "StableLmAttention: its decoder layer passes no additional keyword": transformers.StableLmModel(
             transformers.StableLmConfig(**sizes, **heads, attn_implementation="eager")
