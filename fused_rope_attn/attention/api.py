@@ -16,6 +16,7 @@ from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first, norms_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
+from fused_rope_attn.runtime.differentiation import differentiable
 from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import AttentionOptions, Backend, Layout, PackedOptions, Strategy
 
@@ -120,7 +121,8 @@ def rope_attention(
     Raises:
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination.
-        NotImplementedError: what an explicit backend deliberately does not serve; double backward.
+        NotImplementedError: what an explicit backend deliberately does not serve; double backward and forward-mode
+            differentiation (``torch.func.jvp``, ``torch.autograd.forward_ad``), on every backend.
         RuntimeError: an explicit backend that this machine cannot run.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
@@ -394,7 +396,10 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     if chosen != "reference":
         o, lse = eager.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
         return from_heads_first(o, layout), lse
-    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, _, _ = tensors
+    _, _, _, cos, sin, _, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, _, _, _, _ = tensors
+    q, k, v, sinks, q_norm, k_norm = differentiable(
+        "rope_attention", (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
+    )
     options = {
         "softmax_scale": problem.softmax_scale,
         "rotary_dim": problem.rotary_dim,

@@ -9,6 +9,7 @@ import torch
 
 from fused_rope_attn.attention import ops
 from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Tensors, flatten
+from fused_rope_attn.runtime.differentiation import apply_of, in_forward_mode
 from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 from fused_rope_attn.runtime.replay import Replayed
@@ -124,8 +125,8 @@ class _Attention(torch.autograd.Function):
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         call, saved = ctx.call, ctx.saved_tensors
-        # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
-        if type(do) is torch.Tensor and not torch.is_grad_enabled():
+        # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
+        if type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
             dq, dk, dv, *others = call.backward(do, saved, lambda: _run_backward(ctx, do, saved))
         else:
             o, lse, tensors = _tensors(ctx, saved)
@@ -149,9 +150,8 @@ def _tensors(ctx, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     return o, lse, Tensors(*[next(values) if present else None for present in ctx.present])
 
 
-# torch.autograd.Function.apply without its half in Python, which looks for the transformations of torch.func: there are
-# none in ordinary eager mode.
-_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Attention).apply
+# There are no transforms of torch.func in ordinary eager mode.
+_apply: Callable[..., torch.Tensor] = apply_of(_Attention)
 
 
 def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

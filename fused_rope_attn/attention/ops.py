@@ -21,6 +21,7 @@ from fused_rope_attn.attention.problem import (
     rebuild,
 )
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.differentiation import apply_in_operator
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator
@@ -178,7 +179,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keyset, problem: Problem, *arguments):
         tensors = Tensors(*arguments)
-        o, lse = forward_operator.below_autograd(keyset, *flatten(problem, tensors))
+        o, lse = forward_operator.below_function(keyset, *flatten(problem, tensors))
         ctx.problem = problem
         ctx.save_for_backward(o, lse, *tensors)
         ctx.mark_non_differentiable(lse)
@@ -210,7 +211,7 @@ def needs_gradient(tensors: Tensors) -> bool:
 def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
     if needs_gradient(tensors):
-        return _Attention.apply(keyset, problem, *tensors)
+        return apply_in_operator(_Attention, keyset, problem, *tensors)
     return forward_operator.below_autograd(keyset, *arguments)
 
 
@@ -219,6 +220,7 @@ forward_operator = Operator(
     f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
     run=_forward_impl,
     fake=_forward_fake,
+    function="rope_attention",
     autograd=_forward_autograd,
 )
 _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
@@ -227,7 +229,8 @@ _backward = Operator(
     f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=_backward_fake,
-    gradient_of="rope_attention",
+    function="rope_attention",
+    is_gradient=True,
 )
 # q and k are those that an eager forward pass has saved rotated, whose backward pass has to go through the dispatcher.
 # A second differentiation reaches it from o, which forward returned, because q and k were not saved as they came.
@@ -235,7 +238,8 @@ _rotated_backward = Operator(
     f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_rotated_backward_impl,
     fake=_rotated_backward_fake,
-    gradient_of="rope_attention",
+    function="rope_attention",
+    is_gradient=True,
 )
 
 

@@ -20,6 +20,7 @@ from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_i
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
 from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
+from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, Layout, PackedCpOptions
 
@@ -322,6 +323,7 @@ def _checked(
         backend=options["backend"],
     )
     planning.choose_backend(problem)  # raises where an explicit one cannot run
+    refuse_tangents("rope_attention_cp", tensors)  # here all ranks hear of it
     return problem, tensors
 
 

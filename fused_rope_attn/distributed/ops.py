@@ -16,6 +16,7 @@ from fused_rope_attn.distributed.groups import Group, agree, group_named
 from fused_rope_attn.distributed.layout import shares
 from fused_rope_attn.distributed.planning import choose
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.differentiation import apply_in_operator, in_forward_mode
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
@@ -114,7 +115,7 @@ class _ContextParallel(torch.autograd.Function):
         if keyset is None:
             o, lse = _run_forward(how, problem, tensors)
         else:
-            o, lse = _forward.below_autograd(keyset, *how, *flatten(problem, tensors))
+            o, lse = _forward.below_function(keyset, *how, *flatten(problem, tensors))
         ctx.plain, ctx.how, ctx.problem = keyset is None, how, problem
         ctx.save_for_backward(o, lse, *tensors)
         ctx.mark_non_differentiable(lse)
@@ -129,7 +130,7 @@ class _ContextParallel(torch.autograd.Function):
         if do is None:
             # The other ranks may have a gradient, and wait for this rank's part in theirs.
             do = torch.zeros_like(o)
-        if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled():
+        if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
             gradients = _run_backward(ctx.how, ctx.problem, tensors, do, o, lse)
         else:
             gradients = Gradients(*_backward(do, o, lse, *ctx.how, *flatten(ctx.problem, tensors)))
@@ -141,7 +142,7 @@ class _ContextParallel(torch.autograd.Function):
 def _forward_autograd(keyset, *arguments):
     how, problem, tensors = _split(arguments)
     if needs_gradient(tensors):
-        return _ContextParallel.apply(keyset, how, problem, *tensors)
+        return apply_in_operator(_ContextParallel, keyset, how, problem, *tensors)
     return _forward.below_autograd(keyset, *arguments)
 
 
@@ -149,6 +150,7 @@ _forward = Operator(
     f"context_parallel_forward({_SCHEMA}) -> (Tensor, Tensor)",
     run=_forward_impl,
     fake=_forward_fake,
+    function="rope_attention_cp",
     autograd=_forward_autograd,
 )
 _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
@@ -157,7 +159,8 @@ _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=_backward_fake,
-    gradient_of="rope_attention_cp",
+    function="rope_attention_cp",
+    is_gradient=True,
 )
 
 
@@ -170,5 +173,5 @@ def attention(
     if not is_plain(*tensors):
         return _forward(*how, *flatten(problem, tensors))
     if needs_gradient(tensors):
-        return _ContextParallel.apply(None, how, problem, *tensors)
+        return apply_in_operator(_ContextParallel, None, how, problem, *tensors)
     return _run_forward(how, problem, tensors)

@@ -9,6 +9,7 @@ import torch
 from fused_rope_attn.distributed.cuts import check_sharding, chunk_count, chunks_of
 from fused_rope_attn.distributed.groups import Exchange, Group, group_named, group_of, join_rows, others
 from fused_rope_attn.runtime.checks import kind_of, refuse_non_tensor, shown
+from fused_rope_attn.runtime.differentiation import apply_in_operator
 from fused_rope_attn.runtime.registration import Operator
 
 
@@ -151,7 +152,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keyset, *arguments):
         ctx.arguments = arguments[1:]
-        return _unshard.below_autograd(keyset, *arguments)
+        return _unshard.below_function(keyset, *arguments)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -162,7 +163,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keyset, *arguments):
         ctx.arguments = arguments[1:]
-        return _sum.below_autograd(keyset, *arguments)
+        return _sum.below_function(keyset, *arguments)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -173,11 +174,13 @@ _unshard = Operator(
     "context_parallel_unshard(Tensor x, int dim, str group, str sharding) -> Tensor",
     run=_unshard_impl,
     fake=lambda x, dim, name, sharding: _resized(x, dim, x.shape[dim] * group_named(name).size),
-    autograd=lambda keyset, *arguments: _Unshard.apply(keyset, *arguments),
+    function="cp_unshard",
+    autograd=lambda keyset, *arguments: apply_in_operator(_Unshard, keyset, *arguments),
 )
 _sum = Operator(
     "context_parallel_sum(Tensor x, int dim, str group, str sharding) -> Tensor",
     run=_sum_impl,
     fake=lambda x, dim, name, sharding: _resized(x, dim, x.shape[dim] // group_named(name).size),
-    autograd=lambda keyset, *arguments: _Sum.apply(keyset, *arguments),
+    function="cp_unshard",
+    autograd=lambda keyset, *arguments: apply_in_operator(_Sum, keyset, *arguments),
 )

@@ -22,6 +22,7 @@ from fused_rope_attn.runtime.checks import (
     refuse_shapes,
     shown,
 )
+from fused_rope_attn.runtime.differentiation import refuse_tangents
 
 FLOAT8 = torch.float8_e4m3fn
 MIN_PAGE_SIZE = 16
@@ -207,12 +208,13 @@ def check_write(
     check_cache_scales(k_cache, k_scale, v_scale)
     check_written(k, v, dtype, k_cache, v_cache, layout)
     rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "k", of_rows)
-    refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    refuse_gradients("write_kvcache", k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     return rotary_dim
 
 
-def refuse_gradients(**arguments: Tensor | None) -> None:
-    """Refuse what requires a gradient while gradients are enabled."""
+def refuse_gradients(function: str, /, **arguments: Tensor | None) -> None:
+    """Refuse what requires a gradient while gradients are enabled, and in the name of `function` what has a tangent."""
+    refuse_tangents(function, arguments.values())
     if not torch.is_grad_enabled():
         return
     for name, x in arguments.items():

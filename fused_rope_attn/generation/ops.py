@@ -60,6 +60,7 @@ _operator = Operator(
     f"attention_with_kvcache({SCHEMA}) -> (Tensor, Tensor)",
     run=lambda *arguments: _run(*rebuild(*arguments)),
     fake=_fake,
+    function="rope_attention_with_kvcache",
 )
 
 
@@ -89,7 +90,12 @@ def _write_flat(*arguments):
     _write(describe_write(tensors, cache_is_rotated=rotated, rotary_dim=rotary_dim, interleaved=interleaved), tensors)
 
 
-_write_operator = Operator(f"write_kvcache({WRITE_SCHEMA}) -> ()", run=_write_flat, fake=lambda *arguments: None)
+_write_operator = Operator(
+    f"write_kvcache({WRITE_SCHEMA}) -> ()",
+    run=_write_flat,
+    fake=lambda *arguments: None,
+    function="write_kvcache",
+)
 
 
 def write_kvcache(problem: Problem, tensors: Written) -> None:

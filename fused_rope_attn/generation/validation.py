@@ -99,8 +99,8 @@ def check_kvcache(
         check_bounds("kv_starts", kv_starts, device, batch)
     check_norms(norms, dtype, device, head_dim)
     refuse_gradients(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        q_norm=norms.q_norm, k_norm=norms.k_norm,
+        "rope_attention_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale, q_norm=norms.q_norm, k_norm=norms.k_norm,
     )  # fmt: skip
     return rotary_dim
 

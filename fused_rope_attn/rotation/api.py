@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fused_rope_attn.rotation import reference
 from fused_rope_attn.rotation.keywords import ROTATION
-from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
+from fused_rope_attn.rotation.problem import WITH_NORMS, RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
 from fused_rope_attn.runtime.checks import NO_NORMS, norms_of
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
+from fused_rope_attn.runtime.differentiation import differentiable
 from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import RotationLayout
 
@@ -101,7 +104,7 @@ def apply_rope_qk(
 
     Raises:
         TypeError, ValueError: as ``apply_rope``.
-        NotImplementedError: double backward with norms, where a kernel runs.
+        NotImplementedError: forward-mode differentiation; double backward with norms.
     """
     xs = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     outs = None
@@ -135,8 +138,13 @@ def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Ten
     """What ``apply_rope`` does with arguments that were checked: for callers who know that theirs are right."""
     if _has_kernel(tensors.xs[0]):
         return ops.rotate(options, tensors)
-    weights = (*tensors.weights, *(None for _ in tensors.xs))
-    turned = [_reference(x, weight, options, tensors) for x, weight in zip(tensors.xs, weights)]
+    count = len(tensors.xs)
+    if tensors.weights:
+        given = differentiable(WITH_NORMS, (*tensors.xs, *tensors.weights))
+    else:  # linear: the operator is its own backward, which can be differentiated as often as one likes
+        given = differentiable("apply_rope", tensors.xs, orders=math.inf)
+    xs, weights = given[:count], given[count:]
+    turned = [_reference(x, weight, options, tensors) for x, weight in zip(xs, (*weights, *(None for _ in xs)))]
     return turned if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, turned)]
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from fused_rope_attn.rotation import launch, norm_launch
-from fused_rope_attn.rotation.problem import SCHEMA, RotationOptions, RotationTensors, flatten, rebuild
+from fused_rope_attn.rotation.problem import SCHEMA, WITH_NORMS, RotationOptions, RotationTensors, flatten, rebuild
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.differentiation import apply_in_operator, last_gradients
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
@@ -63,7 +64,7 @@ class _Rotation(torch.autograd.Function):
         if keyset is None:
             outs = _rotate_new(options, tensors)
         else:
-            outs = _rope.below_autograd(keyset, xs, *flatten(options, tensors))
+            outs = _rope.below_function(keyset, xs, *flatten(options, tensors))
         ctx.plain = keyset is None
         ctx.save_for_backward(cos, sin, position_ids, cu_seqlens)
         ctx.options = options._replace(inverse=not options.inverse)
@@ -102,7 +103,7 @@ class _NormRotation(torch.autograd.Function):
         if keyset is None:
             outs = _rotate_new(options, tensors)
         else:
-            outs = _rope.below_autograd(keyset, xs, *flatten(options, tensors))
+            outs = _rope.below_function(keyset, xs, *flatten(options, tensors))
         ctx.plain = keyset is None
         ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
         ctx.options = options._replace(inverse=not options.inverse)
@@ -136,19 +137,6 @@ class _NormRotation(torch.autograd.Function):
             for place in (place for place, is_wanted in zip(places, wanted) if is_wanted):
                 gradients[place] = found.pop(0)
         return *(None,) * 7, *gradients
-
-
-class _NormRotationBackward(torch.autograd.Function):
-    """Makes a second differentiation an error instead of a silent zero."""
-
-    @staticmethod
-    def forward(ctx, keyset, dos, normed, wanted, arguments, *tensors):
-        ctx.set_materialize_grads(False)
-        return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("apply_rope_qk: double backward (create_graph=True) is not supported with norms")
 
 
 def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
@@ -190,9 +178,11 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
 
 def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
     tensors = [*dos, *normed, *rebuild(dos, None, *arguments)[1].weights]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return list(_NormRotationBackward.apply(keyset, dos, normed, wanted, arguments, *tensors))
-    return _rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments)
+
+    def compute():
+        return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
+
+    return list(last_gradients(WITH_NORMS, compute, tensors))
 
 
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
@@ -208,8 +198,8 @@ def _unrotate_flat(dos, normed, wanted, *arguments):
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     turns, weights = tensors[2:6], tensors.weights
     if weights:
-        return list(_NormRotation.apply(keyset, options, len(weights), *turns, *weights, *tensors.xs))
-    return list(_Rotation.apply(keyset, options, *turns, *tensors.xs))
+        return list(apply_in_operator(_NormRotation, keyset, options, len(weights), *turns, *weights, *tensors.xs))
+    return list(apply_in_operator(_Rotation, keyset, options, *turns, *tensors.xs))
 
 
 def _needs_gradient(tensors: RotationTensors) -> bool:
@@ -227,6 +217,7 @@ _rope = Operator(
     f"rope(Tensor[] xs, {SCHEMA}) -> Tensor[]",
     run=lambda xs, *arguments: _rotate_new(*rebuild(xs, None, *arguments)),
     fake=lambda xs, *arguments: [torch.empty_like(x) for x in xs],
+    function="apply_rope",
     autograd=_rope_autograd,
 )
 # xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
@@ -234,12 +225,14 @@ _rope_norm_backward = Operator(
     f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {SCHEMA}) -> Tensor[]",
     run=_unrotate_flat,
     fake=_rope_norm_backward_fake,
+    function=WITH_NORMS,
     autograd=_rope_norm_backward_autograd,
 )
 _rope_out = Operator(
     f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {SCHEMA}) -> ()",
     run=lambda xs, outs, *arguments: _rotate_into(*rebuild(xs, outs, *arguments)),
     fake=lambda *arguments: None,
+    function="apply_rope",
 )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# In whose name calls with norms refuse derivatives.
+WITH_NORMS = "apply_rope_qk with norms"
+
 
 class RotationOptions(NamedTuple):
     """Everything of one call but its tensors. layout: a key of ``LAYOUTS``.

@@ -6,28 +6,17 @@ torch.compile for less host time per call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from fused_rope_attn.runtime.differentiation import in_forward_mode, last_gradients, recording, refuse_tangents
 
 _NAMESPACE = "fused_rope_attn"
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
-
-
-class _Gradients(torch.autograd.Function):
-    """An operator whose results are gradients. Makes a second differentiation an error instead of a silent zero."""
-
-    @staticmethod
-    def forward(ctx, operator, function, keyset, *arguments):
-        ctx.set_materialize_grads(False)
-        ctx.function = function
-        return operator.below_autograd(keyset, *arguments)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError(f"{ctx.function}: double backward (create_graph=True) is not supported")
 
 
 class Operator:
@@ -37,47 +26,77 @@ class Operator:
         schema: as PyTorch writes it, beginning with the operator's name.
         run: the implementation, with the schema's arguments.
         fake: shapes, strides and dtypes of the results, for tracing.
+        function: the public function that calls it, in whose name unsupported derivatives raise.
         autograd: takes the dispatcher's keyset and the schema's arguments; default: the operator has no gradient.
-        gradient_of: in place of ``autograd``: the public function whose gradients the results are. To differentiate
-            them again raises NotImplementedError in its name.
+        is_gradient: in place of ``autograd``: the results are gradients, and to differentiate them again raises
+            NotImplementedError.
     """
 
-    __slots__ = ("overload",)
+    __slots__ = ("function", "overload", "_autograd")
 
     def __init__(
-        self, schema: str, *, run: Callable, fake: Callable, autograd: Callable | None = None,
-        gradient_of: str | None = None,
+        self, schema: str, *, run: Callable, fake: Callable, function: str, autograd: Callable | None = None,
+        is_gradient: bool = False,
     ):  # fmt: skip
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.function = function
+        self._autograd = self._once if is_gradient else autograd or self.below_autograd
         self.overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, run, key)
-        if gradient_of is not None:
-            autograd = functools.partial(self._once, gradient_of)
-        _LIBRARY.impl(name, autograd or self.below_autograd, "Autograd", with_keyset=True)
+        _LIBRARY.impl(name, self._differentiate, "Autograd", with_keyset=True)
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        torch.library.register_vmap(f"{_NAMESPACE}::{name}", self._call_by_call, lib=_LIBRARY)
 
     def __call__(self, *arguments):
         """The operator through the dispatcher: what tracing, fake tensors and modes see."""
         return self.overload(*arguments)
 
-    def _once(self, function: str, keyset, *arguments):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return _Gradients.apply(self, function, keyset, *arguments)
-        return self.below_autograd(keyset, *arguments)
+    def _call_by_call(self, info, in_dims, *arguments):
+        """The operator under ``torch.func.vmap``: one call for each entry of its axis."""
+        results = [self.overload(*_entry(arguments, in_dims, i)) for i in range(info.batch_size)]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        stacked = None if results[0] is None else [torch.stack(of_all) for of_all in zip(*results)]
+        if isinstance(results[0], tuple):
+            stacked = tuple(stacked)
+        return stacked, None if stacked is None else type(stacked)([0] * len(stacked))
+
+    def _differentiate(self, keyset, *arguments):
+        if in_forward_mode():  # the kernels would drop the tangents
+            refuse_tangents(self.function, arguments)
+        return self._autograd(keyset, *arguments)
+
+    def _once(self, keyset, *arguments):
+        return last_gradients(self.function, lambda: self.below_autograd(keyset, *arguments), arguments)
 
     def below_autograd(self, keyset, *arguments):
         """The operator without autograd, called from its own autograd implementation."""
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
+    def below_function(self, keyset, *arguments):
+        """``below_autograd``, called from the forward of the operator's autograd function."""
+        with recording():
+            return self.below_autograd(keyset, *arguments)
+
+
+def _entry(x: Any, dim: Any, index: int) -> Any:
+    """Of an argument under vmap, which may hold others: what belongs to one entry of the axis ``dim``."""
+    if isinstance(x, (tuple, list)):
+        dims = dim if isinstance(dim, (tuple, list)) else [dim] * len(x)
+        return [_entry(y, of_y, index) for y, of_y in zip(x, dims)]
+    return x if dim is None else x.select(dim, index)
+
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """True in ordinary eager mode: nothing but autograd wants to see the operator.
+    """True in ordinary eager mode: nothing but autograd in reverse mode wants to see the operator.
 
     Its dispatch, about 15 us, can then be skipped by calling the implementation. None stands for a tensor not given.
     """
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
+        return False
+    if forward_ad._current_level >= 0:  # ``in_forward_mode``, without the call
         return False
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None

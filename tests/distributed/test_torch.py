@@ -54,6 +54,11 @@ def test_double_backward_is_refused(ranks):
         assert "double backward" in message
 
 
+def test_forward_mode_is_refused_on_every_rank(ranks):
+    for message in ranks.results(features.forward_mode, MEMBERS, ranks=MEMBERS):
+        assert "rope_attention_cp: forward-mode differentiation" in message
+
+
 @pytest.mark.parametrize("total", [23, 13, 8, 0])
 def test_rows_that_do_not_exist_hold_anything(ranks, total):
     for found in ranks.results(features.poisoned, MEMBERS, total, ranks=MEMBERS):

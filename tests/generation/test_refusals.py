@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention_with_kvcache
 from fused_rope_attn.generation.validation import check_kvcache
@@ -112,3 +113,11 @@ def test_parameters_are_welcome_without_gradients():
     with torch.no_grad():
         o = call(sinks=sinks)
     assert not o.requires_grad and torch.equal(o, call(sinks=sinks.detach()))
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v", "sinks"])
+def test_tangents_are_refused(name):
+    x = {"q": zeros(2, 4, 2, 16), "k_cache": zeros(2, 2, 40, 16), "v": zeros(2, 2, 2, 16), "sinks": zeros(4)}[name]
+    with torch.no_grad(), forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="^rope_attention_with_kvcache: forward-mode differentiation"):
+            call(**{name: forward_ad.make_dual(x, x)})

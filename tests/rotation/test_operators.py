@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
 from tests.support.dtypes import F32, F64
+from tests.support.internals import rotate_without_the_kernel
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.rotation import KINDS, assert_close, normal, rotate_by_matrix, strided
 
@@ -25,6 +27,59 @@ def test_the_gradient_is_a_rotation_and_differentiable_again():
     (dx,) = torch.autograd.grad(apply_rope(y, cos, sin), y, do, create_graph=True)
     (ddo,) = torch.autograd.grad(dx, do, y.detach())
     assert_close(ddo, apply_rope(y.detach().double(), cos, sin), 1e-5)
+
+
+@pytest.fixture(params=[pytest.param("kernel", marks=interpreted), "reference"])
+def either_way(request, monkeypatch):
+    """The kernel and the reference, one after the other."""
+    if request.param == "reference":
+        rotate_without_the_kernel(monkeypatch)
+
+
+def rotations():
+    """Public functions of one tensor (1, 2, 3, 8), by the names in which they refuse derivatives."""
+    cos, sin = rope_tables(3, 8)
+    weight = torch.linspace(0.5, 1.5, 8)
+    return {
+        "apply_rope": lambda x: apply_rope(x, cos, sin),
+        "apply_rope_qk with norms": lambda x: apply_rope_qk(x, x, cos, sin, q_norm=weight, k_norm=weight)[0],
+    }
+
+
+@pytest.mark.parametrize("name", rotations())
+def test_forward_mode_is_refused(either_way, name):
+    run, x = rotations()[name], normal(1, 2, 3, 8).float()
+    message = f"^{'apply_rope' if name == 'apply_rope' else 'apply_rope(_qk with norms)?'}: forward-mode"
+    for transformed in (
+        lambda x: torch.func.jvp(run, (x,), (x,)),
+        torch.func.jacfwd(run),
+        lambda x: torch.func.jvp(torch.func.grad(lambda x: run(x).square().sum()), (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            transformed(x)
+    x.requires_grad_()
+    y = run(x)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match=message):
+            torch.autograd.grad(y, x, forward_ad.make_dual(y.detach(), y.detach()))
+        with pytest.raises(NotImplementedError, match=message):
+            run(forward_ad.make_dual(x.detach(), x.detach()))
+
+
+@pytest.mark.parametrize("name", rotations())
+def test_gradients_by_torch_func(either_way, name):
+    run, x = rotations()[name], torch.stack([normal(1, 2, 3, 8, seed=i).float() for i in range(2)])
+    assert torch.equal(torch.func.vmap(run)(x), torch.stack([run(y) for y in x]))
+    wanted = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(sum(run(y).square().sum() for y in wanted), wanted)
+    gradient = torch.func.grad(lambda x: run(x).square().sum())
+    assert_close(torch.func.vmap(gradient)(x), expected.double(), 1e-5)
+    second = torch.func.grad(lambda x: gradient(x).sum())
+    if name == "apply_rope":  # |x|^2, whose second derivative is that of the rotated x too
+        assert_close(second(x[0]), torch.full_like(x[0], 2.0).double(), 1e-5)
+    else:
+        with pytest.raises(NotImplementedError, match=f"^{name}: double backward"):
+            second(x[0])
 
 
 @interpreted

@@ -129,6 +129,20 @@ def double_backward(ranks: tuple[int, ...]) -> str:
     return "nothing was refused"
 
 
+def forward_mode(ranks: tuple[int, ...]) -> str:
+    """What a rank hears where only the first one passes a tangent."""
+    group, shards, tables = _inputs(ranks)
+    q, k, v = (x.detach() for x in shards)
+    try:
+        with torch.autograd.forward_ad.dual_level():
+            if group.rank() == 0:
+                k = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+            rope_attention_cp(q, k, v, *tables, group=group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
 def poisoned(ranks: tuple[int, ...], total: int) -> Tensors:
     """o and gradients of a call whose rows from ``total`` on hold NaN, in q, k, v and do."""
     group, shards, tables = _inputs(ranks)

@@ -13,6 +13,7 @@ from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.experimental.corope.configs import HEAD_DIMS
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.autocast import is_autocast_on
+from fused_rope_attn.runtime.differentiation import differentiable, last_gradients
 
 if device.has_triton():  # elsewhere every call takes the reference
     from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
@@ -46,7 +47,7 @@ def corope_attention(
     Raises:
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range or device.
-        NotImplementedError: ``create_graph=True`` through the kernels.
+        NotImplementedError: double backward and forward-mode differentiation; transforms of torch.func on a GPU.
         RuntimeError: their backward pass under ``torch.use_deterministic_algorithms(True)``.
     """
     _check(q, k, v, base, softmax_scale)
@@ -54,8 +55,13 @@ def corope_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     base, scale = float(base), q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    q, k, v = differentiable("corope_attention", (q, k, v))
     served = q.dtype is not torch.float64 and HEAD_DIMS[0] <= q.shape[3] <= HEAD_DIMS[1]
     if q.is_cuda and served and device.has_triton():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(
+                "corope_attention: the kernels do not support the transforms of torch.func (grad, vmap, ...)"
+            )
         return CoRopeAttention.apply(q, k, v, base, scale)
     return reference.attention(q, k, v, base=base, softmax_scale=scale)
 
@@ -73,12 +79,15 @@ class CoRopeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        if torch.is_grad_enabled():  # by create_graph: the kernels would leave no graph, and a second pass zeros
-            raise NotImplementedError("corope_attention: double backward (create_graph=True) is not supported")
         _refuse_determinism()
-        with device.guard(do.device):
-            gradients = corope_backward(do, *ctx.saved_tensors, **ctx.options)
-        return *(g if need else None for g, need in zip(gradients, ctx.needs_input_grad)), None, None
+        saved = ctx.saved_tensors
+
+        def compute():
+            with device.guard(do.device):
+                gradients = corope_backward(do, *saved, **ctx.options)
+            return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad))
+
+        return *last_gradients("corope_attention", compute, (do, *saved)), None, None
 
 
 def _refuse_determinism() -> None:

@@ -117,3 +117,12 @@ def test_autocast():
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low, corope_attention(*(x.bfloat16() for x in (q, k, v))), rtol=2e-2, atol=2e-2)
     assert exact.dtype == F64 and torch.equal(exact, corope_attention(q.double(), k.double(), v.double()))
+
+
+def test_derivatives_that_the_kernels_do_not_have_are_refused():
+    q, k, v, _ = (x.requires_grad_() for x in make(1, 1, 1, 3, 32, F32))
+    (dq,) = torch.autograd.grad(corope_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^corope_attention: double backward"):
+        dq.sum().backward()
+    with pytest.raises(NotImplementedError, match="^corope_attention: forward-mode differentiation"):
+        torch.func.jvp(lambda q: corope_attention(q, k, v), (q.detach(),), (q.detach(),))

@@ -1,0 +1,147 @@
+"""Which derivatives there are: the first, in reverse mode. Any other raises, on every backend.
+
+The kernels know no other, and a derivative that nobody computes would come out as zero. The references could go on, but
+then the same program would work on one machine and raise on another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` without its half in Python, which looks for the transforms of torch.func.
+
+    For ordinary eager calls, which have none.
+    """
+    return super(torch.autograd.Function, function).apply
+
+
+def apply_in_operator(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Return ``function.apply(*arguments)`` in the autograd kernel of an operator.
+
+    ``apply`` itself would hand the call to the transforms of torch.func. The dispatcher has done that: it calls the
+    kernel once for each of them, with tensors from which the others are hidden.
+    """
+    functorch = torch._C._functorch  # private names
+    if functorch.peek_interpreter_stack() is None:
+        return apply_of(function)(*arguments)
+    allowed = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        return apply_of(function)(*arguments)
+    finally:
+        functorch.set_single_level_autograd_function_allowed(allowed)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Undo what the forward of an autograd function switches off: the outer transforms of torch.func, which come below
+    the function's own one, see no derivative otherwise."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # a private name
+        yield
+
+
+def in_forward_mode() -> bool:
+    """Return whether tensors may have tangents now: inside of ``forward_ad.dual_level`` or ``torch.func.jvp``."""
+    return forward_ad._current_level >= 0  # a private name
+
+
+def refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
+    """Raise NotImplementedError in the name of a public function if one of these has a tangent; some may be None.
+
+    A graph of torch.compile cannot look at its tensors, so that it refuses forward mode as such.
+    """
+    if not in_forward_mode():
+        return
+    compiling = torch.compiler.is_compiling()
+    for x in tensors:
+        if isinstance(x, (list, tuple)):
+            refuse_tangents(function, x)
+        elif isinstance(x, torch.Tensor) and (compiling or forward_ad.unpack_dual(x).tangent is not None):
+            raise NotImplementedError(_no_forward_mode(function))
+
+
+def _no_forward_mode(function: str) -> str:
+    return f"{function}: forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) is not supported"
+
+
+def _no_double_backward(function: str) -> str:
+    return f"{function}: double backward (create_graph=True) is not supported"
+
+
+class _Computed(torch.autograd.Function):
+    """Gradients that a kernel computes, as functions of ``inputs``."""
+
+    @staticmethod
+    def forward(ctx, function: str, compute: Callable[[], Any], *inputs):
+        ctx.set_materialize_grads(False)
+        ctx.function = function
+        with recording():
+            return compute()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(_no_double_backward(ctx.function))
+
+
+def last_gradients(function: str, compute: Callable[[], Any], inputs: Sequence[Any]) -> Any:
+    """Return what ``compute()`` returns, gradients that depend on ``inputs``; to differentiate them again raises.
+
+    function: the public function in whose name it raises. For autograd kernels of operators.
+    """
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return apply_in_operator(_Computed, function, compute, *inputs)
+    return compute()
+
+
+class _Limited(torch.autograd.Function):
+    """The same tensors, which can be differentiated ``orders`` times, in reverse mode only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: str, orders: float, *tensors):
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function, ctx.orders = inputs[:2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if ctx.orders == 0:
+            raise NotImplementedError(_no_double_backward(ctx.function))
+        # By create_graph, in a transform of torch.func, or with tangents the gradients may be differentiated again.
+        if torch.is_grad_enabled() or in_forward_mode():
+            given = iter(_Limited.apply(ctx.function, ctx.orders - 1, *[x for x in gradients if x is not None]))
+            gradients = tuple(None if x is None else next(given) for x in gradients)
+        return None, None, *gradients
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(_no_forward_mode(ctx.function))
+
+
+def differentiable(function: str, tensors: Sequence[Any], orders: float = 1) -> list[Any]:
+    """Return views of the tensors of a call of eager PyTorch that have as many derivatives as the kernels give them.
+
+    function: the public function in whose name any other derivative raises. tensors: some may be None, and stay so.
+    orders: how often they can be differentiated in reverse mode. Graphs of torch.compile need no views, because PyTorch
+    itself refuses to differentiate the gradients of such a graph.
+    """
+    given = [x for x in tensors if x is not None]
+    if torch.compiler.is_compiling():
+        refuse_tangents(function, given)
+        return list(tensors)
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not (transformed or in_forward_mode() or (torch.is_grad_enabled() and any(x.requires_grad for x in given))):
+        return list(tensors)
+    views = iter(_Limited.apply(function, orders, *given))
+    return [None if x is None else next(views) for x in tensors]
