@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_rope_attn.kernels.arguments import WIDEST_WINDOW, dot_precision
+from fused_rope_attn.runtime.checks import as_int
 
 
 class Tensors(NamedTuple):
@@ -231,9 +232,9 @@ def describe(
     # By position, in the order of the fields: this is on the path of every eager call.
     return Problem(
         q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal, softmax_scale, rotary_dim,
-        interleaved, None if window is None else (window[0], window[1]), softcap, sinks is not None,
+        interleaved, None if window is None else (as_int(window[0]), as_int(window[1])), softcap, sinks is not None,
         kv_starts is not None, kv_lens is not None, None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        max_seqlen, cache, norm_eps, norm_offset, "ieee", deterministic, backend, strategy,
+        as_int(max_seqlen), cache, norm_eps, norm_offset, "ieee", deterministic, backend, strategy,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ cannot serve is planning's to refuse, not this file's. The happy path runs once 
 attributes and compares them, and builds a message only once it has found the fault.
 """
 
+import itertools
 from typing import get_args
 
 import torch
@@ -16,6 +17,8 @@ from fused_rope_attn.runtime.checks import (
     Norms,
     are_ordinary,
     check_bounds,
+    check_ends,
+    check_int,
     check_kinds,
     check_norms,
     check_queries_and_keys,
@@ -23,7 +26,6 @@ from fused_rope_attn.runtime.checks import (
     check_sinks,
     check_tables,
     check_window,
-    kind_of,
     named,
     refuse_choice,
     refuse_device,
@@ -137,7 +139,7 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str) -> None
 def check_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
-    """Check what `rope_attention_varlen` has and `rope_attention` has not; what cu_seqlens hold stays on the device."""
+    """Check what `rope_attention_varlen` has and `rope_attention` has not; what cu_seqlens hold stays on a GPU."""
     if not are_ordinary(q, k, v):
         check_kinds(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -161,10 +163,13 @@ def check_packed(
             f"{shown(cu_seqlens_k.shape)}"
         )
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, but is {kind_of(value)}")
-        if value < 0:
+        if check_int(name, value) < 0:
             raise ValueError(f"{name} must be 0 or more, but is {value}")
+    check_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0], "q")
+    ends = check_ends("cu_seqlens_k", cu_seqlens_k, k.shape[0], "k")
+    longest = 0 if ends is None else max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
+    if longest > max_seqlen_k:
+        raise ValueError(f"max_seqlen_k must be at least the longest sequence of k, {longest}, but is {max_seqlen_k}")
 
 
 def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
@@ -180,7 +185,5 @@ def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
     if position_ids.ndim not in (1, 2):
         raise ValueError(f"position_ids must have shape (N,) or (B, N), but has {shown(position_ids.shape)}")
     if max_sequences is not None:
-        if not isinstance(max_sequences, (int, torch.SymInt)) or isinstance(max_sequences, bool):
-            raise TypeError(f"max_sequences must be an int or None, but is {kind_of(max_sequences)}")
-        if max_sequences < 1:
+        if check_int("max_sequences", max_sequences, "an int or None") < 1:
             raise ValueError(f"max_sequences must be 1 or more, but is {max_sequences}")

@@ -19,7 +19,7 @@ from fused_rope_attn.distributed.layout import shares
 from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_it_runs
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import heads_first, kind_of, norms_of, refuse_choice, shown
+from fused_rope_attn.runtime.checks import check_int, heads_first, kind_of, norms_of, refuse_choice, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, Layout, PackedCpOptions
@@ -254,9 +254,7 @@ def _describe(
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
             f"sequence to a multiple of {parts * size}, and say by total_len where it ends"
         )
-    total: Any = local * size if total_len is None else total_len
-    if not isinstance(total, (int, torch.SymInt)) or isinstance(total, bool):
-        raise TypeError(f"total_len must be an int or None, but is {kind_of(total)}")
+    total: Any = local * size if total_len is None else check_int("total_len", total_len, "an int or None")
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
     every = shares(size, sharding, local, total, problem.causal, problem.window)

@@ -14,7 +14,7 @@ import torch
 from fused_rope_attn.distributed.cuts import check_sharding, chunk_count, chunks_of, deal
 from fused_rope_attn.distributed.groups import Group, group_of
 from fused_rope_attn.distributed.layout import Range, Share, Shares, merged, share_of_ranges
-from fused_rope_attn.runtime.checks import kind_of, named, shown
+from fused_rope_attn.runtime.checks import check_int, named, shown
 
 _numbers = itertools.count(1)
 # By their numbers, which pass through the operators; backward may come when nobody else holds the plan.
@@ -151,9 +151,7 @@ def plan_varlen_cp(
     limits = cu_seqlens.tolist()
     if limits[0] != 0 or any(b < a for a, b in zip(limits, limits[1:])):
         raise ValueError("cu_seqlens must begin with 0 and never fall")
-    total = limits[-1] if total_tokens is None else total_tokens
-    if not isinstance(total, int) or isinstance(total, bool):
-        raise TypeError(f"total_tokens must be an int or None, but is {kind_of(total)}")
+    total = limits[-1] if total_tokens is None else check_int("total_tokens", total_tokens, "an int or None")
     if sharding == BALANCED:
         sharding = deal(limits, total, members.size, causal, window)
     count = chunk_count(members.size, sharding)

@@ -8,7 +8,7 @@ import torch
 
 from fused_rope_attn.distributed.cuts import check_sharding, chunk_count, chunks_of
 from fused_rope_attn.distributed.groups import Exchange, Group, group_named, group_of, join_rows, others
-from fused_rope_attn.runtime.checks import kind_of, refuse_non_tensor, shown
+from fused_rope_attn.runtime.checks import check_int, refuse_non_tensor, shown
 from fused_rope_attn.runtime.differentiation import apply_in_operator
 from fused_rope_attn.runtime.registration import Operator
 
@@ -23,8 +23,7 @@ def _check_axis(x: Any, dim: Any) -> int:
     """The axis, counted from 0."""
     if not isinstance(x, torch.Tensor):
         refuse_non_tensor(x=x)
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim must be an int, but is {kind_of(dim)}")
+    dim = check_int("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be an axis of x, which has shape {shown(x.shape)}, but is {dim}")
     return dim % x.ndim
@@ -81,8 +80,7 @@ def cp_positions(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    if not isinstance(total_len, int) or isinstance(total_len, bool):
-        raise TypeError(f"total_len must be an int, but is {kind_of(total_len)}")
+    total_len = check_int("total_len", total_len)
     members = _members(group, sharding)
     count = chunk_count(members.size, sharding)
     if total_len < 0 or total_len % count:

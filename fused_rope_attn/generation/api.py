@@ -103,7 +103,7 @@ def rope_attention_with_kvcache(
     - With ``block_table`` the caches are pools of pages, and row ``j`` of sequence ``b`` lies in page
       ``block_table[b, j // page_size]``. Two sequences may share pages that neither writes. Entries of pages in which
       no row is read or written are never looked at. One that is needed and lies outside the pool trips a device-side
-      assertion (the reference raises IndexError); nothing outside the pool is read or written.
+      assertion (ValueError on a CPU); nothing outside the pool is read or written.
     - Caches in float8_e4m3fn hold numbers that are keys and values when they are multiplied by ``k_scale`` and
       ``v_scale``. New tokens are divided by the scale when they are written, and rounded once; what is too large
       becomes the largest number. Queries see them as they are written. Products are of float16 where q has two bytes.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fused_rope_attn.runtime.registration import is_plain
+
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -31,10 +33,17 @@ def stored(x: Tensor) -> Tensor:
 def needed_pages(block_table: Tensor, needed: Tensor, num_pages: int, page_size: int) -> Tensor:
     """Entries (B, pages) int64 of the pages in which a row is ``needed`` (B, pages * page_size); others are 0.
 
-    One of them outside the pool raises IndexError, on a GPU its device-side assertion.
+    One of them outside the pool raises ValueError, on a GPU PyTorch's device-side assertion.
     """
     of_page = needed.unflatten(1, (-1, page_size)).any(-1)
     entries = torch.where(of_page, block_table.long(), 0)
+    if entries.device.type == "cpu" and is_plain(entries):
+        outside = entries[(entries < 0) | (entries >= num_pages)]
+        if outside.numel():
+            raise ValueError(
+                f"block_table must hold pages of the pool, 0 to {num_pages - 1}, for every row that exists, but holds "
+                f"{outside[0].item()}"
+            )
     return torch.arange(num_pages, device=entries.device).index_select(0, entries.flatten()).view_as(entries)
 
 

@@ -11,6 +11,7 @@ from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
     INPUT_DTYPES,
     check_bounds,
+    check_ends,
     check_kinds,
     check_tables,
     named,
@@ -195,6 +196,7 @@ def check_write(
             refuse_device(device, "k", cu_seqlens=cu_seqlens)
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
             raise ValueError(f"cu_seqlens must have shape (B + 1,) with B >= 1, but has {shown(cu_seqlens.shape)}")
+        check_ends("cu_seqlens", cu_seqlens, k.shape[0], "k")
     batch = cu_seqlens.shape[0] - 1 if packed else k.shape[0]
     rows, of_rows = k_cache.shape[2], "k_cache"
     if block_table is not None:

@@ -31,7 +31,7 @@ class RotaryEmbedding(torch.nn.Module):
         if not isinstance(interleaved, bool):
             raise TypeError(f"interleaved must be a bool, but is {type(interleaved).__name__}")
         super().__init__()
-        self.dim, self.max_seq_len, self.base, self.interleaved = dim, max_seq_len, base, interleaved
+        self.dim, self.max_seq_len, self.base, self.interleaved = int(dim), int(max_seq_len), base, interleaved
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
 

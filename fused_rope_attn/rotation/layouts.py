@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fused_rope_attn.runtime.checks import check_int
+
 
 def permute_rope_layout(
     x: torch.Tensor, head_dim: int | None = None, *, rotary_dim: int | None = None, dim: int = -1, inverse: bool = False
@@ -31,8 +33,8 @@ def permute_rope_layout(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, but is {type(x).__name__}")
     for name, size in (("head_dim", head_dim), ("rotary_dim", rotary_dim), ("dim", dim)):
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            raise TypeError(f"{name} must be an int, but is {type(size).__name__}")
+        if size is not None:
+            check_int(name, size)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be an axis of x with {x.ndim} dimensions, but is {dim}")
     columns = x.shape[dim]

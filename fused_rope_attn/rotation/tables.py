@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fused_rope_attn.runtime.checks import check_int
+
 
 def rope_tables(
     seq_len: int,
@@ -64,15 +66,12 @@ def _angles(positions: torch.Tensor, rotary_dim: int, base: float) -> torch.Tens
 
 def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an int, but is {type(size).__name__}")
-        if size < 0:
+        if check_int(name, size) < 0:
             raise ValueError(f"{name} must be at least 0, but is {size}")
 
 
 def check_frequencies(rotary_dim: int, multiple: int, base: float) -> None:
-    if not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool):
-        raise TypeError(f"rotary_dim must be an int, but is {type(rotary_dim).__name__}")
+    rotary_dim = check_int("rotary_dim", rotary_dim)
     if rotary_dim < multiple or rotary_dim % multiple:
         kind = "even" if multiple == 2 else f"a multiple of {multiple}"
         raise ValueError(f"rotary_dim must be {kind} and positive, but is {rotary_dim}")

@@ -10,6 +10,7 @@ from fused_rope_attn.runtime.checks import (
     NO_NORMS,
     Norms,
     are_ordinary,
+    check_ends,
     check_kinds,
     check_norms,
     check_rotary_dim,
@@ -91,6 +92,7 @@ def check_rotation(
         if layout != "thd":
             raise ValueError(f"cu_seqlens must be None unless layout is 'thd', but layout is {layout!r}")
         _check_cu_seqlens(cu_seqlens, device, first)
+        check_ends("cu_seqlens", cu_seqlens, length, first)
     elif layout == "thd" and position_ids is None:
         raise ValueError("cu_seqlens must be given for layout 'thd' (or position_ids), but is None")
 
@@ -99,7 +101,7 @@ def check_rotation(
         rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, first, first)
     else:  # the tables serve one half of the rotary dims, which is rotated as if it were a head of its own
         if rotary_dim is not None:
-            check_rotary_dim(rotary_dim, head_dim)
+            rotary_dim = check_rotary_dim(rotary_dim, head_dim)
             if rotary_dim % 4:
                 raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
         half = None if rotary_dim is None else rotary_dim // 2

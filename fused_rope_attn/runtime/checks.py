@@ -4,16 +4,18 @@
 the argument, what was expected and what came.
 """
 
+import itertools
 import math
 import sys
 import warnings
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, strided
 
 from fused_rope_attn.runtime.axes import LAYOUTS, form_of, in_layout
+from fused_rope_attn.runtime.registration import is_plain
 
 # float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -80,11 +82,12 @@ def check_queries_and_keys(
         refuse_heads(q_shape, layout)
 
 
-def check_rotary_dim(rotary_dim: Any, head_dim: int) -> None:
-    if not isinstance(rotary_dim, (int, torch.SymInt)) or isinstance(rotary_dim, bool):
-        raise TypeError(f"rotary_dim must be an int or None, but is {kind_of(rotary_dim)}")
+def check_rotary_dim(rotary_dim: Any, head_dim: int) -> int:
+    """Check and return a rotary dim that was given."""
+    rotary_dim = check_int("rotary_dim", rotary_dim, "an int or None")
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"rotary_dim must be even and between 2 and D = {head_dim}, but is {rotary_dim}")
+    return rotary_dim
 
 
 def check_tables(
@@ -131,7 +134,7 @@ def check_tables(
                 "number of columns"
             )
         return rotary_dim
-    check_rotary_dim(rotary_dim, head_dim)
+    rotary_dim = check_rotary_dim(rotary_dim, head_dim)
     if width != rotary_dim and 2 * width != rotary_dim:
         raise ValueError(
             f"cos must have rotary_dim = {rotary_dim} or rotary_dim / 2 = {rotary_dim // 2} columns, but has {width}"
@@ -184,7 +187,7 @@ def check_window(window: Any) -> None:
     if len(window) != 2:
         raise ValueError(f"window must have two elements (left, right), but has {len(window)}")
     for bound in window:
-        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool):
+        if not is_int(bound):
             raise TypeError(f"window must hold two ints, but holds {kind_of(bound)}")
         if bound < -1:
             raise ValueError(f"window must hold sizes of 0 or more, or -1 for unbounded, but is {tuple(window)}")
@@ -210,6 +213,28 @@ def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> No
         refuse_device(device, **{name: bounds})
     if bounds.ndim != 1 or bounds.shape[0] != batch:
         raise ValueError(f"{name} must have shape (B,) = ({batch},), but has {shown(bounds.shape)}")
+
+
+def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] | None:
+    """Check what `cu_seqlens` of packed sequences hold, and return it, where the host can read it without waiting.
+
+    They begin with 0, never fall, and end at or before the `rows` of the argument `of`. On a GPU nobody looks: kernels
+    take all rows for rows of no sequence where they are wrong. Returns None there, and in traced calls.
+    """
+    if cu_seqlens.device.type != "cpu" or not is_plain(cu_seqlens):
+        return None
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"{name} must begin with 0, but begins with {ends[0]}")
+    for begin, end in itertools.pairwise(ends):
+        if end < begin:
+            raise ValueError(
+                f"{name} must never fall, but {end} follows {begin}: it holds where each sequence begins and the last "
+                "one ends, not lengths"
+            )
+    if ends[-1] > rows:
+        raise ValueError(f"{name} must end at or before {of}'s {rows} tokens, but ends at {ends[-1]}")
+    return ends
 
 
 def check_kinds(**arguments: Any) -> None:
@@ -312,6 +337,23 @@ def refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, {expected}, but is {kind_of(value)}")
     raise ValueError(f"{name} must be {expected}, but is {value!r}")
+
+
+def is_int(value: Any) -> bool:
+    """An integer of Python or NumPy, or a traced one. A bool is not meant as one, and a tensor would need a sync."""
+    return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
+
+
+def as_int(value: Any) -> Any:
+    """The same number as an int of Python, which operators and caches of compiled code know; a traced one stays."""
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)
+
+
+def check_int(name: str, value: Any, expected: str = "an int") -> Any:
+    """Check that an argument is an integer and return it as `as_int` does."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
+    return as_int(value)
 
 
 def is_real(value: Any) -> bool:

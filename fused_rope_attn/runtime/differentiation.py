@@ -19,7 +19,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     For ordinary eager calls, which have none.
     """
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def apply_in_operator(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -58,10 +58,10 @@ class Operator:
         results = [self.overload(*_entry(arguments, in_dims, i)) for i in range(info.batch_size)]
         if isinstance(results[0], torch.Tensor):
             return torch.stack(results), 0
-        stacked = None if results[0] is None else [torch.stack(of_all) for of_all in zip(*results)]
-        if isinstance(results[0], tuple):
-            stacked = tuple(stacked)
-        return stacked, None if stacked is None else type(stacked)([0] * len(stacked))
+        if results[0] is None:
+            return None, None
+        kind = type(results[0])  # a tuple of results, or one list
+        return kind(torch.stack(of_all) for of_all in zip(*results)), kind([0] * len(results[0]))
 
     def _differentiate(self, keyset, *arguments):
         if in_forward_mode():  # the kernels would drop the tangents

@@ -30,7 +30,7 @@ def test_a_page_outside_the_pool(sequence, page, wrong, backend):
     assert given["k_cache"].shape[0] == 9
     given["block_table"][sequence, page] = wrong
     before = [given[name].clone() for name in ("k_cache", "v_cache")]
-    with pytest.raises(Exception, match="index out of range|pages of the pool"):
+    with pytest.raises(Exception, match="block_table must hold pages of the pool"):
         with_kvcache(**given, backend=backend)
     kept = [i for i in range(9) if i not in given["block_table"][:, :2].flatten().tolist()]
     for name, x in zip(("k_cache", "v_cache"), before):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fused_rope_attn.runtime.checks import check_int, refuse_choice
+
 _LLAMA = "transformers.models.llama.modeling_llama"
 
 
@@ -20,17 +22,20 @@ def rope_tables_from_config(
         config: a ``PreTrainedConfig`` with rope parameters: ``default``, ``linear``, ``dynamic``, ``yarn``, ``llama3``,
             ``longrope``, or whatever else the installed transformers knows.
         seq_len: number of rows; what ``dynamic`` and ``longrope`` adapt their frequencies to.
-        layer_type: for configs that have other parameters for each type of layer.
+        layer_type: for configs that have other parameters for each type of layer (Gemma 3): which of them.
         device: of the tables; default the current default device.
 
     Raises:
-        ValueError: a rope type that the installed transformers does not know.
+        TypeError: config is no config, or seq_len no int.
+        ValueError: a config of a model without rotary embedding, a rope type that the installed transformers does not
+            know, a layer_type that the config does not have, or a negative seq_len.
 
     The frequencies come from transformers' own initialisers. As in ``rope_tables`` the angles are formed in float64.
     """
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if layer_type is not None:
-        parameters = parameters[layer_type]
+    seq_len = check_int("seq_len", seq_len)
+    if seq_len < 0:
+        raise ValueError(f"seq_len must be at least 0, but is {seq_len}")
+    parameters = _parameters(config, layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     options = {} if layer_type is None else {"layer_type": layer_type}
     # Long and dynamic scaling begin beyond the trained length; asked for less, dynamic would scale down.
@@ -40,6 +45,30 @@ def rope_tables_from_config(
     positions = torch.arange(seq_len, device=frequencies.device, dtype=torch.float64)
     angles = positions[:, None] * frequencies.double()
     return (angles.cos() * scaling).float(), (angles.sin() * scaling).float()
+
+
+def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
+    """The rope parameters of a config, of the one type of layers that is meant; empty for the defaults."""
+    # Transformers 4 has rope_theta, and rope_scaling where there is a scaling; 5 has rope_parameters.
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    if not any(hasattr(config, name) for name in names):
+        kind = type(config).__name__
+        if not hasattr(config, "model_type"):
+            raise TypeError(f"config must be a PreTrainedConfig of transformers, but is {kind}")
+        inner = "; give its text_config" if hasattr(config, "text_config") else ""
+        raise ValueError(f"config must be of a model that rotates, but {kind} has none of {', '.join(names)}{inner}")
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    layer_types = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if layer_types:
+        if layer_type not in layer_types:
+            refuse_choice("layer_type", layer_type, tuple(layer_types))
+        return parameters[layer_type]
+    if layer_type is not None:
+        raise ValueError(
+            f"layer_type must be None, since {type(config).__name__} has the same parameters for all layers, but is "
+            f"{layer_type!r}"
+        )
+    return parameters
 
 
 def _initialiser(kind: str, config: Any) -> Callable[..., tuple[torch.Tensor, float]]:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -71,3 +72,40 @@ def test_parameters_under_their_new_name_and_their_old_one(name):
     config = SimpleNamespace(**{name: {"rope_type": "sideways"}})
     with pytest.raises(ValueError, match="'sideways'"):
         rope_tables_from_config(config, 9)
+
+
+LAYERED = SimpleNamespace(rope_parameters={name: {"rope_type": "default"} for name in ("near", "far")})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, 9), TypeError, "config must be a PreTrainedConfig of transformers, but is NoneType"),
+        (({"rope_theta": 1.0}, 9), TypeError, "config must be a PreTrainedConfig of transformers, but is dict"),
+        ((transformers.BertConfig(), 9), ValueError, "config must be of a model that rotates, but BertConfig has none"),
+        ((transformers.LlamaConfig(), -5), ValueError, "seq_len must be at least 0, but is -5"),
+        ((transformers.LlamaConfig(), 9.0), TypeError, "seq_len must be an int, but is float 9.0"),
+        ((transformers.LlamaConfig(), True), TypeError, "seq_len must be an int, but is bool True"),
+        ((LAYERED, 9), TypeError, "layer_type must be a str, 'near' or 'far', but is NoneType"),
+        ((LAYERED, 9, "middle"), ValueError, "layer_type must be 'near' or 'far', but is 'middle'"),
+        ((transformers.LlamaConfig(), 9, "near"), ValueError, "layer_type must be None, since LlamaConfig has"),
+    ],
+    ids=lambda x: str(x)[:40] if isinstance(x, str) else "",
+)  # fmt: skip
+def test_refusals_name_the_argument(arguments, error, message):
+    config, seq_len, *layer_type = arguments
+    options = {"layer_type": layer_type[0]} if layer_type else {}
+    with pytest.raises(error, match=f"^{message}"):
+        rope_tables_from_config(config, seq_len, **options)
+
+
+def test_a_config_of_several_models_says_where_its_text_is():
+    config = SimpleNamespace(model_type="pictures", text_config=transformers.LlamaConfig())
+    with pytest.raises(ValueError, match="^config must be of a model that rotates, .*; give its text_config"):
+        rope_tables_from_config(config, 9)
+
+
+def test_numbers_of_numpy_are_integers():
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4)
+    for mine, table in zip(rope_tables_from_config(config, np.int64(9)), rope_tables_from_config(config, 9)):
+        assert torch.equal(mine, table)
