@@ -39,10 +39,11 @@ class SequenceRows:
 
 
 @triton.jit
-def sequence_rows(block, cu_ptr, num_sequences, N, pitch, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr):
+def sequence_rows(block, cu_ptr, partner_ptr, num_sequences, N, partner_N, pitch, BLOCK_N: tl.constexpr,
+                  PAD_TO: tl.constexpr):  # fmt: skip
     """(block within its sequence, sequence, ``SequenceRows``) of a block of BLOCK_N of N rows.
 
-    pitch: the rows of a head in the buffers where cu_ptr is None. PAD_TO, a multiple of BLOCK_N or 0: packed sequences
+    partner_ptr and partner_N: as ``packed_tile`` takes them. pitch: a head's rows in the buffers where cu_ptr is None. PAD_TO, a multiple of BLOCK_N or 0: packed sequences
     begin there at ``padded_row`` each, and their last rows are padded to a multiple of PAD_TO.
     """
     if cu_ptr is None:
@@ -50,7 +51,9 @@ def sequence_rows(block, cu_ptr, num_sequences, N, pitch, BLOCK_N: tl.constexpr,
     else:
         if PAD_TO:
             PARTS: tl.constexpr = PAD_TO // BLOCK_N
-            sequence, first_row, num_rows, tile = packed_tile(block // PARTS, cu_ptr, num_sequences, N, PAD_TO)
+            sequence, first_row, num_rows, tile = packed_tile(
+                block // PARTS, cu_ptr, partner_ptr, num_sequences, N, partner_N, PAD_TO
+            )
             rows = SequenceRows(
                 first_row=first_row,
                 num_rows=num_rows,
@@ -59,7 +62,9 @@ def sequence_rows(block, cu_ptr, num_sequences, N, pitch, BLOCK_N: tl.constexpr,
             )
             return tile * PARTS + block % PARTS, sequence, rows
         else:
-            sequence, first_row, num_rows, block = packed_tile(block, cu_ptr, num_sequences, N, BLOCK_N)
+            sequence, first_row, num_rows, block = packed_tile(
+                block, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK_N
+            )
             rows = SequenceRows(first_row=first_row, num_rows=num_rows, first_padded=first_row, num_padded=num_rows)
             return block, sequence, rows
 
@@ -127,7 +132,7 @@ def rotate_kernel(x_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, counter_ptr, lens_
             N = existing_keys(lens_ptr, batch, N)
         else:
             NK = existing_keys(lens_ptr, batch, NK)
-    block, sequence, rows = sequence_rows(block, cu_ptr, num_sequences, N, N, BLOCK_N, PAD_TO)
+    block, sequence, rows = sequence_rows(block, cu_ptr, cu_k_ptr, num_sequences, N, NK, N, BLOCK_N, PAD_TO)
     if cu_ptr is not None:
         if NK is not None:
             _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)

@@ -111,7 +111,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         first_head = chunk * HEADS
         last_head = tl.minimum(first_head + HEADS, HQ)
         len_k = existing_keys(lens_ptr, batch, NK)
-        block, sequence, rows = sequence_rows(block, cu_q_ptr, num_sequences, NQ, pitch, BLOCK_N, PAD_TO)
+        block, sequence, rows = sequence_rows(block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, pitch, BLOCK_N, PAD_TO)
         if cu_q_ptr is not None:
             _, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         start = block * BLOCK_N
@@ -163,7 +163,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             len_k = existing_keys(lens_ptr, batch, NK)
             first_k = 0
             if cu_k_ptr is not None:
-                _, first_k, len_k, block = packed_tile(block, cu_k_ptr, num_sequences, NK, BLOCK_N)
+                _, first_k, len_k, block = packed_tile(block, cu_k_ptr, None, num_sequences, NK, 0, BLOCK_N)
             rotate_heads(
                 sequence_heads(k_ptr, k_strides, batch, first_k, len_k, row_format),
                 sequence_heads(k_rot_ptr, k_rot_strides, batch, first_k, len_k, row_format),

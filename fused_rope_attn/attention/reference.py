@@ -239,15 +239,21 @@ def packed_attention(
     """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
 
     `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so that the whole
-    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there. NaN
+    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there; where
+    either of `cu_seqlens` does not begin with 0, falls, or ends past the last token, that holds for all of them. NaN
     and infinities of a sequence, and of what lies behind the last, stay there, in o and in the gradients.
     """
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
 
+    def is_wrong(cu: Tensor, length: int) -> Tensor:
+        return (cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length)
+
+    wrong = is_wrong(cu_seqlens_q, q.shape[2]) | is_wrong(cu_seqlens_k, k.shape[2])
+
     def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of every token: its sequence, and its index in it; and the lengths, with an empty one behind the last."""
         token = torch.arange(length, device=cu.device)
-        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0)
+        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0).masked_fill(wrong, cu.shape[0] - 1)
         lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
         return sequence, token - cu[sequence], lengths
 

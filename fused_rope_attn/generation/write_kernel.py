@@ -60,7 +60,7 @@ def write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table
         first_row = 0
         num_new = existing_keys(lens_ptr, sequence, N)
     else:
-        sequence, first_row, num_new, tile = packed_tile(tile, cu_ptr, num_sequences, N, BLOCK_T)
+        sequence, first_row, num_new, tile = packed_tile(tile, cu_ptr, None, num_sequences, N, 0, BLOCK_T)
         num_new = rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
         batch = tl.full((), 0, tl.int64)

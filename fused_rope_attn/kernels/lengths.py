@@ -42,17 +42,31 @@ def packed_rows(cu_ptr, sequence, num_sequences, N):
 
 
 @triton.jit
-def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr, LAYOUT: tl.constexpr = None):
+def is_wrong(cu_ptr, index, begin, num_sequences, N):
+    """Whether the sequences number ``index``, which begin at ``begin``, cannot be: the first does not begin at 0, one
+    ends before it begins, or the last one ends past row N."""
+    end = tl.load(cu_ptr + index + 1, mask=index < num_sequences, other=N)
+    return ((index <= num_sequences) & (end < begin)) | ((index == 0) & (begin != 0))
+
+
+@triton.jit
+def packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: tl.constexpr,
+                LAYOUT: tl.constexpr = None):  # fmt: skip
     """(sequence, its first row, its number of rows, tile within it) of tile number ``tile`` of all sequences.
 
     Sequence s owns the tiles from ``cu[s] // BLOCK + s`` on: at least as many as it has, and known without a sum over
     the sequences before it. So a tile belongs to the last sequence that begins at or before it; it may lie behind that
     sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
 
+    partner: the ``cu_seqlens`` of the keys of these queries, or of the queries of these keys, of ``partner_N`` rows;
+    None where nobody asks for them. Where cu or they are wrong (see ``is_wrong``), all rows belong to no sequence, so
+    that every row is written: with zeros, where it is an output. With ``debug`` on they trip an assertion.
+
     LAYOUT: the layout of 1024 numbers, which Gluon kernels name.
     """
     CHUNK: tl.constexpr = 1024
     count = 0
+    wrong = 0
     for start in range(0, num_sequences + 1, CHUNK):
         if LAYOUT is None:
             of_chunk = tl.arange(0, CHUNK)
@@ -60,11 +74,25 @@ def packed_tile(tile, cu_ptr, num_sequences, N, BLOCK: tl.constexpr, LAYOUT: tl.
             of_chunk = gl.arange(0, CHUNK, LAYOUT)
         index = start + of_chunk
         begin = tl.load(cu_ptr + index, mask=index <= num_sequences, other=0)
-        count += tl.sum(((begin // BLOCK + index <= tile) & (index <= num_sequences)).to(tl.int32), 0)
+        begun = ((begin // BLOCK + index <= tile) & (index <= num_sequences)).to(tl.int32)
+        is_bad = is_wrong(cu_ptr, index, begin, num_sequences, N)
+        if partner_ptr is not None:
+            partner_begin = tl.load(partner_ptr + index, mask=index <= num_sequences, other=0)
+            is_bad = is_bad | is_wrong(partner_ptr, index, partner_begin, num_sequences, partner_N)
+        # Both counts, of at most CHUNK each, in one sum: a second one would be another barrier.
+        counts = tl.sum(begun + is_bad.to(tl.int32) * (2 * CHUNK), 0)
+        count += counts % (2 * CHUNK)
+        wrong += counts // (2 * CHUNK)
+    tl.device_assert(wrong == 0, "cu_seqlens must begin with 0, never fall, and end at or before the last token")
     sequence = tl.maximum(0, count - 1)
     begin = tl.load(cu_ptr + sequence)
     first_row, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
-    return sequence, first_row, rows, tl.maximum(0, tile - (begin // BLOCK + sequence))
+    within = tl.maximum(0, tile - (begin // BLOCK + sequence))
+    is_good = wrong == 0
+    return (
+        tl.where(is_good, sequence, num_sequences), tl.where(is_good, first_row, 0), tl.where(is_good, rows, N),
+        tl.where(is_good, within, tile),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -106,7 +134,7 @@ def describe_tiles(table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: 
     sequence's own number. The other words are not written.
     """
     for tile in range(tl.program_id(0), count_tiles(NQ, num_sequences, BLOCK), tl.num_programs(0)):
-        sequence, first_q, len_q, block = packed_tile(tile, cu_q_ptr, num_sequences, NQ, BLOCK)
+        sequence, first_q, len_q, block = packed_tile(tile, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK)
         first_k, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         entry = table_ptr + tile * ENTRY_WORDS
         tl.store(entry, first_q + block * BLOCK)

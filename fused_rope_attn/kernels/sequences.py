@@ -51,12 +51,13 @@ class Sequence:
 
 
 @triton.jit
-def scheduled_rows(pid, N, H, num_heads, heads_per_section, cu_ptr, num_sequences, BLOCK: tl.constexpr,
-                   LAST_TILE_FIRST: tl.constexpr):  # fmt: skip
+def scheduled_rows(pid, N, partner_N, H, num_heads, heads_per_section, cu_ptr, partner_ptr, num_sequences,
+                   BLOCK: tl.constexpr, LAST_TILE_FIRST: tl.constexpr):  # fmt: skip
     """The ``Tile`` of BLOCK rows that program ``pid`` works on, in the order of ``scheduled_tile``.
 
     Rows of a (B, H, N, D) tensor, num_heads = B * H; of packed sequences cu_ptr (sequences + 1,) int32 says where they
-    begin, otherwise it and num_sequences are None. There are ``count_tiles`` * num_heads programs.
+    begin, and partner_ptr and partner_N are the other tensor's, as ``packed_tile`` takes them; otherwise both pointers
+    and num_sequences are None. There are ``count_tiles`` * num_heads programs.
     """
     tiles = count_tiles(N, num_sequences, BLOCK)
     number, batch_head = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
@@ -66,25 +67,27 @@ def scheduled_rows(pid, N, H, num_heads, heads_per_section, cu_ptr, num_sequence
     first_row = 0
     index = number
     if cu_ptr is not None:
-        sequence, first_row, N, index = packed_tile(number, cu_ptr, num_sequences, N, BLOCK)
+        sequence, first_row, N, index = packed_tile(number, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK)
     origin = Origin(batch=batch, head=head, row=first_row)
     return Tile(number=number, index=index, num_rows=N, sequence=sequence, origin=origin, batch_head=batch_head)
 
 
 @triton.jit
-def scheduled_queries(pid, NQ, HQ, num_heads, heads_per_section, masks, BLOCK_M: tl.constexpr):
+def scheduled_queries(pid, NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M: tl.constexpr):
     """``scheduled_rows`` of queries (B, HQ, NQ, D): causal, the last tiles take the longest and start first."""
     return scheduled_rows(
-        pid, NQ, HQ, num_heads, heads_per_section, masks.cu_q_ptr, masks.num_sequences, BLOCK_M, masks.IS_CAUSAL
-    )
+        pid, NQ, NK, HQ, num_heads, heads_per_section, masks.cu_q_ptr, masks.cu_k_ptr, masks.num_sequences, BLOCK_M,
+        masks.IS_CAUSAL,
+    )  # fmt: skip
 
 
 @triton.jit
-def scheduled_keys(pid, NK, HKV, num_heads, heads_per_section, masks, BLOCK_N: tl.constexpr):
+def scheduled_keys(pid, NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N: tl.constexpr):
     """``scheduled_rows`` of keys (B, HKV, NK, D): causal, the first tiles take the longest."""
     return scheduled_rows(
-        pid, NK, HKV, num_heads, heads_per_section, masks.cu_k_ptr, masks.num_sequences, BLOCK_N, LAST_TILE_FIRST=False
-    )
+        pid, NK, NQ, HKV, num_heads, heads_per_section, masks.cu_k_ptr, masks.cu_q_ptr, masks.num_sequences, BLOCK_N,
+        LAST_TILE_FIRST=False,
+    )  # fmt: skip
 
 
 @triton.jit

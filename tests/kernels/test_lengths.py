@@ -97,18 +97,20 @@ def test_rows_of_packed_sequences(ends):
 
 
 @triton.jit
-def write_tiles(out_ptr, cu_ptr, num_sequences, N, first, BLOCK: tl.constexpr):
+def write_tiles(out_ptr, cu_ptr, partner_ptr, num_sequences, N, partner_N, first, BLOCK: tl.constexpr):
     tile = first + tl.program_id(0)
-    found = packed_tile(tile, cu_ptr, num_sequences, N, BLOCK)
+    found = packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK)
     for i in tl.static_range(4):
         tl.store(out_ptr + 4 * tl.program_id(0) + i, found[i])
 
 
-def tiles_of(ends, total, first=0, last=None):
-    """(sequence, its first row, its rows, tile within it) of the tiles [first, last), of all by default."""
+def tiles_of(ends, total, first=0, last=None, partner=None):
+    """(sequence, its first row, its rows, tile within it) of the tiles [first, last), of all by default. The partner
+    has 20 rows."""
     count = (counted(total, len(ends) - 1) if last is None else last) - first
     out = torch.full((count, 4), -1, dtype=torch.int32)
-    write_tiles[(count,)](out, int32(ends), len(ends) - 1, total, first, BLOCK)
+    partner = None if partner is None else int32(partner)
+    write_tiles[(count,)](out, int32(ends), partner, len(ends) - 1, total, 20, first, BLOCK)
     return out.tolist()
 
 
@@ -154,10 +156,26 @@ def test_rows_behind_about_a_thousand_sequences(count):
     assert tiles_of(ends, count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 
 
-@pytest.mark.parametrize("ends", WRONG_ENDS, ids=str)
-def test_tiles_of_wrong_ends_lie_in_the_tensor(ends):
-    for sequence, first_row, rows, index in tiles_of(ends, 20):
-        assert 0 <= sequence < len(ends) and 0 <= first_row <= first_row + rows <= 20 and index >= 0
+# Lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
+WRONG = ([12, 8], [1, 20], [0, 9, 8, 20], [0, 20, 21], [0, -1, 20], [*range(15), 13, *range(14, 19)])
+
+
+@pytest.mark.parametrize("of", ["own", "partner"])
+@pytest.mark.parametrize("ends", WRONG_ENDS + WRONG, ids=str)
+def test_wrong_ends_leave_all_rows_without_a_sequence(ends, of):
+    """Each row is then written once, as one that sees nothing."""
+    good = [min(i, 20) for i in range(len(ends))]
+    tiles = tiles_of(ends, 20) if of == "own" else tiles_of(good, 20, partner=ends)
+    assert tiles == [[len(ends) - 1, 0, 20, i] for i in range(len(tiles))]
+    assert len(tiles) * BLOCK >= 20
+
+
+@pytest.mark.parametrize("place", [0, 1, 1022, 1023, 1024, 2047, 2048, 2098])
+def test_one_wrong_end_of_thousands(place):
+    ends = [i // 110 for i in range(2100)]
+    ends[place + 1 if place else 0] = ends[place + 1] + 1 if place == 0 else ends[place] - 1
+    ((sequence, first_row, rows, index),) = tiles_of(ends, 20, 3, 4)
+    assert (sequence, first_row, rows, index) == (2099, 0, 20, 3)
 
 
 @pytest.mark.parametrize("programs", [1, 3])

@@ -29,10 +29,10 @@ def write_programs(out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequen
         left=left, right=None, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
     if OF_QUERIES:
-        tile = scheduled_queries(tl.program_id(0), NQ, HEADS, num_heads, section, masks, BLOCK)
+        tile = scheduled_queries(tl.program_id(0), NQ, NK, HEADS, num_heads, section, masks, BLOCK)
         sequence = sequence_of_queries(tile, NK, masks)
     else:
-        tile = scheduled_keys(tl.program_id(0), NK, HEADS, num_heads, section, masks, BLOCK)
+        tile = scheduled_keys(tl.program_id(0), NK, NQ, HEADS, num_heads, section, masks, BLOCK)
         sequence = sequence_of_keys(tile, NQ, masks)
     out = out_ptr + tl.program_id(0) * WORDS
     tl.store(out, tile.number)

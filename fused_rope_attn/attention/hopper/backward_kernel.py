@@ -108,7 +108,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if IS_PACKED:
         # A block behind its sequence's end sees no query, and writes nothing.
         CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, num_sequences, NK, BLOCK_N, CU_LAYOUT)
+        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, cu_q_ptr, num_sequences, NK, NQ, BLOCK_N, CU_LAYOUT)
         first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         dk_ptr += first_k.to(gl.int64) * dk_strides[2]
         dv_ptr += first_k.to(gl.int64) * dv_strides[2]

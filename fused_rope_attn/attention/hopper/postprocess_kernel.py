@@ -118,7 +118,9 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     padded = 0
     if cu_q_ptr is not None:
         CU_LAYOUT: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, num_sequences, NQ, BLOCK_N, CU_LAYOUT)
+        sequence, first_row, NQ, block = packed_tile(
+            block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU_LAYOUT
+        )
         _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         padded = padded_row(first_row, sequence, BLOCK_M)
     start = block * BLOCK_N

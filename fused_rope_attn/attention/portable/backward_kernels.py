@@ -38,7 +38,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
         left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
-    tile = scheduled_keys(tl.program_id(0), NK, HKV, num_heads, heads_per_section, masks, BLOCK_N)
+    tile = scheduled_keys(tl.program_id(0), NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N)
     if cu_k_ptr is not None:
         if tile.index * BLOCK_N >= tile.num_rows:
             return
@@ -77,7 +77,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
         left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
-    tile = scheduled_queries(tl.program_id(0), NQ, HQ, num_heads, heads_per_section, masks, BLOCK_M)
+    tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     if cu_q_ptr is not None:
         if tile.index * BLOCK_M >= tile.num_rows:
             return
@@ -138,7 +138,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
     key_programs = count_tiles(NK, num_sequences, DKDV_BLOCK_N) * key_heads
     # All heads are one section each: what such calls read fits in the L2.
     if pid < key_programs:
-        tile = scheduled_keys(pid, NK, HKV, key_heads, key_heads, masks, DKDV_BLOCK_N)
+        tile = scheduled_keys(pid, NK, NQ, HKV, key_heads, key_heads, masks, DKDV_BLOCK_N)
         if cu_k_ptr is not None:
             if tile.index * DKDV_BLOCK_N >= tile.num_rows:
                 return
@@ -146,7 +146,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
             tile, operands, masks, angles, dk_ptr, dv_ptr, dk_strides, dv_strides, DKDV_BLOCK_M, DKDV_BLOCK_N
         )  # fmt: skip
     else:
-        tile = scheduled_queries(pid - key_programs, NQ, HQ, query_heads, query_heads, masks, DQ_BLOCK_M)
+        tile = scheduled_queries(pid - key_programs, NQ, NK, HQ, query_heads, query_heads, masks, DQ_BLOCK_M)
         if cu_q_ptr is not None:
             if tile.index * DQ_BLOCK_M >= tile.num_rows:
                 return

@@ -114,7 +114,7 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
         left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
-    tile = scheduled_queries(tl.program_id(0), NQ, HQ, num_heads, heads_per_section, masks, BLOCK_M)
+    tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
         if start_m >= tile.num_rows:

@@ -1,0 +1,129 @@
+"""Bounds of keys and of packed sequences that cannot be: refused where the host can read them, harmless elsewhere."""
+
+import math
+
+import pytest
+import torch
+
+from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen, write_kvcache
+from fused_rope_attn.attention import reference
+from fused_rope_attn.testing import Case, make_inputs
+from tests.support.cases import packed
+from tests.support.dtypes import F32
+from tests.support.internals import OPERATORS, operator_arguments
+from tests.support.marks import both_strategies, ignore_overflow, interpreted
+from tests.support.operators import assert_close, kernel_or_reference
+
+pytestmark = ignore_overflow
+
+# Of 20 tokens: what is wrong with them, in the words of the refusal.
+WRONG = (
+    ([12, 8], "must begin with 0, but begins with 12"),
+    ([3, 11, 20], "must begin with 0, but begins with 3"),
+    ([0, 12, 8], "must never fall, but 8 follows 12"),
+    ([0, -4, 20], "must never fall, but -4 follows 0"),
+    ([0, 11, 21], "must end at or before .*'s 20 tokens, but ends at 21"),
+)
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def all_of_packed(ends):
+    """Every public function that takes cu_seqlens, by the argument and the one whose tokens they are."""
+    x, pool = torch.randn(20, 2, 16), torch.randn(len(ends) - 1, 2, 32, 16)
+    cos, sin = torch.randn(2, 32, 8)
+    good, bad = int32([0] * (len(ends) - 1) + [20]), int32(ends)
+    return {
+        "cu_seqlens_q": lambda: rope_attention_varlen(x, x, x, cos, sin, bad, good, 20, 20),
+        "cu_seqlens_k": lambda: rope_attention_varlen(x, x, x, cos, sin, good, bad, 20, 20),
+        "cu_seqlens": lambda: apply_rope(x, cos, sin, layout="thd", cu_seqlens=bad),
+        "cu_seqlens of two": lambda: apply_rope_qk(x, x, cos, sin, layout="thd", cu_seqlens=bad),
+        "cu_seqlens of a cache": lambda: write_kvcache(x, x, pool, pool.clone(), cos, sin, cu_seqlens=bad),
+    }
+
+
+@pytest.mark.parametrize("function", all_of_packed([0, 20]))
+@pytest.mark.parametrize(("ends", "message"), WRONG, ids=str)
+def test_the_host_refuses_wrong_ends(ends, message, function):
+    with pytest.raises(ValueError, match=f"^{function.partition(' ')[0]} {message}"):
+        all_of_packed(ends)[function]()
+
+
+def test_ends_before_the_last_token_are_legal():
+    for call in all_of_packed([0, 7, 13]).values():
+        call()
+
+
+def test_a_longest_sequence_that_is_not_the_longest():
+    x, cos = torch.randn(20, 2, 16), torch.randn(32, 8)
+    ends = int32([0, 12, 20])
+    rope_attention_varlen(x, x, x, cos, cos, ends, ends, 3, 12)  # max_seqlen_q only chooses a configuration
+    with pytest.raises(ValueError, match="^max_seqlen_k must be at least the longest sequence of k, 12, but is 11"):
+        rope_attention_varlen(x, x, x, cos, cos, ends, ends, 12, 11)
+
+
+PACKED = packed((9, 5, 6), dtype=F32, sinks=True)
+
+
+def assert_nothing_is_seen(found):
+    o, lse, *gradients = found
+    assert bool((lse == -math.inf).all())
+    for x in (o, *gradients):
+        assert not bool(x.any()), "every row is 0, and none is left as the memory was"
+
+
+@interpreted
+@both_strategies
+@pytest.mark.parametrize("wrong", ["q", "k", "both"])
+@pytest.mark.parametrize(
+    "ends", [[3, 9, 14, 20], [9, 5, 6, 0], [0, 14, 9, 20], [0, 9, 14, 27], [0, -2, 14, 20]], ids=str
+)
+def test_kernels_take_no_row_for_one_of_a_sequence_where_ends_are_wrong(ends, wrong, strategy):
+    """As on a GPU, where nobody reads them on the host. Fresh memory is NaN here."""
+    inputs = make_inputs(PACKED)
+    arguments = operator_arguments(inputs, PACKED, strategy=strategy)
+    for place, name in ((8, "q"), (9, "k")):
+        assert arguments[place].tolist() == [0, 9, 14, 20]
+        if wrong in (name, "both"):
+            arguments[place] = int32(ends)
+    o, lse = OPERATORS.attention_forward(*arguments)
+    gradients = OPERATORS.attention_backward(inputs.do, o, lse, *arguments)
+    assert_nothing_is_seen((o, lse, *gradients[:4]))
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("ends", [ends for ends, _ in WRONG], ids=str)
+def test_the_reference_does_so_too(ends, wrong):
+    case = packed((20,), dtype=F32)
+    q, k, v, cos, sin, do = make_inputs(case)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    both = [int32([0] * (len(ends) - 1) + [20])] * 2
+    both[wrong] = int32(ends)
+    o, lse = reference.packed_attention(q, k, v, cos, sin, *both, True, softmax_scale=0.3, rotary_dim=case.rotary)
+    assert_nothing_is_seen((o, lse, *torch.autograd.grad(o, (q, k, v), do)))
+
+
+@kernel_or_reference("triton", "reference")
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_of_keys_that_cannot_be_are_clamped(causal, backend):
+    """Negative ones mean no keys, those beyond NK all of them: values, gradients, and no NaN."""
+    inputs = make_inputs(Case(4, 2, 1, 5, 9, 16, dtype=F32, causal=causal))
+
+    def run(lens, starts):
+        q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+        o, lse = rope_attention(
+            q, k, v, inputs.cos, inputs.sin, causal, kv_lens=int32(lens), kv_starts=int32(starts), backend=backend,
+            return_lse=True,
+        )  # fmt: skip
+        return o, lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
+
+    found = run([-1, -(2**31), 10, 2**31 - 1], [-7, 0, -(2**31), 0])
+    assert_close(found, run([0, 0, 9, 9], [0, 0, 0, 0]), 0.0)
+    assert not any(bool(x.isnan().any()) for x in found)
+    for x in (found[0], *found[2:]):
+        assert not bool(x[:2].any())
+    assert bool((found[1][:2] == -math.inf).all())
+    hidden = run([9] * 4, [9, 2**31 - 1, 0, 0])  # keys begin behind the last one
+    assert not any(bool(x[:2].any()) for x in (hidden[0], *hidden[2:])) and bool((hidden[1][:2] == -math.inf).all())
