@@ -47,7 +47,7 @@ class GatheredCall:
         self.gather = Launch(
             gather_kernel,
             -(-problem.heads_kv // heads) * tiles * problem.batch,
-            {"num_warps": 4, **({"debug": True, "sanitize_overflow": False} if paged else {})},
+            {"num_warps": 4, **({"debug": True} if paged else {})},
             cache_arguments(given),
             k_strides=strides,
             v_strides=strides if self.gathers_values else None,

@@ -105,7 +105,7 @@ class StepCall:
         of_cache = cache_arguments(given)
         page_size = cache_of(problem).page_size
         if page_size is not None:  # keeps the assertion that a page is in the pool, and no others
-            options |= {"debug": True, "sanitize_overflow": False}
+            options |= {"debug": True}
         new_strides = [x.stride() for x in (given.k, given.v)] if appends else []
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "o_strides": self.o_strides,
@@ -142,7 +142,7 @@ class StepCall:
         if config.pdl:
             combine_options["launch_pdl"] = True
         if page_size is not None:
-            combine_options |= {"debug": True, "sanitize_overflow": False}
+            combine_options |= {"debug": True}
         self.combine = Launch(
             combine_kernel,
             all_rows,

@@ -27,7 +27,7 @@ class WriteCall:
         self.launch = Launch(
             write_kernel,
             -(-problem.heads_kv // heads) * tiles * given.k.shape[0],
-            {"num_warps": 4, **({} if given.block_table is None else {"debug": True, "sanitize_overflow": False})},
+            {"num_warps": 4, **({} if given.block_table is None else {"debug": True})},
             cache_arguments(given),
             k_strides=strides[0],
             v_strides=strides[1],

@@ -43,8 +43,10 @@ def packed_rows(cu_ptr, sequence, num_sequences, N):
 
 @triton.jit
 def is_wrong(cu_ptr, index, begin, num_sequences, N):
-    """Whether the sequences number ``index``, which begin at ``begin``, cannot be: the first does not begin at 0, one
-    ends before it begins, or the last one ends past row N."""
+    """Return True for each sequence ``index`` with wrong bounds; ``begin`` is its first row.
+
+    The first sequence must begin at 0, none may end before it begins, and the last must end at or before row N.
+    """
     end = tl.load(cu_ptr + index + 1, mask=index < num_sequences, other=N)
     return ((index <= num_sequences) & (end < begin)) | ((index == 0) & (begin != 0))
 
@@ -58,9 +60,9 @@ def packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: t
     the sequences before it. So a tile belongs to the last sequence that begins at or before it; it may lie behind that
     sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
 
-    partner: the ``cu_seqlens`` of the keys of these queries, or of the queries of these keys, of ``partner_N`` rows;
-    None where nobody asks for them. Where cu or they are wrong (see ``is_wrong``), all rows belong to no sequence, so
-    that every row is written: with zeros, where it is an output. With ``debug`` on they trip an assertion.
+    partner: the ``cu_seqlens`` of the keys of these queries, or of the queries of these keys, with ``partner_N`` rows;
+    None if the kernel does not use them. If either tensor is wrong (``is_wrong``), all rows belong to no sequence. Every
+    row is then still written, because tiles cover all of [0, N). Launches with ``debug`` assert that neither is wrong.
 
     LAYOUT: the layout of 1024 numbers, which Gluon kernels name.
     """
@@ -79,7 +81,7 @@ def packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: t
         if partner_ptr is not None:
             partner_begin = tl.load(partner_ptr + index, mask=index <= num_sequences, other=0)
             is_bad = is_bad | is_wrong(partner_ptr, index, partner_begin, num_sequences, partner_N)
-        # Both counts, of at most CHUNK each, in one sum: a second one would be another barrier.
+        # Add both counts, each at most CHUNK, in one sum, because a second sum would need another barrier.
         counts = tl.sum(begun + is_bad.to(tl.int32) * (2 * CHUNK), 0)
         count += counts % (2 * CHUNK)
         wrong += counts // (2 * CHUNK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# In whose name calls with norms refuse derivatives.
+# The function that messages about derivatives name for calls with norms.
 WITH_NORMS = "apply_rope_qk with norms"
 
 

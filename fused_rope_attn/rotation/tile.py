@@ -119,7 +119,9 @@ def packed_positions(cu_seqlens_ptr, num_sequences, search_steps, tokens):
         begun = tl.load(cu_seqlens_ptr + middle) <= tokens
         low = tl.where(begun, middle, low)
         high = tl.where(begun, high, middle - 1)
-    return tl.where(low < num_sequences, tokens - tl.load(cu_seqlens_ptr + low), -1)
+    begin = tl.load(cu_seqlens_ptr + low)
+    tl.device_assert(tokens >= begin, "cu_seqlens must begin with 0 and never fall")
+    return tl.where(low < num_sequences, tokens - begin, -1)
 
 
 @triton.jit

@@ -216,10 +216,10 @@ def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> No
 
 
 def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] | None:
-    """Check what `cu_seqlens` of packed sequences hold, and return it, where the host can read it without waiting.
+    """Check the values of `cu_seqlens` on the CPU and return them; return None on a GPU and in traced calls.
 
-    They begin with 0, never fall, and end at or before the `rows` of the argument `of`. On a GPU nobody looks: kernels
-    take all rows for rows of no sequence where they are wrong. Returns None there, and in traced calls.
+    They must begin with 0, never fall, and end at or before the `rows` of the argument `of`. On a GPU reading them would
+    wait for the device, so kernels check them: `kernels.lengths.packed_tile`.
     """
     if cu_seqlens.device.type != "cpu" or not is_plain(cu_seqlens):
         return None

@@ -1,7 +1,7 @@
-"""Which derivatives there are: the first, in reverse mode. Any other raises, on every backend.
+"""Refusal of unsupported derivatives: only the first derivative in reverse mode is served, on every backend.
 
-The kernels know no other, and a derivative that nobody computes would come out as zero. The references could go on, but
-then the same program would work on one machine and raise on another.
+Kernels have no formula for other derivatives, so PyTorch would return zeros. The references could compute them, but then
+a program would work on one machine and raise on another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return ``function.apply`` without its half in Python, which looks for the transforms of torch.func.
 
-    For ordinary eager calls, which have none.
+    Use it in ordinary eager calls, because no transform is active there.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -53,7 +53,7 @@ def in_forward_mode() -> bool:
 
 
 def refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError in the name of a public function if one of these has a tangent; some may be None.
+    """Raise NotImplementedError, naming a public function, if one of these tensors has a tangent; some may be None.
 
     A graph of torch.compile cannot look at its tensors, so that it refuses forward mode as such.
     """
@@ -93,7 +93,7 @@ class _Computed(torch.autograd.Function):
 def last_gradients(function: str, compute: Callable[[], Any], inputs: Sequence[Any]) -> Any:
     """Return what ``compute()`` returns, gradients that depend on ``inputs``; to differentiate them again raises.
 
-    function: the public function in whose name it raises. For autograd kernels of operators.
+    function: the public function that the message names. Call this in autograd kernels of operators.
     """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         return apply_in_operator(_Computed, function, compute, *inputs)
@@ -132,7 +132,7 @@ class _Limited(torch.autograd.Function):
 def differentiable(function: str, tensors: Sequence[Any], orders: float = 1) -> list[Any]:
     """Return views of the tensors of a call of eager PyTorch that have as many derivatives as the kernels give them.
 
-    function: the public function in whose name any other derivative raises. tensors: some may be None, and stay so.
+    function: the public function that messages name. tensors: some may be None, and stay so.
     orders: how often they can be differentiated in reverse mode. Graphs of torch.compile need no views, because PyTorch
     itself refuses to differentiate the gradients of such a graph.
     """

@@ -63,7 +63,9 @@ class Launch:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         # Triton 3.10 will turn the fusion of multiplications and additions off by default.
-        self.options = {"enable_fp_fusion": True, **options}
+        # TRITON_DEBUG=1 keeps assertions of kernels. It would also assert that no integer overflows, but some wrap on
+        # purpose.
+        self.options = {"enable_fp_fusion": True, "sanitize_overflow": False, **options}
         self.compiled = None
         self.tail = tuple(self.arguments.values())
         self.direct: DirectLaunch | None = None

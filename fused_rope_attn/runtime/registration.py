@@ -26,7 +26,7 @@ class Operator:
         schema: as PyTorch writes it, beginning with the operator's name.
         run: the implementation, with the schema's arguments.
         fake: shapes, strides and dtypes of the results, for tracing.
-        function: the public function that calls it, in whose name unsupported derivatives raise.
+        function: the public function that calls it, which messages about unsupported derivatives name.
         autograd: takes the dispatcher's keyset and the schema's arguments; default: the operator has no gradient.
         is_gradient: in place of ``autograd``: the results are gradients, and to differentiate them again raises
             NotImplementedError.
@@ -54,7 +54,7 @@ class Operator:
         return self.overload(*arguments)
 
     def _call_by_call(self, info, in_dims, *arguments):
-        """The operator under ``torch.func.vmap``: one call for each entry of its axis."""
+        """Run the operator under ``torch.func.vmap``, once for each entry of its axis."""
         results = [self.overload(*_entry(arguments, in_dims, i)) for i in range(info.batch_size)]
         if isinstance(results[0], torch.Tensor):
             return torch.stack(results), 0
@@ -83,7 +83,7 @@ class Operator:
 
 
 def _entry(x: Any, dim: Any, index: int) -> Any:
-    """Of an argument under vmap, which may hold others: what belongs to one entry of the axis ``dim``."""
+    """Return the part of an argument, or of a list of arguments, that belongs to one entry of vmap's axis ``dim``."""
     if isinstance(x, (tuple, list)):
         dims = dim if isinstance(dim, (tuple, list)) else [dim] * len(x)
         return [_entry(y, of_y, index) for y, of_y in zip(x, dims)]

@@ -65,7 +65,7 @@ def test_other_forms_of_forward_mode_are_refused(backend):
 
 @both_backends
 def test_the_tangent_of_a_gradient_is_refused(backend):
-    """Where only dO has one: forward over reverse of what comes after attention."""
+    """Only dO has a tangent, for example when the loss depends on a dual tensor."""
     run, (q, *others) = attention_of(backend)
     q = q.clone().requires_grad_()
     o = run(q, *others)
@@ -81,7 +81,7 @@ def test_the_tangent_of_a_gradient_is_refused(backend):
 
 @both_backends
 def test_forward_mode_beside_attention(backend):
-    """Tangents that do not reach it are nobody's business."""
+    """Tangents that do not reach attention are not refused."""
     run, tensors = attention_of(backend)
     o = run(*tensors)
     value, tangent = torch.func.jvp(lambda x: x * run(*tensors), (o,), (o,))

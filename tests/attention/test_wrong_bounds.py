@@ -16,7 +16,7 @@ from tests.support.operators import assert_close, kernel_or_reference
 
 pytestmark = ignore_overflow
 
-# Of 20 tokens: what is wrong with them, in the words of the refusal.
+# cu_seqlens of 20 tokens, and the refusal that they get.
 WRONG = (
     ([12, 8], "must begin with 0, but begins with 12"),
     ([3, 11, 20], "must begin with 0, but begins with 3"),
@@ -81,7 +81,7 @@ def assert_nothing_is_seen(found):
     "ends", [[3, 9, 14, 20], [9, 5, 6, 0], [0, 14, 9, 20], [0, 9, 14, 27], [0, -2, 14, 20]], ids=str
 )
 def test_kernels_take_no_row_for_one_of_a_sequence_where_ends_are_wrong(ends, wrong, strategy):
-    """As on a GPU, where nobody reads them on the host. Fresh memory is NaN here."""
+    """Call the operators, because the public function refuses such CPU tensors. Fresh memory is NaN here."""
     inputs = make_inputs(PACKED)
     arguments = operator_arguments(inputs, PACKED, strategy=strategy)
     for place, name in ((8, "q"), (9, "k")):
