@@ -97,7 +97,7 @@ def rope_attention(
         softcap: 0.0 is off; otherwise scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
         kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist. Clamped to 0 and NK: a negative
-            length means no keys, one beyond NK all of them, a start at or behind the length none.
+            length means no keys, one beyond NK all of them, a start at or after the length none.
         q_norm, k_norm: weights ``(D,)`` of a root-mean-square norm over the D columns of each head of q and of k, which
             comes before the rotation (Qwen 3, Gemma 3): ``x * rsqrt(mean(x**2) + norm_eps) * (norm_offset + weight)``,
             in float32; normed and rotated q and k are rounded once. Both or neither, float32 or q's dtype,
@@ -213,7 +213,7 @@ def rope_attention_varlen(
         k, v: ``(T_k, HKV, D)``.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1; ``S >= max_seqlen_k``.
         cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)`` int32 on q's device, as in flash-attn: sequence ``s`` is rows
-            ``[cu[s], cu[s + 1])``; ``cu_seqlens_from_position_ids`` makes them from position ids. Rows behind the last
+            ``[cu[s], cu[s + 1])``; ``cu_seqlens_from_position_ids`` makes them from position ids. Rows after the last
             sequence give 0, lse -inf and gradients 0. They begin with 0, never fall, and end at or before T. On a CPU
             anything else is a ValueError; on a GPU, where nobody waits to look, it gives 0, lse -inf and gradients 0 in
             all rows, and trips a device-side assertion with ``TRITON_DEBUG=1`` in the environment.

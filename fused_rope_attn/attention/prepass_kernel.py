@@ -43,8 +43,9 @@ def sequence_rows(block, cu_ptr, partner_ptr, num_sequences, N, partner_N, pitch
                   PAD_TO: tl.constexpr):  # fmt: skip
     """(block within its sequence, sequence, ``SequenceRows``) of a block of BLOCK_N of N rows.
 
-    partner_ptr and partner_N: as ``packed_tile`` takes them. pitch: a head's rows in the buffers where cu_ptr is None. PAD_TO, a multiple of BLOCK_N or 0: packed sequences
-    begin there at ``padded_row`` each, and their last rows are padded to a multiple of PAD_TO.
+    partner_ptr and partner_N: as ``packed_tile`` takes them. pitch: a head's rows in the buffers where cu_ptr is None.
+    PAD_TO, a multiple of BLOCK_N or 0: packed sequences begin there at ``padded_row`` each, and their last rows are
+    padded to a multiple of PAD_TO.
     """
     if cu_ptr is None:
         return block, 0, SequenceRows(first_row=0, num_rows=N, first_padded=0, num_padded=pitch)

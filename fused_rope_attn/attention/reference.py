@@ -239,9 +239,9 @@ def packed_attention(
     """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
 
     `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so that the whole
-    (T_q, T_k) matrix of scores is made. Queries behind the last sequence see nothing, and nothing sees keys there; where
+    (T_q, T_k) matrix of scores is made. Queries after the last sequence see nothing, and nothing sees keys there; where
     either of `cu_seqlens` does not begin with 0, falls, or ends past the last token, that holds for all of them. NaN
-    and infinities of a sequence, and of what lies behind the last, stay there, in o and in the gradients.
+    and infinities of a sequence, and of rows after the last, stay there, in o and in the gradients.
     """
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
 

@@ -198,8 +198,8 @@ def write_kvcache(
         cos, sin: as in ``rope_attention_with_kvcache``.
         cache_seqlens: ``(B,)`` int32: keys in the cache before this call. Default: none.
         new_lens: ``(B,)`` int32: tokens from this one on do not exist (right-padded prompts). Default: all N do.
-        cu_seqlens: ``(B + 1,)`` int32: where packed sequences begin, and the last one ends. Tokens behind that belong
-            to none. They begin with 0, never fall, and end at or before T: on a CPU anything else is a ValueError, on a
+        cu_seqlens: ``(B + 1,)`` int32: where packed sequences begin, and the last one ends. Tokens after it belong to
+            none. They begin with 0, never fall, and end at or before T: on a CPU anything else is a ValueError, on a
             GPU nothing is written.
         cache_is_rotated: whether the cache holds rotated keys, or keys as they come.
         block_table, k_scale, v_scale, rotary_dim, interleaved: as in ``rope_attention_with_kvcache``.

@@ -61,8 +61,8 @@ def packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: t
     sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
 
     partner: the ``cu_seqlens`` of the keys of these queries, or of the queries of these keys, with ``partner_N`` rows;
-    None if the kernel does not use them. If either tensor is wrong (``is_wrong``), all rows belong to no sequence. Every
-    row is then still written, because tiles cover all of [0, N). Launches with ``debug`` assert that neither is wrong.
+    None if the kernel does not use them. If either tensor is wrong (``is_wrong``), all rows belong to no sequence.
+    Every row is then still written, because tiles cover [0, N). Launches with ``debug`` assert that neither is wrong.
 
     LAYOUT: the layout of 1024 numbers, which Gluon kernels name.
     """

@@ -49,8 +49,8 @@ def apply_rope(
         position_ids: ``(N,)`` or ``(B, N)`` int32 or int64: the table row of every token; default its index. Or
             ``(B, 2, N)``: the first id rotates the first R/2 columns and the second the next R/2, each like a head
             of its own, with tables for R/2 columns. A position outside the tables gives NaN.
-        cu_seqlens: ``(sequences + 1,)`` int32, for ``"thd"``: where each sequence begins; positions restart there. What
-            lies behind the last sequence passes through unrotated. They begin with 0, never fall, and end at or before
+        cu_seqlens: ``(sequences + 1,)`` int32, for ``"thd"``: where each sequence begins; positions restart there.
+            Tokens after the last sequence pass through unrotated. They begin with 0, never fall, and end at or before
             T: on a CPU anything else is a ValueError, on a GPU it rotates by wrong positions.
         out: written instead of a new tensor; may be x itself, and must not overlap with it otherwise. No gradient.
 

@@ -1,7 +1,7 @@
 """Refusal of unsupported derivatives: only the first derivative in reverse mode is served, on every backend.
 
-Kernels have no formula for other derivatives, so PyTorch would return zeros. The references could compute them, but then
-a program would work on one machine and raise on another.
+Kernels have no formula for other derivatives, so PyTorch would return zeros. The references could compute them, but
+then a program would work on one machine and raise on another.
 """
 
 from __future__ import annotations

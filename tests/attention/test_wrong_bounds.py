@@ -125,5 +125,5 @@ def test_lengths_of_keys_that_cannot_be_are_clamped(causal, backend):
     for x in (found[0], *found[2:]):
         assert not bool(x[:2].any())
     assert bool((found[1][:2] == -math.inf).all())
-    hidden = run([9] * 4, [9, 2**31 - 1, 0, 0])  # keys begin behind the last one
+    hidden = run([9] * 4, [9, 2**31 - 1, 0, 0])  # keys begin after the last one
     assert not any(bool(x[:2].any()) for x in (hidden[0], *hidden[2:])) and bool((hidden[1][:2] == -math.inf).all())
