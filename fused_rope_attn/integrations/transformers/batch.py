@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from fused_rope_attn import cu_seqlens_from_position_ids
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.obstacles import (
+    asked_is_causal,
     is_blind,
     is_causal,
     layer_of,
@@ -118,7 +119,7 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     if batch.original:
         return batch
     if not causal:
-        batch = _bidirectional(batch, attentions, config)
+        batch = _bidirectional(batch, config, given)
     return _with_cache(batch, past, given, 0 if batch.declared else seen, size, length, tokens.device)
 
 
@@ -137,12 +138,12 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
         reason = "a layer called without a mask, which hides no key from eager attention,"
     if reason:
         return Batch(reason)
-    return PLAIN if causal else _bidirectional(PLAIN, [module], module.config)
+    return PLAIN if causal else _bidirectional(PLAIN, module.config, given)
 
 
-def _bidirectional(batch: Batch, attentions: list[nn.Module], config: Any) -> Batch:
-    # Where `is_causal` says so, transformers' masks reach one key further than where the module does.
-    inclusive = all(module.is_causal for module in attentions) and not uses_flash(config)
+def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
+    # If `is_causal` of the call or the config says so, transformers' masks reach one key further than otherwise.
+    inclusive = asked_is_causal(config, given) is False and not uses_flash(config)
     return batch._replace(causal=False, inclusive_window=inclusive)
 
 
@@ -163,8 +164,10 @@ def _masked(
             return Batch("an attention_mask that has not one column for every key")
         mask = mask.to(tokens.device)
         return _padded(mask, past, length) if causal else _padded_both_ways(mask)
-    # Of bidirectional masks only flash-attention's heed position ids, and only those of a single row.
-    heeded = causal or size == 1 and uses_flash(config)
+    # flash-attention finds documents by the position ids of a single row. Other attention gets them in masks, which know
+    # nothing of documents where `is_causal` says that they are bidirectional, and in models that leave positions out.
+    in_masks = convention.documents_in_masks and asked_is_causal(config, given) is not False
+    heeded = size == 1 if uses_flash(config) else in_masks
     places = None if position_ids is None else convention.text_positions(position_ids)
     if not heeded or places is None or past is not None or length == 1:
         return PLAIN

@@ -298,6 +298,7 @@ class Convention:
         half width that are chosen from each; None for all others.
     text_positions: (B, N) of the decoder's position_ids, by which transformers finds packed sequences; None where they
         say nothing of them.
+    documents_in_masks: the decoder makes masks of position ids, so that packed documents do not see each other.
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
@@ -313,3 +314,4 @@ class Convention:
     finish: Callable[..., Tensor] = o_proj
     sections: Callable[[AttentionModule], tuple[int, ...] | None] = no_sections
     text_positions: Callable[[Tensor], Tensor | None] = text_positions
+    documents_in_masks: bool = True

@@ -22,6 +22,7 @@ from fused_rope_attn.integrations.transformers import conventions as on
 from fused_rope_attn.integrations.transformers.conventions import Convention
 
 _PREFIX = "transformers.models."
+_IS_5 = Version(transformers.__version__) >= Version("5")
 _TEXT_OF_QWEN3_VL = on.text_positions if Version(transformers.__version__) >= Version("5.3") else on.first_row
 # A scale of its own (Gemma, Granite) is each module's `scaling`, partial rotation the width of its tables, so that
 # neither is a difference here.
@@ -54,7 +55,7 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
     (Convention(on.keys_multiplied), ("falcon_h1.FalconH1Attention",)),
     (Convention(on.clipped), ("olmo.OlmoAttention",)),
     (
-        Convention(rotates=on.where_tables_are_given),
+        Convention(rotates=on.where_tables_are_given, documents_in_masks=False),
         ("granitemoehybrid.GraniteMoeHybridAttention",),
     ),
     (
@@ -109,6 +110,7 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
             window=on.window_of_layer,
             rotates=on.where_local,
             finish=on.gated_o_proj,
+            documents_in_masks=False,
         ),
         ("afmoe.AfmoeAttention",),
     ),
@@ -131,7 +133,10 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
     ),
     (Convention(on.fused_clipped, finish=on.out_proj), ("dbrx.DbrxAttention",)),
     (Convention(on.fused_by_head, finish=on.dense), ("gpt_neox.GPTNeoXAttention",)),
-    (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense), ("persimmon.PersimmonAttention",)),
+    (
+        Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense, documents_in_masks=_IS_5),
+        ("persimmon.PersimmonAttention",),
+    ),
     (
         Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=True),
         ("cohere.CohereAttention",),
@@ -155,7 +160,10 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
             "helium.HeliumAttention",
         ),
     ),
-    (Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True), ("gpt_oss.GptOssAttention",)),
+    (
+        Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True, documents_in_masks=False),
+        ("gpt_oss.GptOssAttention",),
+    ),
     # Decoders of multimodal models that have attention modules of their own.
     (
         Convention(window=on.window_of_layer, sections=on.mrope_sections, text_positions=on.first_of_four),
@@ -277,7 +285,7 @@ def path_of(row: str) -> str:
 SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows}
 # Of classes that are not served, why; the sentence is about the class.
 UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows}
-if Version(transformers.__version__) < Version("5"):
+if not _IS_5:
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]

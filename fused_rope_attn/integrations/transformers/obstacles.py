@@ -28,6 +28,9 @@ from fused_rope_attn.runtime.device import is_capturing
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
+# The type of config whose decoder makes bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2 hand
+# the flag to their modules only.
+_BIDIRECTIONAL = "gemma3_text"
 # The name of a patched model's attention while a manager of continuous batching is in use that makes no masks
 # (``serving``). No function is registered under it: whatever would take a module's own forward is refused.
 PAGES = "paged|fused_rope_flash"
@@ -93,7 +96,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     reason = obstacle_of_any_kind(attentions, config, given, causal)
     if reason:
         return reason
-    if not causal and not _READS_IS_CAUSAL and all(module.is_causal for module in attentions):
+    if not _READS_IS_CAUSAL and asked_is_causal(config, given) is False:
         return f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)"
     if given.get("head_mask") is not None:
         return "head_mask"
@@ -109,6 +112,8 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
 
 def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
     """As ``obstacle``: what neither asks for the mask nor for the cache."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
     foreign = _foreign_function(attentions[0], implementation_of(attentions[0].config)) or _foreign_code(attentions)
     if foreign:
         return foreign
@@ -117,6 +122,8 @@ def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[s
         return "output_attentions=True"
     if any(module.training and attention_dropout(module) for module in attentions):
         return "attention dropout in training"
+    if causal is None and asked_is_causal(config, given) is None and not any(m.is_causal for m in attentions):
+        return "is_causal = False of the attention modules, which SDPA heeds only where it gets no mask,"
     if causal is None:
         return "attention that is causal in some modules and not in others"
     return ""
@@ -136,19 +143,58 @@ def blocks_of_images(given: dict[str, Any]) -> str:
     return "bidirectional attention among the tokens of an image (token_type_ids)" if (types == 1).any() else ""
 
 
-def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
-    """Whether the modules attend causally, in this call; None where they are not of one mind.
-
-    A call's ``is_causal`` comes before the config's, and the config's before the modules' own (Gemma 3's
-    ``use_bidirectional_attention``).
-    """
+def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
+    """Return the ``is_causal`` of a call, or else of its config; None where neither has one."""
     wanted = getattr(config, "is_causal", None)
-    if given.get("cache") is None:  # continuous batching says by it whether it has put the causal mask into the mask
-        wanted = given.get("is_causal", wanted)
+    # Continuous batching says by it whether it has put the causal mask into the mask.
+    return wanted if given.get("cache") is not None else given.get("is_causal", wanted)
+
+
+def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
+    """Return whether the modules attend causally in this call; None if they disagree, or if the host cannot tell.
+
+    A call's ``is_causal`` takes precedence over the config's, and the config's over the modules'. If only the modules
+    have one, eager and flex attention ignore it, because they follow the mask that the decoder makes. flash-attention
+    follows the modules, because it gets no causal mask. SDPA follows them only where it gets no mask.
+    """
+    wanted = asked_is_causal(config, given)
     own = {bool(module.is_causal) for module in attentions}
+    if wanted is None:
+        of_masks = getattr(config, "model_type", None) != _BIDIRECTIONAL or not config.use_bidirectional_attention
+        if own != {of_masks} and not uses_flash(config):
+            masked = _gets_a_mask(config, given, of_masks) if "sdpa" in implementation_of(config) else True
+            if masked is None:
+                return None
+            own = {of_masks} if masked else own
     if len(own) > 1 or wanted is True and own == {False}:
         return None
     return bool(own.pop() if wanted is None else wanted)
+
+
+def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | None:
+    """Return whether SDPA gets a mask in this call of a decoder or a layer; None if only making it would tell.
+
+    Synchronises with the device if a padding mask or positions are given. is_causal: of the masks that are made.
+    """
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if given.get("cache") is not None:  # continuous batching always makes one
+        return True
+    if tokens is None:  # a layer was called without its decoder
+        return mask is not None
+    # A single new token sees every key, so that either answer is right. Bidirectional masks are never left out.
+    if tokens.shape[1] == 1 or not is_causal:
+        return True
+    if given.get("past_key_values") is not None or is_blind(tokens) or torch.jit.is_tracing():
+        return None
+    window = getattr(config, "sliding_window", None)
+    if window is not None and tokens.shape[1] >= window:  # layers without a window may get none
+        return None
+    if mask is not None:
+        return not bool((mask != 0).all()) if mask.ndim == 2 else True
+    # The mask shows packed documents, unless the decoder makes a cache.
+    return None if positions is not None and bool((positions.diff(dim=-1) != 1).any()) else False
 
 
 def _foreign_function(module: nn.Module, name: str) -> str:
