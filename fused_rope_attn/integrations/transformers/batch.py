@@ -112,7 +112,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     past = given.get("past_key_values")
     # Not the cache's first layer, which in hybrid models may be another kind's.
     seen = 0 if past is None else tokens_seen(past, layer_of(attentions[0]))
-    if not causal and (seen != 0 or _reused(past)):
+    # A bidirectional model attends to the rows of a static cache that nobody has written yet, too.
+    if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     convention = state_of(attentions[0], PATCH).convention
     batch = _masked(given, tokens, seen, past, bool(causal), config, convention)
@@ -136,6 +137,9 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     reason = obstacle([module], module.config, given, causal)
     if not reason and not uses_masks_by_default(module.config):
         reason = "a layer called without a mask, which hides no key from eager attention,"
+    window = state_of(module, PATCH).convention.window(module)
+    if not reason and window is not None and not uses_flash(module.config):
+        reason = "a layer with a window called without a mask, which alone shows it to SDPA,"
     if reason:
         return Batch(reason)
     return PLAIN if causal else _bidirectional(PLAIN, module.config, given)

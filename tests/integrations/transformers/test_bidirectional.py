@@ -8,7 +8,7 @@ import transformers
 from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
-from tests.support.hf_models import WINDOW, make_ids, make_model
+from tests.support.hf_models import WINDOW, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -108,6 +108,87 @@ def test_what_takes_the_own_forward(calls):
         assert not calls
 
 
+def _packed_twice(length):
+    positions = torch.cat((torch.arange(length - 3), torch.arange(3)))
+    return positions.expand(2, -1)
+
+
+MODULES_ALONE = {  # arguments of a call with two rows of that length
+    "nothing": lambda length: {},
+    "no cache": lambda length: {"use_cache": False},
+    "a full mask": lambda length: {"attention_mask": torch.ones(2, length, dtype=torch.int64)},
+    "padding on the left": lambda length: {"attention_mask": (torch.arange(length) >= 3 * EYE).long()},
+    "padding on the right": lambda length: {"attention_mask": (torch.arange(length) < length - 3 * EYE).long()},
+    "packed": lambda length: {"position_ids": _packed_twice(length), "use_cache": False},
+    "packed with a cache": lambda length: {"position_ids": _packed_twice(length)},
+}
+EYE = torch.tensor([[0], [1]])
+
+
+@pytest.mark.parametrize("given", MODULES_ALONE)
+@pytest.mark.parametrize("first", [False, True], ids=["all layers", "one layer"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_modules_alone(name, implementation, first, given, calls):
+    """The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional."""
+    for length in (WINDOW - 1, LENGTH):
+        model, ids, inputs = make_model(name), make_ids(2, length), MODULES_ALONE[given](length)
+        model.config._attn_implementation = implementation
+        for module in attentions_of(model)[: 1 if first else None]:
+            module.is_causal = False
+        calls.clear()
+        assert_same(model, ids, inputs.get("attention_mask", torch.ones_like(ids)).bool(), **inputs)
+        clear = implementation == "eager" or length < WINDOW and "padding" in given
+        clear = clear or length < WINDOW and not first and "packed" not in given
+        if clear or name == "llama" and ("padding" in given or not first and "packed" not in given):
+            assert sum(calls.values()) == 2 and not patch_report(model)[0].own
+        else:
+            (reason,) = patch_report(model)[0].own
+            assert reason.startswith("attention that is causal in some" if first else "is_causal = False of the att")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_generation_with_modules_alone(implementation, calls):
+    model, ids = make_model("mistral"), make_ids(2, 12)
+    model.config._attn_implementation = implementation
+    for module in attentions_of(model):
+        module.is_causal = False
+    options = {"attention_mask": (torch.arange(12) >= 3 * EYE).long(), "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(patch_model(model).generate(ids, **options), expected)
+    assert calls["rope_attention_with_kvcache"] == 6
+
+
+@reads_is_causal
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_modules_and_config(name, calls):
+    """The config's masks reach one key further than a module's window, whatever the modules say."""
+    model, ids = make_model(name), make_ids(2, LENGTH)
+    model.config.is_causal = False
+    for module in attentions_of(model):
+        module.is_causal = False
+    assert_same(model, ids)
+    assert sum(calls.values()) == 2
+
+
+@reads_is_causal
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_an_empty_static_cache(implementation, calls):
+    """Without a mask, transformers attends to the rows of the cache that nobody has written."""
+    model, ids = make_model("llama"), make_ids(2, LENGTH)
+    model.config.is_causal, model.config._attn_implementation = False, implementation
+
+    def prefill():
+        past = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 4)
+        return run(model, ids, past_key_values=past)[0]
+
+    expected = prefill()
+    patch_model(model)
+    with pytest.warns(UserWarning, match="is static"):
+        assert torch.equal(prefill(), expected)
+    assert not calls
+
+
 @has_switch
 @pytest.mark.parametrize("padding", ["none", "left", "both"])
 def test_by_the_modules(padding, calls):
@@ -119,6 +200,19 @@ def test_by_the_modules(padding, calls):
     assert sum(calls.values()) == 2
     with pytest.warns(UserWarning, match="causal in some modules"):
         model(ids, is_causal=True)
+
+
+@has_switch
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("given", ["nothing", "padding on the left", "packed"])
+def test_the_switch_of_gemma3(given, implementation, calls):
+    """Its masks follow the config, also where it changes after loading, and know packed documents."""
+    for loaded in (True, False):
+        model, ids = make_model("gemma3", use_bidirectional_attention=loaded), make_ids(2, LENGTH)
+        model.config.use_bidirectional_attention, model.config._attn_implementation = True, implementation
+        inputs = MODULES_ALONE[given](LENGTH)
+        assert_same(model, ids, inputs.get("attention_mask", torch.ones_like(ids)).bool(), **inputs)
+    assert sum(calls.values()) == 4
 
 
 @has_switch

@@ -85,3 +85,18 @@ def test_a_layer_without_a_mask(monkeypatch, calls):
         found = layer(x, position_embeddings=tables)
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     assert torch.equal(first(found), first(expected)) and not calls
+
+
+def test_a_layer_with_a_window(monkeypatch, calls):
+    """SDPA knows a window by its mask: a layer by itself, without one, attends to every key before the query."""
+    monkeypatch.setattr(attention, "_passes_of_layers", Counter())
+    model = make_model("mistral")
+    model.config._attn_implementation = "sdpa"
+    layer, x = model.model.layers[0], torch.randn(2, LENGTH, SIZES["hidden_size"])
+    tables = model.model.rotary_emb(x, torch.arange(LENGTH)[None])
+    expected = layer(x, position_embeddings=tables)
+    patch_model(model)
+    with pytest.warns(UserWarning, match="a layer with a window called without a mask"):
+        found = layer(x, position_embeddings=tables)
+    first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+    assert torch.equal(first(found), first(expected)) and not calls

@@ -102,8 +102,37 @@ def test_blocks_of_images(types, reason):
 def test_who_says_whether_attention_is_causal(own, of_config, of_call, causal):
     given = {} if of_call is None else {"is_causal": of_call}
     modules = [SimpleNamespace(is_causal=x) for x in own]
-    config = SimpleNamespace() if of_config is None else SimpleNamespace(is_causal=of_config)
+    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    if of_config is not None:
+        config.is_causal = of_config
     assert is_causal(modules, config, given) is causal
+
+
+@pytest.mark.parametrize(
+    ("implementation", "given", "causal"),
+    [
+        ("eager", {}, True),
+        ("flex_attention", {}, True),
+        ("flash_attention_2", {}, False),
+        ("sdpa", {}, False),
+        ("sdpa", {"attention_mask": torch.ones(2, 5)}, False),
+        ("sdpa", {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])}, True),
+        ("sdpa", {"position_ids": torch.arange(3, 8)[None]}, False),
+        ("sdpa", {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, None),
+        ("sdpa", {"past_key_values": transformers.DynamicCache()}, None),
+        ("sdpa", {"input_ids": torch.ones(2, 8)}, None),
+        ("sdpa", {"input_ids": torch.ones(2, 1), "past_key_values": transformers.DynamicCache()}, True),
+        ("sdpa", {"input_ids": torch.ones(2, 5, device="meta")}, None),
+        ("sdpa", {"cache": object()}, True),
+        ("sdpa", {"input_ids": None}, False),
+        ("sdpa", {"input_ids": None, "attention_mask": torch.ones(2, 1, 5, 5)}, True),
+    ],
+)
+def test_what_the_modules_say_of_causality_alone(implementation, given, causal):
+    """Only flash-attention always follows them: the masks of all others are causal, and SDPA may get none."""
+    config = SimpleNamespace(_attn_implementation=implementation, sliding_window=8)
+    given = {"input_ids": torch.ones(2, 5)} | given
+    assert is_causal([SimpleNamespace(is_causal=False)], config, given) is causal
 
 
 @pytest.mark.parametrize(("index", "place"), [(3, 3), (0, 0), (None, 0), ("first", 0)])

@@ -4,26 +4,46 @@ import pytest
 import torch
 
 from fused_rope_attn.integrations.transformers import patch_model
-from tests.support.hf_models import THOROUGH, make_ids, make_model
+from tests.support.hf_models import MODELS, THOROUGH, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LENGTHS = (9, 1, 15)
+# Decoders that make their masks without position ids.
+WHOLE = ("gpt_oss",)
 
 
 def positions(lengths=LENGTHS):
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-# transformers does not tell gpt-oss's masks of positions: its unpatched model sees across sequences.
-@pytest.mark.parametrize("name", [name for name in THOROUGH if name != "gpt_oss"])
+@pytest.mark.parametrize("name", THOROUGH)
 def test_packed_positions(name, calls):
+    operator = "rope_attention_varlen" if name not in WHOLE else "rope_attention"
     inputs = {"position_ids": positions(), "use_cache": False}
     assert_same(make_model(name), make_ids(1, LENGTH), grad=True, **inputs)
-    assert calls == {"rope_attention_varlen": 2}
+    assert calls == {operator: 2}
     inputs["position_ids"] = torch.cat((positions(), positions((LENGTH,))))
     assert_same(make_model(name), make_ids(2, LENGTH), **inputs)
-    assert calls == {"rope_attention_varlen": 4}
+    assert calls == {operator: 4}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in THOROUGH])
+def test_packed_positions_of_every_other_family(name):
+    """A decoder that makes its masks without position ids shows every document to the next, patched or not."""
+    assert_same(make_model(name), make_ids(1, LENGTH), position_ids=positions(), use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_packed_positions_of_flash_attention(name, calls):
+    """flash-attention reads position ids itself, where there is one row, and no mask tells it of documents."""
+    model, ids = patch_model(make_model(name)), make_ids(2, LENGTH)
+    alone = torch.cat([run(model, part, use_cache=False)[0] for part in ids[:1].split(LENGTHS, dim=1)], dim=1)
+    model.config._attn_implementation = "flash_attention_2"
+    assert_close(run(model, ids[:1], position_ids=positions(), use_cache=False)[0], alone, 1e-5)
+    assert calls.pop("rope_attention_varlen") == 2
+    run(model, ids, position_ids=positions().expand(2, -1), use_cache=False)
+    assert set(calls) == {"rope_attention"}
 
 
 def test_positions_of_one_sequence_are_not_packed(calls):

@@ -43,3 +43,33 @@ def test_exported(padded):
     expected = model(ids, **inputs).logits
     program = torch.export.export(patch_model(model), (ids,), kwargs=inputs, strict=False).module()
     assert_close(program(ids, **inputs).logits[mask != 0], expected[mask != 0], 1e-5)
+
+
+class Logits(torch.nn.Module):
+    """A model whose result ``torch.jit.trace`` can take."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask):
+        return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_traced(name, implementation, calls):
+    """A trace holds the model's own attention: TorchScript knows none of these kernels."""
+    model, ids = make_model(name).requires_grad_(False), make_ids(2, LENGTH)
+    model.config._attn_implementation = implementation
+    mask = (torch.arange(LENGTH) >= torch.tensor([[0], [3]])).long()
+    expected = model(ids, attention_mask=mask).logits
+    with pytest.warns(UserWarning, match="patch_model: torch.jit.trace is not served"):
+        traced = torch.jit.trace(Logits(patch_model(model)), (ids, mask), check_trace=False)
+    assert_close(traced(ids, mask)[mask != 0], expected[mask != 0], 1e-5)
+    assert_close(traced(ids[:, :-2], mask[:, :-2])[mask[:, :-2] != 0], expected[:, :-2][mask[:, :-2] != 0], 1e-5)
+    calls.clear()
+    assert_close(model(ids, attention_mask=mask).logits[mask != 0], expected[mask != 0], 1e-5)
+    assert sum(calls.values()) == 2
