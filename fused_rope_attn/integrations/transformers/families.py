@@ -32,7 +32,6 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
         (
             "arcee.ArceeAttention",
             "aria.AriaTextAttention",
-            "bamba.BambaAttention",
             "emu3.Emu3Attention",
             "gemma.GemmaAttention",
             "granite.GraniteAttention",
@@ -44,6 +43,7 @@ _GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
             "solar_open.SolarOpenAttention",
         ),
     ),
+    (Convention(documents_in_masks=_IS_5), ("bamba.BambaAttention",)),
     (
         Convention(window=on.window_of_model),
         ("minimax.MiniMaxAttention", "mistral.MistralAttention", "mixtral.MixtralAttention", "phimoe.PhimoeAttention"),

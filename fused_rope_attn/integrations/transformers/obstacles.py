@@ -28,6 +28,8 @@ from fused_rope_attn.runtime.device import is_capturing
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
+# transformers 4.57 makes a mask of any position ids, and gives every decoder some; 5 makes none of a single document.
+_FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2)[None]) is None
 # The type of config whose decoder makes bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2 hand
 # the flag to their modules only.
 _BIDIRECTIONAL = "gemma3_text"
@@ -194,7 +196,8 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
     if mask is not None:
         return not bool((mask != 0).all()) if mask.ndim == 2 else True
     # The mask shows packed documents, unless the decoder makes a cache.
-    return None if positions is not None and bool((positions.diff(dim=-1) != 1).any()) else False
+    packed = positions is not None and bool((positions.diff(dim=-1) != 1).any())
+    return None if packed or not _FINDS_SINGLE_DOCUMENTS else False
 
 
 def _foreign_function(module: nn.Module, name: str) -> str:
