@@ -168,8 +168,8 @@ def _masked(
             return Batch("an attention_mask that has not one column for every key")
         mask = mask.to(tokens.device)
         return _padded(mask, past, length) if causal else _padded_both_ways(mask)
-    # flash-attention finds documents by the position ids of a single row. Other attention gets them in masks, which know
-    # nothing of documents where `is_causal` says that they are bidirectional, and in models that leave positions out.
+    # flash-attention finds documents by the position ids of a single row. Other attention gets them in masks. Those of
+    # `is_causal=False` know nothing of documents, nor do those of models that leave positions out.
     in_masks = convention.documents_in_masks and asked_is_causal(config, given) is not False
     heeded = size == 1 if uses_flash(config) else in_masks
     places = None if position_ids is None else convention.text_positions(position_ids)

@@ -30,8 +30,8 @@ from fused_rope_attn.runtime.device import is_capturing
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
 # transformers 4.57 makes a mask of any position ids, and gives every decoder some; 5 makes none of a single document.
 _FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2)[None]) is None
-# The type of config whose decoder makes bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2 hand
-# the flag to their modules only.
+# The type of config whose decoder makes bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2
+# hand the flag to their modules only.
 _BIDIRECTIONAL = "gemma3_text"
 # The name of a patched model's attention while a manager of continuous batching is in use that makes no masks
 # (``serving``). No function is registered under it: whatever would take a module's own forward is refused.
@@ -162,7 +162,8 @@ def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -
     wanted = asked_is_causal(config, given)
     own = {bool(module.is_causal) for module in attentions}
     if wanted is None:
-        of_masks = getattr(config, "model_type", None) != _BIDIRECTIONAL or not config.use_bidirectional_attention
+        switched = getattr(config, "use_bidirectional_attention", False)
+        of_masks = not (switched and config.model_type == _BIDIRECTIONAL)
         if own != {of_masks} and not uses_flash(config):
             masked = _gets_a_mask(config, given, of_masks) if "sdpa" in implementation_of(config) else True
             if masked is None:
