@@ -35,7 +35,10 @@ _FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arang
 _BIDIRECTIONAL = "gemma3_text"
 # The name of a patched model's attention while a manager of continuous batching is in use that makes no masks
 # (``serving``). No function is registered under it: whatever would take a module's own forward is refused.
-PAGES = "paged|fused_rope_flash"
+# Managers of older releases put "paged|" before every name that lacks it. Newer ones drop that prefix, and would then
+# take eager attention for a name that nobody has registered.
+_PREFIX = "paged|" if "paged|sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys() else ""
+PAGES = f"{_PREFIX}fused_rope_flash"
 # The attention functions of transformers that compute what the fused kernels do, under whatever name they are
 # registered; kernels of its hub are arguments of the second. Not among them are its block-sparse ones.
 _ATTENTION = {

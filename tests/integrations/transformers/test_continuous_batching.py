@@ -148,6 +148,18 @@ def test_other_calls_beside_a_manager():
 
 
 @needs_tables
+def test_nobody_else_computes_under_the_name():
+    """A layer that is called with a mask takes its own forward, which must not fall back to eager attention."""
+    model = patch_model(make_model("llama"))
+    greedy = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    layer, x = model.model.layers[0], torch.randn(1, 10, 64)
+    tables = model.model.rotary_emb(x, torch.arange(10)[None])
+    with model.continuous_batching_context_manager(greedy, continuous_batching_config=options_of()):
+        with pytest.raises(KeyError, match="fused_rope_flash.* is not a valid attention implementation"):
+            layer(x, position_embeddings=tables, attention_mask=torch.zeros(1, 1, 10, 10))
+
+
+@needs_tables
 def test_a_manager_that_compiles():
     """Compiled passes take the model's own attention, which needs masks."""
     model = patch_model(make_model("llama"))
