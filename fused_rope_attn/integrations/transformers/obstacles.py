@@ -29,7 +29,7 @@ from fused_rope_attn.runtime.device import is_capturing
 # Before, each of them read something else or nothing.
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
 # transformers 4.57 makes a mask of any position ids, and gives every decoder some; 5 makes none of a single document.
-_FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2)[None]) is None
+_FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2, device="cpu")[None]) is None
 # The type of config whose decoder makes bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2
 # hand the flag to their modules only.
 _BIDIRECTIONAL = "gemma3_text"

@@ -1,5 +1,7 @@
 """Continuous batching (``generate_batch``) of patched models: what runs, and that it answers as unpatched models do."""
 
+from collections import Counter
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,14 @@ from packaging.version import Version
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api
 
-from fused_rope_attn.integrations.transformers import batch, patch_model, patch_report, serving, unpatch_model
+from fused_rope_attn.integrations.transformers import (
+    attention,
+    batch,
+    patch_model,
+    patch_report,
+    serving,
+    unpatch_model,
+)
 from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import make_model
 from tests.support.hf_runs import assert_close
@@ -148,8 +157,9 @@ def test_other_calls_beside_a_manager():
 
 
 @needs_tables
-def test_nobody_else_computes_under_the_name():
+def test_nobody_else_computes_under_the_name(monkeypatch):
     """A layer that is called with a mask takes its own forward, which must not fall back to eager attention."""
+    monkeypatch.setattr(attention, "_passes_of_layers", Counter())
     model = patch_model(make_model("llama"))
     greedy = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1)
     layer, x = model.model.layers[0], torch.randn(1, 10, 64)
