@@ -1,7 +1,7 @@
-"""One rotation has the same bits in every kernel: in Triton's interpreter, and by what is left to the compiler.
+"""One rotation has the same bits in every kernel: results in Triton's interpreter, and the code for sm_90.
 
 Triton's interpreter rounds a fused multiplication once (from 3.9 on), so that a kernel that fuses another product
-differs here too. What the interpreter cannot show is a product that the compiler fuses: code for sm_90 is searched.
+differs here too. The interpreter cannot show products that the compiler fuses, so the compiled code is searched.
 """
 
 import os
@@ -57,8 +57,8 @@ for job in jobs:
 @pytest.mark.aot
 @pytest.mark.timeout(900)
 def test_no_product_is_left_for_the_compiler_to_fuse(tmp_path):
-    """A sum of two products may be rounded in two ways, of which LLVM takes one by the order that other passes leave:
-    in the loops of the inline forward it was another one than before them."""
+    """LLVM may fuse either product of a sum, and picks one by the order that other passes leave: the loops of the inline
+    forward fused another product than the code before them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, cwd=ROOT, capture_output=True, text=True)

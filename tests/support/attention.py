@@ -4,7 +4,28 @@ from dataclasses import replace
 
 import torch
 
-from fused_rope_attn.testing import Results, compare, make_inputs, noise_of_zero, run_op, run_reference
+from fused_rope_attn.testing import (
+    DRAWS,
+    RandomRounding,
+    Results,
+    compare,
+    make_inputs,
+    noise_of_zero,
+    run_op,
+    run_reference,
+)
+
+
+def draws_of(name, inputs, case):
+    """Return the second opinion of ``compare`` on one tensor: eager results with other roundings, made on demand."""
+
+    def draws():
+        with RandomRounding(torch.Generator(inputs.q.device).manual_seed(0)):
+            for _ in range(DRAWS):
+                result = getattr(run_reference(inputs, case), name)
+                yield result[None] if result.ndim == 1 else result
+
+    return draws
 
 
 def assert_matches_float64(case, inputs, out, label=""):
@@ -18,8 +39,9 @@ def assert_matches_float64(case, inputs, out, label=""):
             tensors.append((name, *(getattr(x, name)[None] for x in (out, ref64, eager))))
     for name, actual, exact, rounded in tensors:
         result = compare(
-            name, actual, exact, rounded, grad=name[0] == "d", dtype=case.dtype, zero=noise_of_zero(name, case, inputs)
-        )
+            name, actual, exact, rounded, grad=name[0] == "d", dtype=case.dtype,
+            zero=noise_of_zero(name, case, inputs), draws=draws_of(name, inputs, case),
+        )  # fmt: skip
         assert result.ok, f"{case.name}{label}: {result}"
 
 

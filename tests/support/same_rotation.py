@@ -23,7 +23,7 @@ def in_memory_order(x, case):
 
 
 def rotated_by_backward(inputs, case, monkeypatch):
-    """What the portable backward pass makes of q and k before its loops."""
+    """Return q and k as the pre-process of the portable backward pass rotates them."""
     found = []
     make_buffers = BackwardCall._rotated
 
