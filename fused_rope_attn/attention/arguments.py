@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Rooms, Tensors
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
@@ -36,7 +37,8 @@ def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
         "norm_eps": None if problem.norm_eps is None else float(problem.norm_eps),
         "norm_offset": None if problem.norm_offset is None else float(problem.norm_offset),
         "left": problem.window_left,
-        "right": problem.window_right,
+        # Known to the compiler, so that causal calls pay neither for adding it nor for a parameter.
+        "right": tl.constexpr(0) if problem.window_right == 0 else problem.window_right,
         "HQ": problem.heads_q,
         "HKV": problem.heads_kv,
         "GROUP_SIZE": problem.group_size,
@@ -46,7 +48,6 @@ def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
         "D": problem.head_dim,
         "R": problem.rotary_dim,
         "INTERLEAVED": problem.interleaved,
-        "IS_CAUSAL": problem.causal,
         "READS_LENGTHS": problem.reads_lengths,
         "PRECISION": problem.precision,
     }

@@ -180,8 +180,10 @@ class Problem(NamedTuple):
 
     @property
     def window_right(self) -> int | None:
-        """Keys after the query's own, as kernels take them: None for no bound, or where the diagonal is narrower."""
-        if self.window is None or self.window[1] < 0 or self.causal:
+        """Keys after the query's own, as kernels take them: 0 if causal, None for no bound."""
+        if self.causal:
+            return 0
+        if self.window is None or self.window[1] < 0:
             return None
         return min(self.window[1], WIDEST_WINDOW)
 

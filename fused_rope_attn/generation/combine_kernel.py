@@ -78,7 +78,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
                    left, right, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
                    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
                    BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr,
-                   INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
+                   INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
                    HAS_NEW_KEYS: tl.constexpr, PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr,
                    PAGE_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
                    IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
@@ -102,7 +102,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
         table_strides=table_strides, num_pages=num_pages, k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr,
         k_scale_stride=k_scale_stride, v_scale_stride=v_scale_stride, q_norm_ptr=q_norm_ptr, k_norm_ptr=k_norm_ptr,
         norm_eps=norm_eps, norm_offset=norm_offset, qk_scale=qk_scale, q_sign=q_sign, cap_scale=cap_scale, left=left,
-        right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED, IS_CAUSAL=IS_CAUSAL,
+        right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED,
         CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNMENT=ALIGNMENT,
         FLOAT8_DTYPE=FLOAT8_DTYPE, IS_ALIGNED=IS_ALIGNED,
     )  # fmt: skip

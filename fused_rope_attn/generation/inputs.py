@@ -54,7 +54,6 @@ class Inputs:
     format: RowFormat
     R: tl.constexpr
     INTERLEAVED: tl.constexpr
-    IS_CAUSAL: tl.constexpr
     CACHE_IS_ROTATED: tl.constexpr
     PRECISION: tl.constexpr
     PAGE_SIZE: tl.constexpr
@@ -145,7 +144,7 @@ def load_queries(inputs, rows, keys, float8):
     if float8 is None:
         return Queries(
             q=load_new(q_rows, rows.offs_m, rotation, offset, inputs.q_sign, inputs.CACHE_IS_ROTATED),
-            q_scale=None, positions=positions, left=inputs.left, right=inputs.right, IS_CAUSAL=inputs.IS_CAUSAL,
+            q_scale=None, positions=positions, left=inputs.left, right=inputs.right,
             scale=ScoreScale(qk_scale=inputs.qk_scale, cap_scale=inputs.cap_scale, PRECISION=inputs.PRECISION),
         )  # fmt: skip
     else:
@@ -153,7 +152,6 @@ def load_queries(inputs, rows, keys, float8):
         q, q_scale = scaled_queries(wide, inputs.FLOAT8_DTYPE)
         return Queries(
             q=q, q_scale=q_scale, positions=positions, left=inputs.left, right=inputs.right,
-            IS_CAUSAL=inputs.IS_CAUSAL,
             scale=scaled(inputs.qk_scale, inputs.cap_scale, float8.k_scale, inputs.PRECISION),
         )  # fmt: skip
 

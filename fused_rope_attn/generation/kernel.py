@@ -34,12 +34,13 @@ from fused_rope_attn.generation.shares import (
     tiles_before,
     whole_part_pointers,
 )
+from fused_rope_attn.kernels.masks import is_causal
 from fused_rope_attn.kernels.schedule import let_next_launch_start
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
 
 
 @triton.jit
-def keys_seen_by_all(keys, first_token, last_position, right, S, IS_CAUSAL: tl.constexpr):
+def keys_seen_by_all(keys, first_token, last_position, right, S):
     """The first cached key that a query of a block does not see: all of them see the keys before it, if they see each
     key from the first one on.
 
@@ -48,8 +49,6 @@ def keys_seen_by_all(keys, first_token, last_position, right, S, IS_CAUSAL: tl.c
     """
     first_position = keys.q_offset + first_token
     end = keys.num_keys
-    if IS_CAUSAL:
-        end = tl.minimum(end, first_position + 1)
     if right is not None:
         end = tl.minimum(end, first_position + right + 1)
     return tl.where((first_position >= 0) & (last_position < S), end, 0)
@@ -64,7 +63,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   left, right, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
                   R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
-                  IS_CAUSAL: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
+                  CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
                   PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
                   ALIGNMENT: tl.constexpr, IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
                   IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
@@ -100,7 +99,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         table_strides=table_strides, num_pages=num_pages, k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr,
         k_scale_stride=k_scale_stride, v_scale_stride=v_scale_stride, q_norm_ptr=q_norm_ptr, k_norm_ptr=k_norm_ptr,
         norm_eps=norm_eps, norm_offset=norm_offset, qk_scale=qk_scale, q_sign=q_sign, cap_scale=cap_scale, left=left,
-        right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED, IS_CAUSAL=IS_CAUSAL,
+        right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED,
         CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNMENT=ALIGNMENT,
         FLOAT8_DTYPE=FLOAT8_DTYPE, IS_ALIGNED=IS_ALIGNED,
     )  # fmt: skip
@@ -144,12 +143,12 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         first = keys.first_tile + tile * BLOCK_N
         end = tl.minimum(keys.num_keys, keys.first_tile + last_tile * BLOCK_N)
         last_token = (start_m + BLOCK_M - 1) // GROUP_SIZE
-        if IS_CHUNK and IS_CAUSAL and not HAS_NEW_KEYS:
+        if IS_CHUNK and is_causal(right) and not HAS_NEW_KEYS:
             end = tl.minimum(end, keys.q_offset + last_token + 1)
         seen_by_all = None
         if IS_CHUNK and left is None and first_row is None:
             last_position = keys.q_offset + tl.minimum(last_token, NQ - 1)
-            seen_by_all = keys_seen_by_all(keys, start_m // GROUP_SIZE, last_position, right, S, IS_CAUSAL)
+            seen_by_all = keys_seen_by_all(keys, start_m // GROUP_SIZE, last_position, right, S)
         sums = attend_cached(sums, queries, cache, first, seen_by_all, end, offs_n)
 
         if HAS_NEW_KEYS and not NEW_WITH_PARTS:
@@ -161,7 +160,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                     first_new = tl.load(starts_ptr + sequence)
                 new = new_keys_of_head(inputs, keys, batch, head_kv)
                 num_seen = new.k.num_rows
-                if IS_CHUNK and IS_CAUSAL:
+                if IS_CHUNK and is_causal(right):
                     num_seen = tl.where(start_m == 0, num_seen, tl.minimum(num_seen, last_token + 1))
                 sums = attend_new(sums, queries, cache, new, num_seen, first_new, start_m == 0, BLOCK_NEW)
         sums = whole_sums(sums, float8)

@@ -38,9 +38,8 @@ class Queries:
     q: tl.tensor  # (BLOCK_M, BLOCK_D), rotated; for float8 caches ``Halves`` of it
     q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), what scores are multiplied by
     positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
-    left: tl.tensor | None  # how many keys before and behind its own position a query sees
-    right: tl.tensor | None
-    IS_CAUSAL: tl.constexpr
+    left: tl.tensor | None  # how many keys before and after its own position a query sees
+    right: tl.tensor | None  # ``is_causal`` if the call is
     scale: ScoreScale
 
 
@@ -111,7 +110,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     if positions_k is not None:
         mask = Mask(
             num_keys=num_keys, first_key=first_key, left=queries.left, right=queries.right,
-            IS_CAUSAL=queries.IS_CAUSAL, READS_LENGTHS=True,
+            READS_LENGTHS=True,
         )  # fmt: skip
         sees = visible(mask, queries.positions[:, None], positions_k[None, :])
         scores = tl.where(sees, scores, float("-inf"))

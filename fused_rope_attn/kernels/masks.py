@@ -1,9 +1,11 @@
 """Masks: which queries and keys see each other, and so which blocks a kernel visits.
 
-Every mask is an interval of keys for each query, and of queries for each key. A kernel collects a sequence's mask in
-one record (``sequence_mask``), asks for the blocks first (``key_range``, ``query_range``), and for the pairs in those
-that are not wholly visible (``visible``). Positions are counted in keys: ``q_offset`` is the position of the first
-query row.
+Every mask is an interval of keys for each query, and of queries for each key. A causal mask is the interval that ends
+at the query's own position: its ``right`` is 0. The compiler knows this 0, so that adding it costs nothing.
+
+A kernel collects a sequence's mask in one record (``sequence_mask``), asks for the blocks first (``key_range``,
+``query_range``), and for the pairs in those that are not wholly visible (``visible``). Positions are counted in keys:
+``q_offset`` is the position of the first query row.
 """
 
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 
 from fused_rope_attn.kernels.records import record
 
-# Behind every query row, and far enough from 2**31 that tiles can be counted from it.
+# Past every query row, and far enough from 2**31 that tiles can be counted from it.
 NO_ROW = tl.constexpr(2**30)
 
 
@@ -22,38 +24,45 @@ class Mask:
     num_keys: tl.tensor  # keys from this one on do not exist
     first_key: tl.tensor | None  # no query sees a key before this one, 0 <= first_key <= num_keys
     left: tl.tensor | None  # how many keys before its own position a query sees
-    right: tl.tensor | None  # how many keys behind its own position a query sees
-    IS_CAUSAL: tl.constexpr  # a query sees no key behind its own position; ``right`` is None then
-    READS_LENGTHS: (
-        tl.constexpr
-    )  # the device reads which keys exist: a query may lie before position 0, and sees nothing
+    right: tl.tensor | None  # how many keys after its own position a query sees; ``is_causal`` if none
+    READS_LENGTHS: tl.constexpr  # lengths come from device tensors: queries at negative positions see no key
+
+
+@triton.constexpr_function
+def is_causal(right):
+    """Return whether ``right`` is the compile-time 0 that the host passes for causal calls."""
+    return isinstance(right, int) and right == 0
+
+
+@triton.constexpr_function
+def checks_positions(reads_lengths, right):
+    """Return whether a mask has to hide all keys from queries at negative positions.
+
+    If causal it hides them anyway, because all keys come after such a query.
+    """
+    return reads_lengths and not is_causal(right)
 
 
 @triton.jit
-def sequence_mask(starts_ptr, batch, q_offset, num_keys, left, right, IS_CAUSAL: tl.constexpr,
-                  READS_LENGTHS: tl.constexpr):  # fmt: skip
-    """The ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, left and right: None where a call has none."""
+def sequence_mask(starts_ptr, batch, q_offset, num_keys, left, right, READS_LENGTHS: tl.constexpr):
+    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, left and right: None if a call has none."""
     start = None
     if starts_ptr is not None or left is not None:
         start = first_key(starts_ptr, batch, q_offset, num_keys, left)
-    return Mask(
-        num_keys=num_keys, first_key=start, left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS
-    )
+    return Mask(num_keys=num_keys, first_key=start, left=left, right=right, READS_LENGTHS=READS_LENGTHS)
 
 
 @triton.jit
 def visible(mask, positions_q, positions_k):
     """Which (query, key) pairs see each other, broadcast over the two position tensors."""
     sees = positions_k < mask.num_keys
-    if mask.IS_CAUSAL:
-        sees = sees & (positions_k <= positions_q)
     if mask.right is not None:
         sees = sees & (positions_k <= positions_q + mask.right)
     if mask.left is not None:
         sees = sees & (positions_k >= positions_q - mask.left)
     if mask.first_key is not None:
         sees = sees & (positions_k >= mask.first_key)
-    if mask.READS_LENGTHS and not mask.IS_CAUSAL:
+    if checks_positions(mask.READS_LENGTHS, mask.right):
         sees = sees & (positions_q >= 0)
     return sees
 
@@ -75,8 +84,6 @@ def first_query(mask, q_offset):
     because there are no keys from first_key on."""
     row = tl.maximum(0, -q_offset)
     if mask.first_key is not None:
-        if mask.IS_CAUSAL:
-            row = tl.maximum(row, mask.first_key - q_offset)
         if mask.right is not None:
             row = tl.maximum(row, mask.first_key - mask.right - q_offset)
         row = tl.where(mask.first_key < mask.num_keys, row, NO_ROW)
@@ -94,13 +101,10 @@ def key_range(mask, start_m, q_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     full_first = 0
     last = mask.num_keys
     full_last = mask.num_keys
-    if mask.IS_CAUSAL:
-        last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + BLOCK_M + q_offset))
-        full_last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + q_offset + 1))
     if mask.right is not None:
         last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + BLOCK_M + q_offset + mask.right))
         full_last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + q_offset + mask.right + 1))
-    if mask.READS_LENGTHS and not mask.IS_CAUSAL:
+    if checks_positions(mask.READS_LENGTHS, mask.right):
         last = tl.where(start_m + BLOCK_M + q_offset > 0, last, 0)
         full_last = tl.where(start_m + q_offset >= 0, full_last, 0)
     if mask.first_key is not None:
@@ -129,14 +133,11 @@ def query_range(mask, start_n, q_offset, NQ, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     full_first = 0
     full_last = NQ // BLOCK_M
     last = blocks
-    if mask.IS_CAUSAL:
-        first = tl.minimum(blocks, tl.maximum(0, start_n - q_offset) // BLOCK_M)
-        full_first = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N - 1 - q_offset), BLOCK_M))
     if mask.right is not None:
         right = mask.right
         first = tl.minimum(blocks, tl.maximum(0, start_n - right - q_offset) // BLOCK_M)
         full_first = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N - 1 - right - q_offset), BLOCK_M))
-    if mask.READS_LENGTHS and not mask.IS_CAUSAL:
+    if checks_positions(mask.READS_LENGTHS, mask.right):
         first = tl.maximum(first, tl.minimum(blocks, tl.maximum(0, -q_offset) // BLOCK_M))
         full_first = tl.maximum(full_first, tl.minimum(blocks, tl.cdiv(tl.maximum(0, -q_offset), BLOCK_M)))
     if mask.left is not None:

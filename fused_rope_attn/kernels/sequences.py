@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, rows_of_sequence
-from fused_rope_attn.kernels.masks import Mask, sequence_mask
+from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.kernels.tiles import Origin
@@ -19,9 +19,8 @@ class MaskArguments:
     cu_q_ptr: tl.tensor | None  # cu_seqlens of queries and of keys, (num_sequences + 1,) int32; B = 1 then
     cu_k_ptr: tl.tensor | None
     num_sequences: tl.tensor | None
-    left: tl.tensor | None  # the window's keys before and behind a query's own position
-    right: tl.tensor | None
-    IS_CAUSAL: tl.constexpr
+    left: tl.tensor | None  # the window's keys before and after a query's own position
+    right: tl.tensor | None  # ``is_causal`` if the call is
     READS_LENGTHS: tl.constexpr  # whether any of the tensors is there
 
 
@@ -77,7 +76,7 @@ def scheduled_queries(pid, NQ, NK, HQ, num_heads, heads_per_section, masks, BLOC
     """``scheduled_rows`` of queries (B, HQ, NQ, D): causal, the last tiles take the longest and start first."""
     return scheduled_rows(
         pid, NQ, NK, HQ, num_heads, heads_per_section, masks.cu_q_ptr, masks.cu_k_ptr, masks.num_sequences, BLOCK_M,
-        masks.IS_CAUSAL,
+        is_causal(masks.right),
     )  # fmt: skip
 
 
@@ -105,8 +104,8 @@ def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
     num_keys = existing_keys(masks.lens_ptr, batch, rows_k)
     q_offset = num_keys - num_queries
     mask = sequence_mask(
-        masks.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS
-    )
+        masks.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS
+    )  # fmt: skip
     return Sequence(
         batch=batch, first_q=first_q, num_queries=num_queries, first_k=first_k, num_keys=num_keys, q_offset=q_offset,
         mask=mask,

@@ -52,10 +52,10 @@ class Bounds(NamedTuple):
 
 
 @triton.jit
-def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, IS_CAUSAL: tl.constexpr,
-                  READS_LENGTHS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, READS_LENGTHS: tl.constexpr,
+                  ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """(ROWS, KEYS) of batch entry 1, then its first key and the first query that sees one."""
-    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
     rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
     sees = visible(mask, rows + q_offset, keys)
     tl.store(out_ptr + rows * KEYS + keys, sees.to(tl.int32))
@@ -65,11 +65,11 @@ def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, IS_CAUSA
 
 
 @triton.jit
-def write_ranges(out_ptr, starts_ptr, q_offset, num_keys, left, right, NQ, IS_CAUSAL: tl.constexpr,
-                 READS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+def write_ranges(out_ptr, starts_ptr, q_offset, num_keys, left, right, NQ, READS_LENGTHS: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
                  OF_QUERIES: tl.constexpr):  # fmt: skip
     """(BLOCKS, 4) float32, which shows a bound that is no whole number: the bounds of what each block visits."""
-    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
     for i in tl.static_range(BLOCKS):
         if OF_QUERIES:
             bounds = query_range(mask, i * BLOCK_N, q_offset, NQ, BLOCK_M, BLOCK_N)
@@ -82,8 +82,9 @@ def write_ranges(out_ptr, starts_ptr, q_offset, num_keys, left, right, NQ, IS_CA
 def run(kernel, out, bounds, *behind, **options):
     """What a kernel writes about a sequence's mask."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
+    right = tl.constexpr(0) if bounds.causal else bounds.right
     kernel[(1,)](
-        out, starts, bounds.q_offset, bounds.num_keys, bounds.left, bounds.right, *behind, IS_CAUSAL=bounds.causal,
+        out, starts, bounds.q_offset, bounds.num_keys, bounds.left, right, *behind,
         READS_LENGTHS=bounds.reads_lengths, **options,
     )  # fmt: skip
     return out.tolist()

@@ -20,13 +20,13 @@ NAMES = ("number", "index", "num_rows", "sequence", "batch", "head", "row", "bat
 
 
 @triton.jit
-def write_programs(out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, NQ, NK, HEADS, num_heads,
-                   section, OF_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr,
-                   BLOCK: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+def write_programs(out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, NQ, NK, HEADS,
+                   num_heads, section, OF_QUERIES: tl.constexpr, READS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
+                   WORDS: tl.constexpr):  # fmt: skip
     """What NAMES say of each program, at its place in (programs, WORDS)."""
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=None, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
     if OF_QUERIES:
         tile = scheduled_queries(tl.program_id(0), NQ, NK, HEADS, num_heads, section, masks, BLOCK)
@@ -58,10 +58,11 @@ def programs(count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, l
              left=None):  # fmt: skip
     """A dict of NAMES for each of ``count`` programs; -1 where there is none."""
     given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (starts, lens, ends, ends_k)]
+    right = tl.constexpr(0) if causal else None
     out = torch.full((count, len(NAMES)), -1, dtype=torch.int64)
     write_programs[(count,)](
-        out, *given, None if ends is None else len(ends) - 1, left, len_q, len_k, HEADS, batch * HEADS, SECTION,
-        OF_QUERIES=of_queries, IS_CAUSAL=causal, READS_LENGTHS=any(x is not None for x in given), BLOCK=BLOCK,
+        out, *given, None if ends is None else len(ends) - 1, left, right, len_q, len_k, HEADS, batch * HEADS, SECTION,
+        OF_QUERIES=of_queries, READS_LENGTHS=any(x is not None for x in given), BLOCK=BLOCK,
         WORDS=len(NAMES),
     )  # fmt: skip
     return [dict(zip(NAMES, row)) for row in out.tolist()]

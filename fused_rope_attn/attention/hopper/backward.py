@@ -76,8 +76,7 @@ class BackwardCall:
         # work. With wide ones both are little of the whole, and the long key blocks should come first.
         self.progress_size = None
         left, right = problem.window_left, problem.window_right
-        bounded_ahead = problem.causal or right is not None
-        narrow_window = left is not None and bounded_ahead and 4 * (left + (right or 0)) <= len_k
+        narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
         if narrow_window and not problem.reads_lengths and not self.wide:
             self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = shared_arguments(problem, given.cos, given.sin) | {

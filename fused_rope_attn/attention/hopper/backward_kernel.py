@@ -44,7 +44,7 @@ from fused_rope_attn.kernels.lengths import (
     padded_row,
     rows_of_sequence,
 )
-from fused_rope_attn.kernels.masks import Mask, sequence_mask
+from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
@@ -62,7 +62,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size,
                     heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                    IS_CAUSAL: gl.constexpr, READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
+                    READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                     DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr):  # fmt: skip
     """dk, dv of a block of keys of one key head, and their share of dQ. Grid: (``count_tiles`` of the keys * B * HKV).
@@ -95,7 +95,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     # Whether tiles may hold rows of keys that do not exist, before or behind the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or HAS_KEYS_BEFORE_WINDOW
     # Whether the mask may let keys through that do not exist: a causal window hides all but those before kv_starts.
-    CLAMPS_WEIGHTS: gl.constexpr = left is None or not IS_CAUSAL or starts_ptr is not None
+    CLAMPS_WEIGHTS: gl.constexpr = left is None or not is_causal(right) or starts_ptr is not None
     if not BEGINS_DQ:
         let_next_launch_start(PDL)
 
@@ -119,7 +119,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     num_keys = existing_keys(lens_ptr, batch, NK)
     if IS_PACKED:
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
-    mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, left, right, IS_CAUSAL, READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, left, right, READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_N)
     num_begun = queries.count
     if BEGINS_DQ:
@@ -135,7 +135,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         first_key=first_key if READS_LENGTHS else None,
         left=left,
         right=right,
-        IS_CAUSAL=IS_CAUSAL,
         READS_LENGTHS=READS_LENGTHS,
     )
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)

@@ -14,13 +14,11 @@ def hide_pairs(mask, x, value, keys, columns, diagonal):
     keys, columns: the tile's keys and queries, counted from its first ones. diagonal: how far the position of the first
     query is past that of the first key.
     """
-    if mask.IS_CAUSAL or mask.left is not None or mask.right is not None:
+    if mask.left is not None or mask.right is not None:
         # Relative to the thread's first key and column, so that the others are constants and not registers: a query is
         # past a key by diagonal + (others - thread).
         thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
         others = (columns & ~6)[None, :] - (keys & 8)[:, None]
-        if mask.IS_CAUSAL:
-            x = gl.where(others >= thread - diagonal, x, value)
         if mask.right is not None:
             x = gl.where(others >= thread - (diagonal + mask.right), x, value)
         if mask.left is not None:
@@ -41,7 +39,7 @@ def needs_mask(mask, diagonal, block, queries):
         if mask.right is not None:
             upper -= mask.right
         lower = mask.left - (BACKWARD_BLOCK_M - 1)
-        needed = (diagonal > lower) | ((mask.IS_CAUSAL or mask.right is not None) & (diagonal < upper))
+        needed = (diagonal > lower) | ((mask.right is not None) & (diagonal < upper))
         if queries.num_masked is not None:
             needed = needed | (queries.num_masked >= queries.count)
         return needed

@@ -35,7 +35,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_tiles, num_heads,
                    heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
@@ -106,7 +106,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
 
     # What each tile's announcement says is None here: Triton 3.6 fails on what warps are given and do not use.
     masks = MaskOptions(
-        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS,
+        left=left, right=right, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS,
         IS_ALIGNED=IS_ALIGNED,
     )  # fmt: skip
     schedule = Schedule(

@@ -4,6 +4,7 @@ Which blocks are visited, and which of them need this, says ``kernels.masks`` as
 """
 
 from fused_rope_attn.attention.hopper.tiles import tile_bounds
+from fused_rope_attn.kernels.masks import checks_positions
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -13,9 +14,8 @@ class MaskOptions:
     """The masks of a call, of which each tile has a part."""
 
     left: gl.tensor | None  # how many keys before its own position a query sees; None: all
-    right: gl.tensor | None  # how many keys behind its own position a query sees; None: all, or causal
-    IS_CAUSAL: gl.constexpr
-    READS_LENGTHS: gl.constexpr  # the device reads which keys exist: a query may lie before position 0
+    right: gl.tensor | None  # how many keys after its own position a query sees; None: all; ``is_causal``: none
+    READS_LENGTHS: gl.constexpr  # lengths come from device tensors: queries at negative positions see no key
     HAS_STARTS: gl.constexpr  # whether there are kv_starts
     # Whether the diagonal of every tile is that of its first key block, and nothing but causality hides keys.
     IS_ALIGNED: gl.constexpr
@@ -61,11 +61,9 @@ def mask_scores(scores, positions, columns, visit, tile, masks, NK):
     start_n = (bounds.last_block - visit) * scores.shape[1]
     if visit < tile.upper_masked:
         last = positions * 0 + (bounds.num_keys - 1)
-        if masks.IS_CAUSAL:
-            last = gl.minimum(last, positions)
         if masks.right is not None:
             last = gl.minimum(last, positions + masks.right)
-        if masks.READS_LENGTHS and not masks.IS_CAUSAL:
+        if checks_positions(masks.READS_LENGTHS, masks.right):
             last = gl.where(positions >= 0, last, -1)
         scores = hide_keys(scores, last - start_n, columns, UPPER=True)
     if masks.left is not None or masks.HAS_STARTS:

@@ -4,7 +4,7 @@ from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
 from fused_rope_attn.attention.hopper.tiles import QueryTile, TileBounds
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels.lengths import existing_keys, padded_row
-from fused_rope_attn.kernels.masks import Mask, key_range, sequence_mask
+from fused_rope_attn.kernels.masks import Mask, is_causal, key_range, sequence_mask
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit
@@ -56,7 +56,7 @@ def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, rotated_row, 
     if mask.first_key is not None:
         # That of the rows' last keys alone: where a window is narrower than a block, both ends may lie in the same one.
         upper = Mask(
-            num_keys=mask.num_keys, first_key=None, left=None, right=mask.right, IS_CAUSAL=mask.IS_CAUSAL,
+            num_keys=mask.num_keys, first_key=None, left=None, right=mask.right,
             READS_LENGTHS=mask.READS_LENGTHS,
         )  # fmt: skip
         _, _, full_last, _ = key_range(upper, start_m, q_offset, BLOCK_M, BLOCK_N)
@@ -89,16 +89,14 @@ def tile_work(schedule, masks, index):
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
     num_m_blocks = (schedule.NQ + BLOCK_M - 1) // BLOCK_M
     block, bh = scheduled_tile(
-        index, num_m_blocks, schedule.num_heads, schedule.heads_per_section, LAST_TILE_FIRST=masks.IS_CAUSAL
+        index, num_m_blocks, schedule.num_heads, schedule.heads_per_section, LAST_TILE_FIRST=is_causal(masks.right)
     )
     start_m = block * BLOCK_M
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
     num_keys = existing_keys(schedule.lens_ptr, batch, schedule.NK)
     q_offset = num_keys - schedule.NQ
-    mask = sequence_mask(
-        schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS
-    )
+    mask = sequence_mask(schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS)
     tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, None, BLOCK_M, schedule.BLOCK_N)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
 
@@ -111,7 +109,7 @@ def table_entry(schedule, masks, index):
     """
     slot, head = scheduled_tile(
         gl.minimum(index, schedule.num_tiles - 1), schedule.tiles_per_head, schedule.num_heads,
-        schedule.heads_per_section, LAST_TILE_FIRST=masks.IS_CAUSAL,
+        schedule.heads_per_section, LAST_TILE_FIRST=is_causal(masks.right),
     )  # fmt: skip
     entry = schedule.counter_ptr + TILE_WORDS + slot * TILE_WORDS
     return (
@@ -142,7 +140,7 @@ def packed_work(schedule, masks, index):
     while (row >= end) & (index < schedule.num_tiles):
         index = take_index(schedule)
         head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
-    mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.left, masks.right, masks.IS_CAUSAL, masks.READS_LENGTHS)
+    mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.left, masks.right, masks.READS_LENGTHS)
     rotated_row = row
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q

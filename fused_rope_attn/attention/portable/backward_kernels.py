@@ -23,9 +23,9 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
                 dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right,
                 num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
                 D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
-                USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
+                ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+                USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
     Grid: (``count_tiles`` of the keys * B * HKV). stats (2, B, HQ, NQ) float32: lse and delta, as ``preprocess_kernel``
@@ -36,7 +36,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     let_next_launch_start(PDL)
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
     tile = scheduled_keys(tl.program_id(0), NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N)
     if cu_k_ptr is not None:
@@ -65,7 +65,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
               dq_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset,
               left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
               D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr,
+              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
               ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
               USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
@@ -75,7 +75,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     """
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     if cu_q_ptr is not None:
@@ -108,7 +108,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
                       num_batches, HQ, HKV, GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr, R: tl.constexpr,
                       DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr, DQ_BLOCK_M: tl.constexpr,
                       DQ_BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
+                      READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
                       PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
                       USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """The whole backward pass: first programs of ``dkdv_kernel``, which take longer, then those of ``dq_kernel``.
@@ -118,7 +118,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
     """
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
     operands = Operands(
         q=q_ptr, k=k_ptr, v=v_ptr, do=do_ptr, o=o_ptr, q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,

@@ -100,7 +100,7 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
                    cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_heads,
                    HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   IS_CAUSAL: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
+                   READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
                    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
                    PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
@@ -112,7 +112,7 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
     """
     masks = MaskArguments(
         starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=right, IS_CAUSAL=IS_CAUSAL, READS_LENGTHS=READS_LENGTHS,
+        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
     )  # fmt: skip
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
