@@ -14,12 +14,11 @@ from fused_rope_attn.attention.arguments import (
     shared_arguments,
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
-from fused_rope_attn.attention.hopper.alignment import is_aligned
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms

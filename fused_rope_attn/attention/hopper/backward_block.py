@@ -1,42 +1,26 @@
-"""What the warps of an sm_90 backward block share: records of its work, its buffers with their barriers, its range."""
+"""Records and functions that both ways of splitting an sm_90 backward block share: its range, channels and weights."""
 
-from fused_rope_attn.attention.hopper.barriers import Ring, allocate_barriers
-from fused_rope_attn.attention.hopper.opaque import opaque
+import triton.language as tl
+
+from fused_rope_attn.attention.hopper.channels import channel_of
+from fused_rope_attn.attention.hopper.columns import issue_over_columns
+from fused_rope_attn.attention.hopper.masks import hide_pairs
+from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, WARPGROUP_THREADS
+from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import gl, jit
 
-
-@record
-class Buffer:
-    """A tile in shared memory, or one for each warpgroup, and the mbarriers that say when it is ``full`` and ``empty``.
-
-    ``empty`` is None where the tile is written once.
-    """
-
-    smem: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor | None
-
-
-@record
-class QueryRing:
-    """Query blocks, of Q or of dO, that the loading warp brings, and a number for each of their rows.
-
-    blocks: their ``Ring``, each (1, 1, BLOCK_M, BLOCK_D) 16-bit, which both warpgroups empty. stats (STAGES, BLOCK_M)
-    float32: the base-2 lse of the rows of Q, delta of those of dO.
-    """
-
-    blocks: Ring
-    stats: gl.shared_memory_descriptor
+# A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
+HIDDEN = gl.constexpr(-1e18)
 
 
 @record
 class KeyBlock:
-    """The keys that a block, or one of its warps, works on: of a key head of a batch entry, from row start_n on."""
+    """The keys that a block, or one of its warpgroups, owns: of a key head of a batch entry, from row start_n on."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -47,17 +31,17 @@ class KeyBlock:
 class QueryBlocks:
     """The query blocks that see a key block, in each head of the group: ``count`` of them from number ``first`` on.
 
-    num_masked: without a window on the left, the blocks first .. first + num_masked - 1 need a mask and the others do
-    not. With one, each block's position says whether it needs a mask; all do where num_masked is ``count`` or more. It
-    is None where every key that the mask lets through exists.
+    num_masked: without a window on the left, the first num_masked blocks need a mask and the others do not. With one,
+    each block's position says whether it needs a mask, and all do if num_masked is at least ``count``. It is None if
+    every key that the mask lets through exists.
 
-    num_ahead: of how many blocks, the first of each head, 0 or 1, all heads come before any others: they see only the
-    keys of the first warpgroup. None: every head comes whole.
+    num_hidden: 0 or 1 blocks, the first of each head, see no key of the second warpgroup. These blocks of all heads are
+    processed before any others. None: the heads are processed one after another.
     """
 
     first: gl.tensor
     num_masked: gl.tensor | None
-    num_ahead: gl.tensor | None
+    num_hidden: gl.tensor | None
     count: gl.tensor
 
 
@@ -65,7 +49,7 @@ class QueryBlocks:
 class Sizes:
     """Heads and rows: HQ query heads, GROUP_SIZE of them to a key head, NQ queries, NK keys.
 
-    pitch: the rows of a head in the row statistics and in the accumulator of dQ, a multiple of BLOCK_M.
+    pitch: rows of a head in the row statistics and in the accumulator of dQ, a multiple of BLOCK_M.
     """
 
     HQ: gl.tensor | None
@@ -77,11 +61,11 @@ class Sizes:
 
 @record
 class KeyNorm:
-    """The norm of the keys, through which dk goes back behind its rotation.
+    """The norm of the keys; the gradient passes through it after it has been rotated back.
 
     raw_ptr, raw_strides: k as the caller gave it, (B, HKV, NK, D). sums_ptr: float32, this block's part of the weights'
     gradient: rows of D columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 *
-    CONSUMERS, KEYS, 1) float32: where warpgroups that own parts of rows tell each other their sums, else None.
+    CONSUMERS, KEYS, 1) float32: sums that warpgroups exchange if they own parts of rows, else None.
     """
 
     norm: Norm
@@ -93,7 +77,7 @@ class KeyNorm:
 
 @record
 class KeyGradients:
-    """Where dk and dv (B, HKV, NK, D) are written, and the tables by which dk is rotated back."""
+    """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back."""
 
     dk_ptr: gl.tensor
     dv_ptr: gl.tensor
@@ -111,50 +95,43 @@ class KeyGradients:
 
 
 @jit
-def allocate_barrier():
-    """Room for one mbarrier, (1,), not yet initialised."""
-    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+def whole_tile(channel):
+    """Return the block's K or V as a tile (rows, columns); with more than 64 columns, at an ``opaque`` address.
 
-
-@jit
-def whole_tile(smem):
-    """K or V of the block, (1, 1, 1, rows, columns), as a tile; of more than 64 columns, at an ``opaque`` address.
-
-    Otherwise the descriptors of its products, up to 16 of 64 bits each, wait in registers around the loop, which then
-    spill or, in the kernel for wide heads, make every product synchronous (C7512). Those of 64 columns have room there,
-    and to make them anew costs 30 of 500 instructions.
+    Otherwise the loop holds the descriptors of its products, up to 16 of 64 bits each, in registers. They spill, or in
+    the kernel for wide heads make every product synchronous (C7512). With 64 columns they fit, and making them again in
+    each step would cost 30 of 500 instructions.
     """
-    COLUMNS: gl.constexpr = smem.shape[4]
+    COLUMNS: gl.constexpr = channel.buffer.shape[4]
     slot = 0 if COLUMNS == 64 else opaque(0)
-    return smem.index(slot).reshape((smem.shape[3], COLUMNS))
+    return channel.buffer.index(slot).reshape((channel.buffer.shape[3], COLUMNS))
 
 
 @jit
-def allocate_query_ring(desc, stats_desc, STAGES: gl.constexpr):
-    """A ``QueryRing`` for the blocks of desc, (1, 1, BLOCK_M, BLOCK_D), and of stats_desc, (BLOCK_M,)."""
-    ring = Ring(
-        smem=gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout),
-        full=allocate_barriers(STAGES),
-        empty=allocate_barriers(STAGES),
-        STAGES=STAGES,
-    )
-    return QueryRing(blocks=ring, stats=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], stats_desc.layout))
+def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr):
+    """Allocate a ``Channel`` for the blocks of desc, (1, 1, BLOCK_M, BLOCK_D), and (STAGES, BLOCK_M) float32.
+
+    The latter holds a number for each row: lse with Q, delta with dO. The loading warp fills a slot and its row of them
+    together, and both warpgroups release it.
+    """
+    buffer = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+    channel = channel_of(buffer, STAGES)
+    return channel, gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], stats_desc.layout)
 
 
 @jit
-def init_query_ring(ring):
-    """Initialise the barriers of a ``QueryRing``: the loading warp fills a slot, and both warpgroups release it."""
-    for slot in gl.static_range(ring.blocks.STAGES):
-        ring.blocks.init_slot(slot, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
+def init_query_channel(channel):
+    """Initialise the barriers of a channel of query blocks."""
+    channel.init(FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
 
 @jit
 def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
-    """(QueryBlocks, first visible row) of the key block [start_n, start_n + BLOCK_N), of num_rows query rows in all.
+    """Return (QueryBlocks, first visible row) of the key block [start_n, start_n + BLOCK_N), of num_rows query rows.
 
-    All query blocks need a mask when the key block is partial, because a key that does not exist has score 0, and
-    p = exp2(0 - lse) may be infinite. Query rows before the first visible one see nothing; the number counts only where
-    the device reads lengths. NQ: the queries, of which num_rows is at least as many.
+    All query blocks need a mask if the key block is partial, because a key that does not exist has score 0, and p =
+    exp2(0 - lse) may be infinite. Query rows before the first visible one see nothing; the number is meaningful only if
+    the device reads lengths. NQ: the queries; num_rows includes padding.
     """
     q_offset = mask.num_keys - NQ
     first, num_masked, _, last = query_range(mask, start_n, q_offset, num_rows, BLOCK_M, BLOCK_N)
@@ -163,10 +140,46 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
     if mask.first_key is not None:
         is_partial = is_partial | (start_n < mask.first_key)
     if mask.READS_LENGTHS:
-        # The key block may begin before the first key, and see rows that see nothing.
+        # The key block may begin before the first key, and include queries that see nothing.
         first_row = first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     blocks = QueryBlocks(
-        first=first, num_masked=gl.where(is_partial, last, num_masked) - first, num_ahead=None, count=last - first
+        first=first, num_masked=gl.where(is_partial, last, num_masked) - first, num_hidden=None, count=last - first
     )  # fmt: skip
     return blocks, first_row
+
+
+@jit
+def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.constexpr, CLAMP: gl.constexpr):
+    """Return (p, s): the weights exp2(s - lse) of scores s (keys, queries) float32, and s after its cap.
+
+    If the tile ``is_masked``, pairs that must not see each other have weight 0 (``hide_pairs`` takes keys, columns,
+    diagonal). lse (queries,) float32 in base 2. CLAMP: the mask may let keys through that do not exist, and their
+    scores may exceed lse. DTYPE: of q and k.
+    """
+    if scale.cap_scale is None:
+        p = gl.exp2(s * scale.qk_scale - lse[None, :])
+        if is_masked:
+            p = hide_pairs(mask, p, 0.0, keys, columns, diagonal)
+            if CLAMP:
+                # Their score is 0, and K is zero, so that any finite weight will do.
+                p = gl.where(p > 1.0, 1.0, p)
+    else:
+        # Mask before the exponential: a branch after it would keep scores and p alive, for which registers are lacking.
+        s = cap_scores(s, scale.cap_scale, DTYPE)
+        if is_masked:
+            s = hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
+        p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    return p, s
+
+
+@jit
+def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0):
+    """Begin the product of a (keys, columns) and a transposed block (BLOCK_M, columns) as soon as that has arrived.
+
+    channel, cursor: the place of the block of Q or dO. nothing (keys, BLOCK_M) float32: zeros in the layout of the
+    result. RIGHT: ``right_columns``.
+    """
+    block = channel.tile(cursor).reshape((BLOCK_M, a.shape[1]))
+    channel.wait_full(cursor)
+    return issue_over_columns(a, block, nothing, RIGHT)

@@ -3,37 +3,41 @@
 With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2):
 dV = P^T dO;  dS = P * (dO V^T - delta);  dQ_rot = scale * dS K_rot;  dK_rot = scale * dS^T Q_rot.
 
-The pre-process rotates q and k once and computes the row statistics; the main kernel contains no rotation but that of
-dK in its epilogue; dQ is summed in float32 (the order varies, and the last bits with it), and the post-process rotates
-it back.
+The pre-process rotates q and k once and computes the row statistics. The main kernel rotates only dK, in its epilogue.
+dQ is summed in float32, in an order that varies, and the last bits vary with it. The post-process rotates it back.
 
-A block of the main kernel owns the keys of one key head from one row on and goes through the query blocks of the
-group's heads. Its warps meet only at barriers in shared memory:
+A block of the main kernel owns the keys of one key head from one row on and visits the query blocks of the group's
+heads. Its warps meet only at barriers in shared memory:
 
-- two warpgroups multiply: ``accumulate_by_keys``, 128 keys, of which each owns half, or for head dims beyond 128
-  ``accumulate_by_columns``, 64 keys, of which each owns half of the columns;
-- ``load``, one warp: brings K and V and keeps the rings of Q and dO blocks full through the TMA;
-- ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. For head dims beyond 128 the two
-  warpgroups add them from their registers.
+- two warpgroups multiply. ``accumulate_by_keys`` has 128 keys, and each warpgroup owns half of them; above head dim 128
+  ``accumulate_by_columns`` has 64 keys, and each warpgroup owns half of the columns;
+- ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
+- ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
+  them from their registers.
 """
 
 from fused_rope_attn.attention.hopper.backward_block import (
-    Buffer,
     KeyBlock,
     KeyGradients,
     KeyNorm,
     QueryBlocks,
     Sizes,
-    allocate_barrier,
     query_blocks,
 )
 from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
 from fused_rope_attn.attention.hopper.backward_by_columns import allocate_buffers as allocate_column_buffers
 from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
 from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers as allocate_key_buffers
-from fused_rope_attn.attention.hopper.backward_load import Destinations, ExistingRows, Operands, load
-from fused_rope_attn.attention.hopper.dq import Progress, reduce
-from fused_rope_attn.attention.hopper.key_norm import allocate_exchange
+from fused_rope_attn.attention.hopper.backward_epilogue import allocate_exchange
+from fused_rope_attn.attention.hopper.backward_transfers import (
+    Descriptors,
+    Destinations,
+    ExistingRows,
+    Progress,
+    load,
+    reduce,
+)
+from fused_rope_attn.attention.hopper.channels import allocate_barriers
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.kernels.lengths import (
@@ -65,36 +69,39 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                     DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr):  # fmt: skip
-    """dk, dv of a block of keys of one key head, and their share of dQ. Grid: (``count_tiles`` of the keys * B * HKV).
+    """Compute dk, dv of a block of keys of one key head, and their share of dQ.
+
+    Grid: (``count_tiles`` of the keys * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
     (2 * B * HQ * pitch,) lse and delta. dq_accumulator (B, HQ, pitch, ``needed_columns``) float32, zero before the
     first block: a descriptor, or for BLOCK_D beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
 
-    What a call does not use is None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr, cu_k_ptr and
-    num_sequences; left and right, the keys before and behind its own position that a query sees; cap_scale, as in
-    ``ScoreScale``; with a norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, through
-    whose norm dk goes back, and k_sums, float32: each warpgroup's part of the weights' gradient, (2 * programs, D), or
-    for BLOCK_D beyond 128 both of theirs, (programs, D). READS_LENGTHS: there are starts, lens or packed sequences.
-    HAS_KEYS_BEFORE_WINDOW: there are keys before the first query's window. num_heads: B * HKV, of which
-    heads_per_section are scheduled together. IS_ALIGNED: as ``alignment.is_aligned`` says of key blocks, and to be
-    made use of (BLOCK_D up to 128): the second warpgroup leaves out the query blocks that see none of its keys.
+    Arguments that a call does not use are None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr,
+    cu_k_ptr and num_sequences; left and right, as in ``kernels.masks.Mask``; cap_scale, as in ``ScoreScale``; and for a
+    norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
+    the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
+    D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
+    first query's window. num_heads: B * HKV; heads_per_section of them are scheduled together. IS_ALIGNED (BLOCK_D up
+    to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see
+    none of its keys.
 
-    Packed sequences, B = 1: q, stats and dq are padded to whole query blocks, as the pre-process does by BLOCK_M, so
-    that what adds to dq in blocks stays within a sequence.
+    Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
+    that is added to dq stays within a sequence.
 
-    progress_ptr: None, or (BLOCK_D up to 128, not packed) how many programs of each key head are done (B * HKV,) and
-    which query blocks of dQ are begun (B * HQ * pitch / BLOCK_M,), int32, zero before the first block; then
-    dq_accumulator need not be zero. The last key block that sees a query block begins it, and first of all. The others
-    wait for it, and were launched later: programs start in the order of their numbers, which CUB's scans rely on too.
+    progress_ptr: None, or (BLOCK_D up to 128, not packed) the int32 words that backward_transfers.py describes, zero
+    before the first block; then dq_accumulator need not be zero. The last key block that sees a query block stores its
+    dQ, before anything else. The other programs wait for it. They were launched later: programs start in the order of
+    their numbers, on which CUB's scans rely too.
     """
     BEGINS_DQ: gl.constexpr = progress_ptr is not None
     IS_PACKED: gl.constexpr = num_sequences is not None
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     BLOCK_N: gl.constexpr = KEYS if SPLITS_COLUMNS else BACKWARD_BLOCK_N
-    # Whether tiles may hold rows of keys that do not exist, before or behind the others, inside the tensors.
+    # Whether tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or HAS_KEYS_BEFORE_WINDOW
-    # Whether the mask may let keys through that do not exist: a causal window hides all but those before kv_starts.
+    # Whether the mask may let keys through that do not exist. A causal window hides all of them but those before
+    # kv_starts.
     CLAMPS_WEIGHTS: gl.constexpr = left is None or not is_causal(right) or starts_ptr is not None
     if not BEGINS_DQ:
         let_next_launch_start(PDL)
@@ -106,7 +113,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     batch = bh // HKV
     head = bh % HKV
     if IS_PACKED:
-        # A block behind its sequence's end sees no query, and writes nothing.
+        # A block past its sequence's end sees no query and writes nothing.
         CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
         sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, cu_q_ptr, num_sequences, NK, NQ, BLOCK_N, CU_LAYOUT)
         first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
@@ -131,23 +138,23 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         first_key = queries.first * 0
     mask = Mask(
         num_keys=num_keys,
-        # Otherwise the window hides the keys before it, or there are none.
+        # Otherwise no key is before it, or the window hides those keys.
         first_key=first_key if READS_LENGTHS else None,
         left=left,
         right=right,
         READS_LENGTHS=READS_LENGTHS,
     )
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
-    num_ahead = None
+    num_hidden = None
     if IS_ALIGNED:
-        # Rows from the diagonal on: before it there are none where the keys begin before the queries.
-        num_ahead = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
+        # The block's diagonal has query rows only if the queries do not begin after it.
+        num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
     queries = QueryBlocks(
-        first=queries.first, num_masked=queries.num_masked if CLAMPS_WEIGHTS else None, num_ahead=num_ahead,
+        first=queries.first, num_masked=queries.num_masked if CLAMPS_WEIGHTS else None, num_hidden=num_hidden,
         count=queries.count,
     )  # fmt: skip
 
-    # The same in rows of the tensors: packed tensors hold all sequences, padded ones whole tiles of each sequence.
+    # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
     do_shift, do_end = None, None
     if IS_PACKED:
@@ -158,7 +165,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         if SPLITS_COLUMNS:
             dq_accumulator += padded.to(gl.int64) * BLOCK_D
     key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
-    query_rows = QueryBlocks(first=first_block, num_masked=None, num_ahead=num_ahead, count=queries.count)
+    query_rows = QueryBlocks(first=first_block, num_masked=None, num_hidden=num_hidden, count=queries.count)
     existing = ExistingRows(
         first_query=first_row if READS_LENGTHS else None,
         first_key=first_key_row if ZEROES_ROWS else None,
@@ -167,9 +174,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         do_end=do_end,
     )
 
-    # The values and the shared memory that the warps take.
+    # Records and shared memory of the warps.
     sizes = Sizes(HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, pitch=pitch, NK=NK)
-    operands = Operands(q=q_desc, k=k_desc, v=v_desc, do=do_desc, stats=stats_desc)
+    descriptors = Descriptors(q=q_desc, k=k_desc, v=v_desc, do=do_desc, stats=stats_desc)
     scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=None)
     key_norm = None
     if k_norm_ptr is not None:
@@ -187,28 +194,28 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         USE_INT64_OFFSETS=USE_INT64_OFFSETS,
     )  # fmt: skip
     if SPLITS_COLUMNS:
-        buffers = allocate_column_buffers(operands, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
+        buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
     else:
-        buffers = allocate_key_buffers(operands, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
-    k_tile = Buffer(smem=buffers.k.smem.index(0), full=buffers.k.full, empty=None)
-    v_tile = Buffer(smem=buffers.v.smem.index(0), full=buffers.v.full, empty=None)
+        buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
     arrival = None
     if ZEROES_ROWS:
-        arrival = allocate_barrier()
+        arrival = allocate_barriers(1).index(0)
         mbarrier.init(arrival, count=1)
-    destinations = Destinations(k=k_tile, v=v_tile, q=buffers.q, do=buffers.do, arrival=arrival)
+    destinations = Destinations(
+        k=buffers.k, v=buffers.v, q=buffers.q, do=buffers.do, lse=buffers.lse, delta=buffers.delta, arrival=arrival
+    )
 
     if SPLITS_COLUMNS:
         gl.warp_specialize([
             (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
             (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-            (load, (operands, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+            (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
         ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         progress = Progress(ptr=progress_ptr, key_head=bh, num_key_heads=num_heads, num_begun=num_begun)
         gl.warp_specialize([
             (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
             (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-            (load, (operands, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+            (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
             (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sm_90 forward pass: its door, and the launches behind it."""
+"""Launches of the sm_90 forward pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import torch
 
 from fused_rope_attn.attention.arguments import room_strides, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
-from fused_rope_attn.attention.hopper.alignment import is_aligned
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_rooms
@@ -23,11 +22,12 @@ COUNTER_WORDS = TILE_WORDS.value
 
 
 class ForwardCall:
-    """The launches of one forward signature; packed queries that are rotated in the main kernel, those of up to 128
-    columns, cannot be saved as ``Saving.ROWS``.
+    """The launches of one forward signature.
 
-    keys_are_ready: k is rotated and in pair order when the call begins, and a launch before it zeroes the counter that
-    the call is given. k may have fewer rows than NK, which then lie behind the last key that a query sees.
+    Packed queries that the main kernel rotates, which have up to 128 columns, cannot be saved as ``Saving.ROWS``.
+
+    keys_are_ready: k is rotated and in pair order when the call begins, and an earlier launch zeroes the counter that
+    the call is given. k may have fewer rows than NK if no query sees the keys past its end.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ForwardCall:
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for
-        # Columns of O that leave together.
+        # Columns of O in one store.
         columns = pad_d if pad_d <= 128 else pad_d // 2
         key_layout = layout([1, 1, block_n, pad_d], element)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
@@ -86,7 +86,7 @@ class ForwardCall:
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             tiles_per_head=tiles_per_head if self.packed else None,
-            # Queries behind the last row of the tables exist nowhere else.
+            # Only such calls have queries past the last row of the tables.
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
             BLOCK_N=block_n,
             BLOCK_D=pad_d,
@@ -97,8 +97,8 @@ class ForwardCall:
             ATTEND_REGISTERS=config.attend_registers,
             ROTATE_REGISTERS=config.rotate_registers,
             LOAD_REGISTERS=24,
-            # With few blocks to a tile the registers that it takes cost more than it gives, and packed calls have none
-            # to spare: 168 bytes of stack with it.
+            # It takes registers. With a window, and so few blocks to a tile, they cost more than it saves; packed calls
+            # have none to spare, and use 168 bytes of stack with it.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
@@ -109,7 +109,10 @@ class ForwardCall:
     def __call__(
         self, tensors: Tensors, o: torch.Tensor | None = None, counter: torch.Tensor | None = None
     ) -> Outputs:  # fmt: skip
-        """o: where it is to be written, if the call was prepared for such a place; counter: where keys are ready."""
+        """Launch the call.
+
+        o: the output buffer, if the call was prepared for one; counter: given if and only if keys are ready.
+        """
         q = tensors.q
         if o is None:
             o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
@@ -141,5 +144,5 @@ prepared = PreparedCalls(ForwardCall)
 
 
 def attention_forward(problem: Problem, tensors: Tensors, config: HopperForwardConfig) -> Outputs:
-    """As the portable ``attention_forward``, with the kernels for sm_90."""
+    """Compute what the portable ``attention_forward`` does, with the kernels for sm_90."""
     return prepared(problem, tensors, config)(tensors)

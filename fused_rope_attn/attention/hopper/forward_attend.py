@@ -1,15 +1,23 @@
-"""The warpgroups of the sm_90 forward that multiply: scores, softmax and values of 64 query rows each."""
+"""The warpgroups of the sm_90 forward that multiply: scores, softmax, values and output of 64 query rows each."""
 
-from fused_rope_attn.attention.hopper.barriers import arrive_at_named_barrier, wait_at_named_barrier
+from fused_rope_attn.attention.hopper.channels import (
+    TENSOR_CORES,
+    TWO_WARPGROUPS,
+    arrive_at_named_barrier,
+    wait_at_named_barrier,
+)
 from fused_rope_attn.attention.hopper.columns import (
+    LEFT,
     issue_by_columns,
     issue_over_columns,
     right_columns,
-    wait_for_pieces,
-    zero_pieces,
+    store_parts,
+    wait_for_parts,
+    zero_parts,
 )
-from fused_rope_attn.attention.hopper.forward_masks import mask_diagonal, mask_scores
-from fused_rope_attn.attention.hopper.forward_output import write_output
+from fused_rope_attn.attention.hopper.forward_tiles import next_tile, query_end, query_position
+from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_scores
+from fused_rope_attn.attention.hopper.ptxas import pin
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
@@ -18,38 +26,55 @@ from fused_rope_attn.attention.hopper.softmax import (
     follow_maximum,
     no_sums,
     pack_weights,
-    pin,
     rescale_output,
     unpack_weights,
     weigh_scores,
     whole_sums,
     whole_weights,
 )
-from fused_rope_attn.attention.hopper.tiles import next_tile, query_end, query_position
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.runtime.triton_compat import barrier, gl, jit, tma_store_wait, warpgroup_mma_wait
-
-# The first of the named barriers: warpgroup 0 waits at this one for the tensor cores, warpgroup 1 at the next. Triton
-# counts the barriers of its partitions from 0.
-TENSOR_CORES = gl.constexpr(8)
-TWO_WARPGROUPS = gl.constexpr(256)  # threads of the one that waits and the one that hands over
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
+from fused_rope_attn.runtime.triton_compat import (
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma_wait,
+)
 
 
 @record
 class Softmax:
-    """What turns the scores into weights."""
+    """Scales and choices of the step from scores to weights."""
 
-    qk_scale: gl.tensor  # > 0, times log2(e), and times the cap where there is one
-    cap_scale: gl.tensor | None  # by which scores are multiplied before their tanh
+    qk_scale: gl.tensor  # > 0, includes log2(e), and the cap if there is one
+    cap_scale: gl.tensor | None  # factor of scores before their tanh
     sinks_ptr: gl.tensor | None  # (HQ,)
-    PIN_SUMS: gl.constexpr  # see ``softmax.pin``
-    VALUES: gl.constexpr  # when a block's values are awaited, see ``attend``
+    PIN_SUMS: gl.constexpr  # see ``ptxas.pin``
+    VALUES: gl.constexpr  # when a block's product with the values is awaited, see ``attend``
+
+
+@record
+class ForwardOutput:
+    """The tensors o and lse, and the shared memory that o passes through."""
+
+    desc: gl.tensor  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
+    ptr: gl.tensor | None  # o itself in packed calls, whose last rows of a sequence are stored without the TMA
+    strides: gl.tuple | None
+    lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
+    smem: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, columns of one store)
+    D: gl.constexpr
+    BLOCK_D: gl.constexpr
+    TWO_STORES: gl.constexpr  # whether the columns are stored as a left and a right half, one after the other
+    USE_INT64_OFFSETS: gl.constexpr
 
 
 @jit
 def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
-    """Wait until the warpgroup before has issued its products, so that one computes while another multiplies."""
+    """Wait until the previous warpgroup has issued its products, so that one computes while another multiplies."""
     wait_at_named_barrier(TENSOR_CORES + WARPGROUP, TWO_WARPGROUPS)
 
 
@@ -60,10 +85,10 @@ def hand_over_tensor_cores(WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @jit
-def first_keys(keys, key_step, COUNT: gl.constexpr):
-    """The first COUNT keys of the block that the ``Ring`` holds in this step, (COUNT, BLOCK_D)."""
-    BLOCK_N: gl.constexpr = keys.smem.shape[3]
-    block = keys.smem.index(keys.slot(key_step)).reshape((BLOCK_N, keys.smem.shape[4]))
+def first_keys(keys, cursor, COUNT: gl.constexpr):
+    """Return the first COUNT keys of the block at ``cursor`` of the channel, (COUNT, BLOCK_D)."""
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    block = keys.tile(cursor).reshape((BLOCK_N, keys.buffer.shape[4]))
     if COUNT == BLOCK_N:
         return block
     else:
@@ -73,58 +98,122 @@ def first_keys(keys, key_step, COUNT: gl.constexpr):
 @jit
 def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
              CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
-    """The scores of key block ``key_step``, and the values of the block before with weights p.
+    """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
-    q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): what acc, ``Pieces`` of (ROWS, BLOCK_D),
-    is multiplied by first. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT keys, capped where there
-    is a ``cap_scale``, and acc, in flight behind them, or with VALUES "before scores" complete. Unless the block
-    ``exists``, the scores mean nothing.
+    q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
+    (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
+    keys, capped if there is a ``cap_scale``, and acc, which is still in flight unless VALUES is "before scores". Unless
+    the block ``exists``, the scores are meaningless.
     """
     BLOCK_D: gl.constexpr = q.shape[1]
-    BLOCK_N: gl.constexpr = keys.smem.shape[3]
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
-    v_slot = values.slot(key_step - 1)
+    at_values = values.at(key_step - 1)
+    at_keys = keys.at(key_step)
     weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if VALUES == "before scores":
         acc = rescale_output(acc, correction)
-        values.wait_full(key_step - 1)
-        v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
+        values.wait_full(at_values)
+        v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         wait_for_tensor_cores(WARPGROUP)
         acc = issue_by_columns(weights, v, acc)
-        keys.wait_full(key_step, exists)
-        k = first_keys(keys, key_step, COUNT)
-        acc = wait_for_pieces(acc, PENDING=0)
-        values.release_operands(key_step - 1)
+        keys.wait_full(at_keys, exists)
+        k = first_keys(keys, at_keys, COUNT)
+        acc = wait_for_parts(acc, PENDING=0)
+        values.release_by_threads(at_values)
         scores = issue_over_columns(q, k, nothing, RIGHT)
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
-        keys.wait_full(key_step, exists)
-        k = first_keys(keys, key_step, COUNT)
+        keys.wait_full(at_keys, exists)
+        k = first_keys(keys, at_keys, COUNT)
         wait_for_tensor_cores(WARPGROUP)
         scores = issue_over_columns(q, k, nothing, RIGHT)
         acc = rescale_output(acc, correction)
-        # Triton's analysis of shared memory makes the four warps meet once an iteration. It does so in front of the
-        # wait for keys, where nothing is multiplied for them, unless they meet here, where something is.
+        # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
+        # wait for keys, when this warpgroup has no product in flight.
         barrier()
-        values.wait_full(key_step - 1)
-        v = values.smem.index(v_slot).reshape((BLOCK_N, BLOCK_D))
+        values.wait_full(at_values)
+        v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         acc = issue_by_columns(weights, v, acc)
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
-        # All but the groups of the values.
+        # The groups of the values may stay in flight.
         scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
-    keys.release_operands(key_step, exists)
+    keys.release_by_threads(at_keys, exists)
     return cap_scores(scores, cap_scale, q.dtype), acc
 
 
 @jit
+def write_columns(output, o_tile, tile, row, row_end, COLUMN: gl.constexpr):
+    """Store o_tile (1, 1, ROWS, columns), fenced for the TMA, in rows [row, row + ROWS) of the tile's head of o.
+
+    It is stored in the columns from COLUMN on, and in the rows before ``row_end``. The TMA stops at the tensor's end,
+    but not at a packed sequence's, so that the last rows of a sequence are stored from registers.
+    """
+    if output.ptr is None:
+        tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
+    else:
+        if row + ROWS <= row_end:
+            tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
+        elif row < row_end:
+            BLOCK_D: gl.constexpr = o_tile.shape[3]
+            WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+            strides = output.strides
+            base = output.ptr + tile.head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
+            if COLUMN:
+                base += COLUMN * strides[3]
+            o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
+            rows = Rows(
+                ptr=base, stride_row=strides[2], stride_column=strides[3], num_rows=row_end - row, first_row=None,
+                format=RowFormat(
+                    D=output.D - COLUMN, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=output.USE_INT64_OFFSETS
+                ),
+            )  # fmt: skip
+            store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
+
+
+@jit
+def split_columns(x):
+    """Return the left and the right half of the columns of x (ROWS, columns); each thread keeps its values."""
+    COLUMNS: gl.constexpr = x.shape[1] // 2
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    left, right = gl.split(x.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
+    return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
+
+
+@jit
+def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
+    """Write o, 16-bit ``ColumnParts`` of (ROWS, BLOCK_D), to rows [row, row + ROWS), those before ``row_end``.
+
+    The caller has waited for the TMA to read the warpgroup's last output. It may still be reading this one when the
+    function returns.
+    """
+    BLOCK_D: gl.constexpr = output.BLOCK_D
+    o_tile = output.smem.index(WARPGROUP)
+    if output.TWO_STORES:
+        left_half, right_half = split_columns(o.left)
+        o_tile.reshape((ROWS, BLOCK_D // 2)).store(left_half)
+        fence_async_shared()
+        write_columns(output, o_tile, tile, row, row_end, COLUMN=0)
+        tma_store_wait(0)
+        o_tile.reshape((ROWS, BLOCK_D // 2)).store(right_half)
+        fence_async_shared()
+        write_columns(output, o_tile, tile, row, row_end, COLUMN=BLOCK_D // 2)
+    else:
+        # The TMA does not store the columns after two parts, because the tensor has none there.
+        store_parts(o_tile.reshape((ROWS, BLOCK_D)), o, LEFT)
+        fence_async_shared()
+        write_columns(output, o_tile, tile, row, row_end, COLUMN=0)
+
+
+@jit
 def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARPGROUP: gl.constexpr):
-    """Write lse of a warpgroup's rows that lie before ``row_end``; returns (seen, factor), what makes acc the output.
+    """Write lse of a warpgroup's rows before ``row_end``; returns (seen, factor) for ``finish_output``.
 
     rows (ROWS,) int32: 0 .. ROWS; row_max (ROWS,) and row_sum (ROWS, 4) as ``fold_scores`` left them. factor (ROWS,):
-    what acc is multiplied by; a row that is not ``seen`` has seen no key, and its output is 0.
+    the output is acc times this; a row that is not ``seen`` has seen no key, and its output is 0.
     """
     ROW: gl.constexpr = row_max.type.layout
     row_sum = whole_sums(row_sum, ROW)
@@ -140,7 +229,7 @@ def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARP
 
 @jit
 def mask_first(scores, positions, columns, tile, masks, NK, BLOCK_N: gl.constexpr, WARPGROUP: gl.constexpr):
-    """``mask_scores`` of a tile's first block, or of as many of its keys as the warpgroup sees."""
+    """Mask the scores of a tile's first block, or of as many of its keys as the warpgroup sees."""
     if masks.IS_ALIGNED:
         return mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N, SEEN=WARPGROUP * ROWS)
     else:
@@ -148,25 +237,26 @@ def mask_first(scores, positions, columns, tile, masks, NK, BLOCK_N: gl.constexp
 
 
 @jit
-def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
-    """Rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
+def attend(
+    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK
+):
+    """Attend with rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
 
     ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
-    mask and those that do not: of two, ptxas set up the address of q in the first alone, and jumped past it when that
-    loop had no iterations.
+    mask and those that do not: with two loops ptxas set up the address of q in the first one alone, and jumped past it
+    if that loop had no iterations.
 
-    Of an aligned tile's first block, the one on the diagonal, the first warpgroup sees half: FIRST_COUNT keys. The
-    others get weights of zero, whose product with the values costs time but little energy.
+    The first block of an aligned tile is on the diagonal, and the first warpgroup sees half of it: FIRST_COUNT keys.
+    The other keys get weights of zero. Their product with the values costs time, but little energy.
 
-    A block's product with the values runs beside the scores and the maxima of the next block, and is awaited before
-    that block's weights are made, or behind them, as VALUES says. Before them it leaves registers free, and the weights
-    may be packed between exponentials. VALUES "before scores" lets it run beside nothing, so that weights and scores
-    are never alive together.
+    A block's product with the values runs concurrently with the scores and the maxima of the next block. VALUES says
+    when it is awaited. "before weights" of that block leaves registers free, and the weights may be packed between
+    exponentials; "behind weights" hides more of the product. "before scores" overlaps it with nothing, so that weights
+    and scores are never alive together.
     """
-    BLOCK_N: gl.constexpr = keys.smem.shape[3]
-    BLOCK_D: gl.constexpr = keys.smem.shape[4]
-    DTYPE: gl.constexpr = keys.smem.dtype
-    CONSUMERS: gl.constexpr = queries.CONSUMERS
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    BLOCK_D: gl.constexpr = keys.buffer.shape[4]
+    DTYPE: gl.constexpr = keys.buffer.dtype
     FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if masks.IS_ALIGNED and WARPGROUP == 0 else BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
@@ -174,12 +264,13 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     rows = gl.arange(0, ROWS, ROW)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    # The same beside a tile's first scores.
+    # The same in the layout of a tile's first scores.
     first_rows = gl.arange(0, ROWS, gl.SliceLayout(1, FIRST))
     first_columns = gl.arange(0, FIRST_COUNT, gl.SliceLayout(0, FIRST))
     nothing = gl.zeros([ROWS, FIRST_COUNT], gl.float32, FIRST)
     unseen = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, FIRST))
 
+    queries = queries.of_warpgroup(WARPGROUP)
     tile_step = 0
     key_step = 0
     tile = next_tile(tiles, tile_step)
@@ -187,15 +278,17 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     positions = query_position(tile, start_m, NQ, NK) + first_rows
     exists = True
     if tiles.IS_PACKED:
-        # How many tiles hold queries only the device knows.
+        # The block may have no tile at all, because only the device knows how many hold queries.
         exists = tile.num_blocks > 0
-    queries.wait_full(tile_step, WARPGROUP, exists)
-    keys.wait_full(key_step, exists)
-    k = first_keys(keys, key_step, FIRST_COUNT)
-    q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
+    at_queries = queries.at(tile_step)
+    at_keys = keys.at(key_step)
+    queries.wait_full(at_queries, exists)
+    keys.wait_full(at_keys, exists)
+    k = first_keys(keys, at_keys, FIRST_COUNT)
+    q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
     first = issue_over_columns(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
-    keys.release_operands(key_step, exists)
+    keys.release_by_threads(at_keys, exists)
     barrier()  # see ``multiply``
     first = cap_scores(first, softmax.cap_scale, DTYPE)
     first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
@@ -205,39 +298,40 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     while tile.num_blocks > 0:
-        acc = zero_pieces(ROWS, BLOCK_D, RIGHT)
+        acc = zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
-        q = queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D))
+        at_queries = queries.at(tile_step)
+        q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
         for visit in range(1, tile.num_blocks):
             key_step += 1
             scores, acc = multiply(
                 q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
                 BLOCK_N, softmax.VALUES,
             )  # fmt: skip
-            if queries.IS_SINGLE:
-                # The next tile's queries can come while this one's last softmax is computed.
+            if queries.STAGES == 1:
+                # Early, so that the next tile's queries arrive while this one's last softmax is computed.
                 if visit + 1 == tile.num_blocks:
-                    queries.release(tile_step, WARPGROUP)
+                    queries.release(at_queries)
             if not masks.IS_ALIGNED:
                 scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
             row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
             if softmax.VALUES == "before weights":
-                acc = wait_for_pieces(acc, PENDING=0)
-                values.release_operands(key_step - 1)
+                acc = wait_for_parts(acc, PENDING=0)
+                values.release_by_threads(values.at(key_step - 1))
             p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
             if softmax.PIN_SUMS:
                 pin(row_sum)
             if softmax.VALUES == "behind weights":
-                acc = wait_for_pieces(acc, PENDING=0)
-                values.release_operands(key_step - 1)
+                acc = wait_for_parts(acc, PENDING=0)
+                values.release_by_threads(values.at(key_step - 1))
             p = pack_weights(p, DTYPE)
-        if queries.IS_SINGLE:
-            queries.release(tile_step, WARPGROUP, tile.num_blocks == 1)
+        if queries.STAGES == 1:
+            queries.release(at_queries, tile.num_blocks == 1)
         else:
-            queries.release(tile_step, WARPGROUP)
+            queries.release(at_queries)
 
-        # The next tile's first scores run beside this tile's last values. After the last tile they are computed from
-        # whatever the buffers hold, and dropped.
+        # The next tile's first scores run concurrently with this tile's last product with the values. After the last
+        # tile they are computed from stale buffers and discarded.
         tile_step += 1
         key_step += 1
         finished = tile
@@ -245,9 +339,10 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         tile = next_tile(tiles, tile_step)
         exists = tile.num_blocks > 0
         positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
-        queries.wait_full(tile_step, WARPGROUP, exists)
+        at_queries = queries.at(tile_step)
+        queries.wait_full(at_queries, exists)
         first, acc = multiply(
-            queries.tile(tile_step, WARPGROUP).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
+            queries.tile(at_queries).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
             exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES,
         )  # fmt: skip
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
@@ -258,8 +353,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         if softmax.PIN_SUMS:
             pin(new_sum)
         if softmax.VALUES != "before scores":
-            acc = wait_for_pieces(acc, PENDING=0)
-            values.release_operands(key_step - 1)
+            acc = wait_for_parts(acc, PENDING=0)
+            values.release_by_threads(values.at(key_step - 1))
         o = finish_output(acc, seen, factor, DTYPE)
         write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
         p = whole_weights(pack_weights(first, DTYPE), S)

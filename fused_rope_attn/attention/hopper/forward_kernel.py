@@ -1,28 +1,31 @@
-"""sm_90 attention forward: persistent, warp-specialised; K rotated by the pre-pass, Q ahead of its use.
+"""sm_90 attention forward: persistent and warp-specialised. The pre-pass rotates K, warps of this kernel rotate Q.
 
-One block per multiprocessor runs four kinds of warps, which meet only at barriers in shared memory:
+One block per multiprocessor runs three kinds of warps, which meet only at barriers in shared memory:
 
-- ``load`` (forward_load.py), one warp: takes tiles from a counter (forward_schedule.py), announces them to the other
-  warps (tiles.py), and keeps the rings of K and V blocks full through the TMA;
-- ``rotate_queries`` (forward_queries.py), four warps: rotate the query rows of the *next* tile into shared memory;
+- ``load`` (forward_producers.py), one warp: takes tiles from a counter and announces them to the other warps
+  (forward_tiles.py), and keeps the channels of K and V blocks full through the TMA;
+- ``rotate_queries`` (forward_producers.py), four warps: rotate the query rows of the *next* tile into shared memory;
 - ``attend`` (forward_attend.py), two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et
-  al. 2024), one block behind with the values, and one tile ahead with the first scores, so that the tensor cores work
-  through the ends of the tiles.
+  al. 2024). The product with the values is delayed by one block, and a tile's first scores are issued before the tile
+  before it ends, so that the tensor cores work through the ends of the tiles.
 
-Head dims beyond 128 leave neither registers for warps that rotate nor room for a second set of query buffers: the
-pre-pass rotates Q too, and the loading warp brings each warpgroup its 64 rows as soon as that one has done with the
-last ones. O leaves in two halves of its columns, through the same memory.
+Head dims above 128 leave too few registers for warps that rotate, and too little shared memory for a second set of
+query buffers. The pre-pass then rotates Q too, and the loading warp loads each warpgroup's 64 rows as soon as it has
+released its last ones. O is stored in two halves of its columns, through the same memory.
 """
 
-from fused_rope_attn.attention.hopper.barriers import Ring, allocate_barriers
-from fused_rope_attn.attention.hopper.forward_attend import Softmax, attend
-from fused_rope_attn.attention.hopper.forward_load import Loader, load
-from fused_rope_attn.attention.hopper.forward_masks import MaskOptions
-from fused_rope_attn.attention.hopper.forward_output import Output
-from fused_rope_attn.attention.hopper.forward_queries import QueryBuffers, QuerySource, rotate_queries
-from fused_rope_attn.attention.hopper.forward_schedule import Schedule
+from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of
+from fused_rope_attn.attention.hopper.forward_attend import ForwardOutput, Softmax, attend
+from fused_rope_attn.attention.hopper.forward_producers import Loader, QuerySource, load, rotate_queries
+from fused_rope_attn.attention.hopper.forward_tiles import (
+    TILE_STAGES,
+    Announcements,
+    Schedule,
+    announced_words,
+    announcement_releases,
+)
+from fused_rope_attn.attention.hopper.masks import MaskOptions
 from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from fused_rope_attn.attention.hopper.tiles import TILE_STAGES, TileRing, announced_words, announcement_releases
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
@@ -40,35 +43,34 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
                    QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
-    """o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile where there are fewer.
+    """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
     k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
-    either as they are, at q_ptr with q_strides, tables and perhaps the weights q_norm (D,), to be rotated here, or
-    rotated, as q_desc; of both ways the
-    other's arguments are None. q_rot_desc, in blocks of ROWS rows: where those that are rotated here are saved, which
-    the backward pass reads; else None. o_desc as ``Output`` says. lse (B, HQ, NQ) float32. counter_ptr: int32, which is
-    zero when the pre-pass has finished. Strides are in elements, (B, H, N, D) for tensors and (batch, row, pair) for
-    tables.
+    either given unrotated, at q_ptr with q_strides, tables and possibly the weights q_norm (D,), and rotated here; or
+    they are given rotated, as q_desc. The arguments of the other way are None. q_rot_desc, in blocks of ROWS rows: the
+    tensor that saves queries rotated here for the backward pass, or None. o_desc as in ``ForwardOutput``. lse (B, HQ,
+    NQ) float32. counter_ptr: int32, zeroed by the pre-pass. Strides are in elements, (B, H, N, D) for tensors and
+    (batch, row, pair) for tables.
 
-    What a call does not use is None, and costs nothing: q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32,
-    cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides beside its
-    descriptor, and ``tiles_per_head`` tiles of a head, of which the table behind the counter says which hold queries.
+    Arguments that a call does not use are None and cost nothing: q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32,
+    cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides in addition to
+    its descriptor, and ``tiles_per_head`` tiles of a head. The table after the counter says which of them hold queries.
 
-    position_limit: queries from this position on are rotated by no angle; None: there are none behind the last key.
+    position_limit: queries from this position on are not rotated; None: no query is past the last key.
 
-    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``softmax.pin``; VALUES: see ``attend``.
-    IS_ALIGNED: as ``alignment.is_aligned`` says, and to be made use of. QUERIES_IN_TILES: packed queries lie in q_rot,
-    or in the rotated q, as ``Saving.TILES`` has them. The REGISTERS are those of a thread of each kind of warps;
-    Q_LAYOUT is the shared memory's of queries that are rotated here.
+    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
+    ``shapes.is_aligned``, which holds. QUERIES_IN_TILES: packed queries in q_rot, or in the rotated q, are stored as in
+    ``Saving.TILES``. The REGISTERS are those of a thread of each kind of warps; Q_LAYOUT is the shared memory's of
+    queries that are rotated here.
     """
     NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
     IS_PACKED: gl.constexpr = tiles_per_head is not None
     HAS_STARTS: gl.constexpr = starts_ptr is not None
-    # Where a tile's keys may begin after key 0, or end before NK, it is announced with them.
+    # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or left is not None
     ROTATES_QUERIES: gl.constexpr = q_desc is None
     WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
-    # Columns of O that leave together: beside wide heads there is no room for more than half of them.
+    # Columns of O in one store. The buffers of wide heads leave shared memory for half of them only.
     O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 else BLOCK_D // 2
     DTYPE: gl.constexpr = k_desc.dtype
     if ROTATES_QUERIES:
@@ -79,32 +81,28 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
-    tile_ring = Ring(
-        smem=tile_smem, full=allocate_barriers(TILE_STAGES), empty=allocate_barriers(TILE_STAGES), STAGES=TILE_STAGES
-    )
-    tiles = TileRing(ring=tile_ring, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
-    queries = QueryBuffers(
-        smem=q_smem,
-        full=allocate_barriers(CONSUMERS),
-        empty=allocate_barriers(CONSUMERS),
-        CONSUMERS=CONSUMERS,
-        IS_SINGLE=not ROTATES_QUERIES,
-    )
-    keys = Ring(smem=k_smem, full=allocate_barriers(STAGES), empty=allocate_barriers(STAGES), STAGES=STAGES)
-    values = Ring(smem=v_smem, full=allocate_barriers(STAGES), empty=allocate_barriers(STAGES), STAGES=STAGES)
+    tile_channel = channel_of(tile_smem, TILE_STAGES)
+    tiles = Announcements(channel=tile_channel, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
+    # Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup has a channel of one stage.
+    queries = Channel(
+        buffer=q_smem, full=allocate_barriers(CONSUMERS), empty=allocate_barriers(CONSUMERS),
+        STAGES=2 if ROTATES_QUERIES else 1, FIRST=0, TILES=CONSUMERS if ROTATES_QUERIES else 1, TILE=0,
+    )  # fmt: skip
+    keys = channel_of(k_smem, STAGES)
+    values = channel_of(v_smem, STAGES)
     arrival = None
     if HAS_BOUNDS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
     TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
     for i in gl.static_range(TILE_STAGES):
-        tile_ring.init_slot(i, FILLS=1, RELEASES=announcement_releases(TILE_READERS, IS_PACKED))
-    queries.init()
+        tile_channel.init_slot(i, FILLS=1, RELEASES=announcement_releases(TILE_READERS, IS_PACKED))
+    queries.init(FILLS=1, RELEASES=CONSUMERS if ROTATES_QUERIES else 1)
     for i in gl.static_range(STAGES):
         keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
-    # What each tile's announcement says is None here: Triton 3.6 fails on what warps are given and do not use.
+    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     masks = MaskOptions(
         left=left, right=right, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS,
         IS_ALIGNED=IS_ALIGNED,
@@ -119,9 +117,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     softmax = Softmax(
         qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES=VALUES
     )  # fmt: skip
-    output = Output(
+    output = ForwardOutput(
         desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, BLOCK_D=BLOCK_D,
-        IN_HALVES=O_COLUMNS < BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
+        TWO_STORES=O_COLUMNS < BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
     )  # fmt: skip
     if ROTATES_QUERIES:
         source = QuerySource(

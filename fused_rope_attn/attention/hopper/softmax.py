@@ -1,29 +1,31 @@
-"""The softmax of the sm_90 forward: a row's scores lie in the four threads of a quad, 32 in each.
+"""The softmax of the sm_90 forward, for scores whose rows are distributed over the four threads of a quad, 32 in each.
 
-It computes what ``kernels.softmax.online_softmax`` does, with four differences, each of which was measured to pay:
+It computes the same as ``kernels.softmax.online_softmax`` with four differences, which were all measured to pay:
 
-- the maximum lags: it follows only when a row grows by more than 2**LAG, so that the output is rarely rescaled (an idea
+- the maximum lags: it changes only when a row grows by more than 2**LAG, so that the output is rarely rescaled (an idea
   of FlashAttention-4's);
-- the sums stay apart in the four threads of a quad until the end of the tile;
-- the maximum of a row is taken in two chains of comparisons instead of one;
-- the weights travel around the loop as the words that the next product reads.
+- each thread of a quad keeps a sum of its own until the end of the tile;
+- two chains of comparisons find the maximum of a row, instead of one;
+- the loop carries the weights as the words that the next product reads.
 """
 
 import triton.language as tl
 from triton import constexpr_function
 
-from fused_rope_attn.attention.hopper.columns import Pieces
+from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.kernels.products import tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
-# Powers of two by which a row's largest weight may pass 1. 16-bit floats keep their relative precision there, sums are
-# float32.
+# A row's largest weight is at most 2**LAG. 16-bit floats keep their relative precision there, and sums are float32.
 LAG = gl.constexpr(8.0)
 
 
 @constexpr_function
 def rescale_asm(values):
-    """Multiply ``values`` registers by their factors, unless all factors of the warp are 1: two rows, two factors."""
+    """Return assembly that multiplies ``values`` registers by their factors, unless all factors of the warp are 1.
+
+    A thread holds two rows, and so two factors.
+    """
     factors = 2 * values
     return (
         "{ .reg .pred grew, other; "
@@ -36,13 +38,13 @@ def rescale_asm(values):
 
 @constexpr_function
 def rescale_constraints(values):
-    """The registers of ``rescale_asm``: results, which are the first operands too, and factors."""
+    """Return the register constraints of ``rescale_asm``: results, which are the first operands too, and factors."""
     return ",".join(["=f"] * values + [str(i) for i in range(values)] + ["f"] * values)
 
 
 @jit
-def rescale_piece(acc, correction):
-    """acc (64, columns) float32 times correction (64,), without a multiplication in warps whose factors are all 1."""
+def rescale_part(acc, correction):
+    """Return acc (64, columns) float32 times correction (64,); warps whose factors are all 1 multiply nothing."""
     # A thread holds half as many values of the 64 rows as there are columns; beyond 128 they are taken in two parts.
     VALUES: gl.constexpr = min(64, acc.shape[1] // 2)
     factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
@@ -53,16 +55,16 @@ def rescale_piece(acc, correction):
 
 @jit
 def rescale_output(acc, correction):
-    """``Pieces`` of the output so far, times correction (64,)."""
+    """Return ``ColumnParts`` of the output so far, times correction (64,)."""
     if acc.right is None:
-        return Pieces(left=rescale_piece(acc.left, correction), right=None)
+        return ColumnParts(left=rescale_part(acc.left, correction), right=None)
     else:
-        return Pieces(left=rescale_piece(acc.left, correction), right=rescale_piece(acc.right, correction))
+        return ColumnParts(left=rescale_part(acc.left, correction), right=rescale_part(acc.right, correction))
 
 
 @jit
-def finish_piece(acc, seen, factor, DTYPE: gl.constexpr):
-    """acc (64, columns) float32 times factor (64,), zero in rows that are not ``seen``, rounded to DTYPE."""
+def finish_part(acc, seen, factor, DTYPE: gl.constexpr):
+    """Return acc (64, columns) float32 times factor (64,), zero in rows that are not ``seen``, rounded to DTYPE."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))
     seen = gl.convert_layout(seen, gl.SliceLayout(1, acc.type.layout))
     return gl.where(seen[:, None], acc * factor[:, None], 0.0).to(DTYPE)
@@ -70,21 +72,22 @@ def finish_piece(acc, seen, factor, DTYPE: gl.constexpr):
 
 @jit
 def finish_output(acc, seen, factor, DTYPE: gl.constexpr):
-    """``finish_piece`` of the ``Pieces`` of the output."""
+    """Finish the ``ColumnParts`` of the output as ``finish_part`` does."""
     if acc.right is None:
-        return Pieces(left=finish_piece(acc.left, seen, factor, DTYPE), right=None)
+        return ColumnParts(left=finish_part(acc.left, seen, factor, DTYPE), right=None)
     else:
-        return Pieces(
-            left=finish_piece(acc.left, seen, factor, DTYPE), right=finish_piece(acc.right, seen, factor, DTYPE)
+        return ColumnParts(
+            left=finish_part(acc.left, seen, factor, DTYPE), right=finish_part(acc.right, seen, factor, DTYPE)
         )
 
 
 @jit
 def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
-    """tanh(scores * cap_scale), for inputs of DTYPE; cap_scale None: the scores as they are.
+    """Return tanh(scores * cap_scale), for inputs of DTYPE; cap_scale None: the scores unchanged.
 
-    For bfloat16 the hardware's tanh, to 2**-11 of its value: a quarter of what rounding a score to bfloat16 costs. It
-    is one instruction of the unit that the exponentials wait for; ``products.tanh`` is two of them and a division.
+    bfloat16 takes the hardware's tanh, which is exact to 2**-11 of its value: a quarter of the error of rounding a
+    score to bfloat16. It is one instruction of the unit that makes the exponentials, which is the bottleneck;
+    ``products.tanh`` is two of them and a division.
     """
     if cap_scale is None:
         return scores
@@ -98,7 +101,7 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
 
 @jit
 def no_sums():
-    """Sums of 64 rows that have seen nothing, (64, 4): one for each thread of a quad."""
+    """Return the sums of 64 rows that have seen nothing, (64, 4): one for each thread of a quad."""
     QUADS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
@@ -107,16 +110,16 @@ def no_sums():
 
 @jit
 def whole_sums(row_sum, LAYOUT: gl.constexpr):
-    """The sums of the rows, (64,) in LAYOUT, of sums (64, 4) in the threads of a quad."""
+    """Add up sums (64, 4) in the threads of a quad to the sums of the rows, (64,) in LAYOUT."""
     return gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
 
 
 @jit
 def follow_maximum(scores, row_max, qk_scale):
-    """The first half of ``fold_scores``: (row_max, subtrahend, correction), each (64,).
+    """Compute the first half of ``fold_scores``: (row_max, subtrahend, correction), each (64,).
 
-    A row that has seen nothing has the maximum -inf, and while it does its subtrahend is 0, so that exp2 gives 0, never
-    NaN. ``row_max`` may be less than the maximum by LAG.
+    A row that has seen nothing has the maximum -inf. Its subtrahend is 0, so that exp2 gives 0 and not NaN. ``row_max``
+    may be less than the maximum by LAG.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     highest = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
@@ -128,7 +131,7 @@ def follow_maximum(scores, row_max, qk_scale):
 
 @jit
 def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
-    """The second half of ``fold_scores``: (weights, row_sum)."""
+    """Compute the second half of ``fold_scores``: (weights, row_sum)."""
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
     part = gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
     part = gl.convert_layout(part, row_sum.type.layout, assert_trivial=True)
@@ -138,10 +141,10 @@ def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
 
 @jit
 def fold_scores(scores, row_max, row_sum, qk_scale):
-    """One step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
+    """Make one step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
 
-    scores and weights (64, BLOCK_N), correction (what the output so far is multiplied by) and row_max (64,), row_sum
-    (64, 4) as in ``no_sums``; all float32.
+    scores and weights (64, BLOCK_N), row_max (64,), row_sum (64, 4) as in ``no_sums``, correction (64,), a factor for
+    the output so far; all float32.
     """
     row_max, subtrahend, correction = follow_maximum(scores, row_max, qk_scale)
     p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
@@ -150,10 +153,10 @@ def fold_scores(scores, row_max, row_sum, qk_scale):
 
 @jit
 def pack_weights(p, DTYPE: gl.constexpr):
-    """p (64, BLOCK_N) float32 -> int32: one word for every two neighbours, rounded to DTYPE, and a word that stays 0.
+    """Pack p (64, BLOCK_N) float32 into int32: a word for each two neighbours, rounded to DTYPE, and a word of zeros.
 
-    A 16-bit tensor that a loop carries takes a register for every value, and instructions to take words apart and put
-    them together. A carried zero takes nothing.
+    A 16-bit tensor that a loop carries takes a register for every value, and instructions that split words and join
+    them again. A carried zero takes nothing.
     """
     if DTYPE == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -167,7 +170,7 @@ def pack_weights(p, DTYPE: gl.constexpr):
 
 @jit
 def whole_weights(words, LAYOUT: gl.constexpr):
-    """Packed weights of a block in LAYOUT, of those of its first half or of all: keys without any get 0."""
+    """Return a block's packed weights in LAYOUT; if they are those of its first half, the other keys get 0."""
     if words.type.layout == LAYOUT:
         return words
     else:
@@ -177,23 +180,9 @@ def whole_weights(words, LAYOUT: gl.constexpr):
 
 @jit
 def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Inverse of ``pack_weights``, as an operand of a product; "not pure" keeps it in front of the products."""
+    """Unpack the weights of ``pack_weights`` as an operand of a product; "not pure" keeps this before the products."""
     if DTYPE == gl.bfloat16:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.bfloat16, is_pure=False, pack=2)
     else:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.float16, is_pure=False, pack=2)
     return gl.convert_layout(p, LAYOUT)
-
-
-@jit
-def pin(row_sum):
-    """Keep what row_sum (64, 4) is computed from before the waits that follow.
-
-    ptxas moves the wait for a product up past arithmetic that could run beside the product. It does not move it past a
-    store, not even one that never happens: row_sum is not negative.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred negative; .reg .u32 nowhere; mov.u32 nowhere, 0; setp.lt.f32 negative, $1, 0f00000000; "
-        "@negative st.volatile.shared.u32 [nowhere], nowhere; mov.u32 $0, 0; }",
-        "=r,f", [row_sum], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_rope_attn.attention.hopper.alignment import is_aligned
+from fused_rope_attn.attention.hopper.shapes import is_aligned
 from fused_rope_attn.testing import Case, make_inputs
 from tests.support.internals import described_for_launch
 

@@ -1,0 +1,212 @@
+"""The epilogue of the sm_90 backward: dk and dv of a block, through shared memory, to their tensors.
+
+It rotates dk back. With a norm of k it takes dk through that too, because a block has all of its rows in registers
+here: a kernel of its own would read and write dk once more. Up to head dim 128 a warpgroup owns whole rows. Beyond, two
+warpgroups own half of each row, and exchange their sums over the columns through shared memory.
+"""
+
+from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, wait_at_named_barrier
+from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.attention.norm_gradient_kernel import Pairing, store_weight_sums
+from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
+from fused_rope_attn.kernels.rotation import (
+    head_rotation,
+    load_angles,
+    load_pairs,
+    pair_norm_weights,
+    rotate,
+    store_pairs,
+    unpack_pairs,
+)
+from fused_rope_attn.kernels.softmax import LN2
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, columns_from, head_rows, store_tile
+from fused_rope_attn.runtime.triton_compat import gl, jit, reinterpret
+
+
+@jit
+def allocate_exchange():
+    """Allocate ``KeyNorm.exchange``: three sums of each row, from each of the two warpgroups."""
+    return gl.allocate_shared_memory(gl.float32, [3 * CONSUMERS, KEYS, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@jit
+def load_raw_keys(key_norm, keys, num_rows, gradients, PAIRS: gl.constexpr, WHOLE: gl.constexpr,
+                  COLUMNS: gl.constexpr, FIRST_PAIR: gl.constexpr):  # fmt: skip
+    """Load pairs of the rows of k that the caller gave, float32, in the layouts of ``load_pairs``."""
+    origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    row_format = RowFormat(D=gradients.D, BLOCK_D=COLUMNS, USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
+    rows = head_rows(key_norm.raw_ptr, key_norm.raw_strides, origin, num_rows, row_format)
+    offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
+    pairing = Pairing(R=gradients.R, INTERLEAVED=gradients.INTERLEAVED)
+    return load_pairs(rows, offs, pairing, CHECK_ROWS=True, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST_PAIR)
+
+
+@jit
+def whole_row_sums(sums, exchange, WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return ``unnorm_sums`` of whole rows, given those of this warpgroup's columns; both warpgroups must call this."""
+    for i in gl.static_range(3):
+        exchange.index(3 * WARPGROUP + i).store(sums[i])
+    wait_at_named_barrier(ROW_SUMS, TWO_WARPGROUPS)
+    theirs = 3 * (1 - WARPGROUP)
+    return (
+        sums[0] + exchange.index(theirs).load(LAYOUT),
+        sums[1] + exchange.index(theirs + 1).load(LAYOUT),
+        sums[2] + exchange.index(theirs + 2).load(LAYOUT),
+    )
+
+
+@jit
+def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: gl.constexpr, FIRST_PAIR: gl.constexpr):
+    """Turn dk of normed keys, pairs (KEYS, columns / 2) float32, into that of the keys raw1 and raw2.
+
+    Only the first num_rows keys exist. The weights' gradient is added up at ``key_norm.sums_ptr``.
+    """
+    PAIRS: gl.constexpr = dk1.type.layout
+    COLUMNS: gl.constexpr = 2 * dk1.shape[1]
+    norm = key_norm.norm
+    weight1, weight2 = pair_norm_weights(norm, rotation.R, rotation.INTERLEAVED, COLUMNS, PAIRS, FIRST_PAIR)
+    exists = (gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
+    dk1, dk2 = gl.where(exists, dk1, 0.0), gl.where(exists, dk2, 0.0)
+    sums = unnorm_sums(raw1, raw2, dk1, dk2, weight1, weight2)
+    sums_ptr = key_norm.sums_ptr
+    if key_norm.exchange is not None:
+        sums = whole_row_sums(sums, key_norm.exchange, WARPGROUP, PAIRS)
+    else:
+        sums_ptr += WARPGROUP * norm.D
+    dk1, dk2, dweight1, dweight2 = unnorm_with(raw1, raw2, dk1, dk2, weight1, weight2, sums, norm)
+    store_weight_sums(
+        sums_ptr, dweight1, dweight2, norm, rotation.R, rotation.INTERLEAVED, PAIRS, FIRST_PAIR
+    )  # fmt: skip
+    return dk1, dk2
+
+
+@jit
+def drop_keys(gradient, start_n, mask):
+    """Return gradient (KEYS, columns) of the keys from start_n on with zeros for keys that do not exist."""
+    keys = gl.arange(0, KEYS, gl.SliceLayout(1, gradient.type.layout)) + start_n
+    exists = (keys >= mask.first_key) & (keys < mask.num_keys)
+    return gl.where(exists[:, None], gradient, 0.0)
+
+
+@jit
+def drop_keys_of_parts(gradient, start_n, mask):
+    """Apply ``drop_keys`` to ``ColumnParts``."""
+    if gradient.right is None:
+        return ColumnParts(left=drop_keys(gradient.left, start_n, mask), right=None)
+    else:
+        return ColumnParts(left=drop_keys(gradient.left, start_n, mask), right=drop_keys(gradient.right, start_n, mask))
+
+
+@jit
+def unpack_parts(x):
+    """Return the first and the second members of the pairs of ``ColumnParts``, as ``ColumnParts``."""
+    left1, left2 = unpack_pairs(x.left)
+    if x.right is None:
+        return ColumnParts(left=left1, right=None), ColumnParts(left=left2, right=None)
+    else:
+        right1, right2 = unpack_pairs(x.right)
+        return ColumnParts(left=left1, right=right1), ColumnParts(left=left2, right=right2)
+
+
+@jit
+def store_dv(rows, dv, stage):
+    """Write dv, ``ColumnParts`` of (KEYS, columns), to 16-bit ``Rows``.
+
+    It passes through ``stage``, (KEYS, columns) 16-bit in shared memory, so that whole sectors are written.
+    """
+    COLUMNS: gl.constexpr = stage.shape[1]
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    store_parts(stage, dv, LEFT)
+    tile = stage.load(WHOLE)
+    store_tile(rows, tile, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
+
+
+@jit
+def store_sums(rows, dv):
+    """Write dv (KEYS, columns) float32 to the first columns of ``Rows``."""
+    # Four threads of a product's layout write a whole sector of 32 bytes.
+    OWN: gl.constexpr = dv.type.layout
+    row_format = RowFormat(
+        D=rows.format.D, BLOCK_D=dv.shape[1], USE_INT64_OFFSETS=rows.format.USE_INT64_OFFSETS
+    )  # fmt: skip
+    rows = Rows(
+        ptr=rows.ptr, stride_row=rows.stride_row, stride_column=rows.stride_column, num_rows=rows.num_rows,
+        first_row=None, format=row_format,
+    )  # fmt: skip
+    store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), OWN)
+
+
+@jit
+def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr, FIRST_PAIR: gl.constexpr):
+    """Rotate dk, ``ColumnParts`` of (KEYS, columns), of ``keys`` back, and write it to ``Rows`` as ``store_dv`` does.
+
+    With a norm of k, take it through that too.
+
+    Only the first num_keys keys of the sequence have rows in the tables. stage: KEYS * columns * 2 bytes of shared
+    memory. FIRST_PAIR: the rotation pair that the columns begin with.
+    """
+    COLUMNS: gl.constexpr = rows.format.BLOCK_D
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    stage = reinterpret(stage, gl.float32, [KEYS, COLUMNS // 2], STAGE)
+    if gradients.key_norm is not None:
+        raw1, raw2 = load_raw_keys(
+            gradients.key_norm, keys, rows.num_rows, gradients, PAIRS, WHOLE, COLUMNS, FIRST_PAIR
+        )  # fmt: skip
+    first, second = unpack_parts(dk)
+    store_parts(stage, first, LEFT // 2)
+    first = stage.load(PAIRS)
+    store_parts(stage, second, LEFT // 2)
+    second = stage.load(PAIRS)
+    rotation = head_rotation(
+        gradients.cos_ptr, gradients.sin_ptr, gradients.cos_strides, gradients.sin_strides, keys.batch.to(gl.int64),
+        num_keys, gradients.R, gradients.INTERLEAVED,
+    )  # fmt: skip
+    offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
+    pairs = None
+    if FIRST_PAIR:
+        pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
+    cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
+    first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    if gradients.key_norm is not None:
+        if dk.right is not None:
+            # The stage's columns after the two parts are undefined, and a norm sums up rows.
+            exists = (gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) < gradients.D // 2)[None, :]
+            first, second = gl.where(exists, first, 0.0), gl.where(exists, second, 0.0)
+        first, second = unnorm_keys(
+            raw1, raw2, first, second, rows.num_rows, rotation, gradients.key_norm, WARPGROUP, FIRST_PAIR
+        )  # fmt: skip
+    store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST_PAIR)
+
+
+@jit
+def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_stage, dk_channel, dk_steps,
+                    WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr):  # fmt: skip
+    """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
+
+    dk, dv: ``ColumnParts`` of (KEYS, columns). dv_stage (KEYS, columns) 16-bit and dk_stage, of the same size, are in
+    shared memory. If there is a dk_channel, dk_stage is its tile, and it is free when dk_steps steps of the channel
+    have been released. Keys that do not exist get zeros; rows from NK on are left out.
+    """
+    num_rows = NK - keys.start_n
+    if mask.first_key is not None:
+        dk, dv = drop_keys_of_parts(dk, keys.start_n, mask), drop_keys_of_parts(dv, keys.start_n, mask)
+    row_format = RowFormat(D=gradients.D, BLOCK_D=dv_stage.shape[1], USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
+    origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    dv_rows = head_rows(gradients.dv_ptr, gradients.dv_strides, origin, num_rows, row_format)
+    dk_rows = head_rows(gradients.dk_ptr, gradients.dk_strides, origin, num_rows, row_format)
+    if gradients.dv_ptr.dtype.element_ty == gl.float32:
+        store_sums(columns_from(dv_rows, FIRST_COLUMN), dv.left)
+        if dv.right is not None:
+            store_sums(columns_from(dv_rows, LEFT), dv.right)
+    else:
+        store_dv(columns_from(dv_rows, FIRST_COLUMN), dv, dv_stage)
+    k_scale = scale.qk_scale * LN2
+    if scale.cap_scale is not None:
+        k_scale *= scale.cap_scale
+    if dk_channel is not None:
+        dk_channel.wait_empty(dk_channel.at(dk_steps))
+    dk = scale_parts(dk, k_scale)
+    store_dk(dk_rows, dk, dk_stage, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)

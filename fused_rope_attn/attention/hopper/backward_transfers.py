@@ -1,0 +1,297 @@
+"""The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator.
+
+The adding warp serves head dims up to 128. With narrow windows ``progress`` says which parts of dQ are in the
+accumulator. It is int32 words, all zero after the pre-process: for each key head how many programs are done, (B *
+HKV,), then for each query block whether a program has stored the first part of its dQ, (B * HQ * pitch / BLOCK_M,).
+``postprocess_kernel`` reads both.
+"""
+
+from fused_rope_attn.attention.hopper.channels import Channel, RowStatistics, load_existing_rows, load_rows
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
+from fused_rope_attn.runtime.triton_compat import (
+    TensorDescriptor,
+    gl,
+    jit,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+)
+
+
+@record
+class Descriptors:
+    """The tensors that the TMA loads: q, do (B, HQ, NQ, D), k, v (B, HKV, NK, D); stats as for ``load``."""
+
+    q: TensorDescriptor
+    k: TensorDescriptor
+    v: TensorDescriptor
+    do: TensorDescriptor
+    stats: TensorDescriptor
+
+
+@record
+class Destinations:
+    """The channels that the loading warp fills.
+
+    arrival: the loading warp's own mbarrier, at which it waits for a tile before it zeroes rows of it; None if it never
+    does.
+    """
+
+    k: Channel
+    v: Channel
+    q: Channel
+    do: Channel
+    lse: gl.shared_memory_descriptor  # (stages of q, BLOCK_M) float32, base 2
+    delta: gl.shared_memory_descriptor  # (stages of do, BLOCK_M) float32
+    arrival: gl.shared_memory_descriptor | None
+
+
+@record
+class ExistingRows:
+    """Rows of the tensors that exist: queries from first_query on, keys [first_key, end_key). None: all.
+
+    With packed sequences q and its statistics are padded, and dO is not: a row of dO is stored do_shift rows after that
+    of q, and rows of dO from do_end on do not exist.
+    """
+
+    first_query: gl.tensor | None
+    first_key: gl.tensor | None
+    end_key: gl.tensor | None
+    do_shift: gl.tensor | None
+    do_end: gl.tensor | None
+
+
+@jit
+def load_rows_or_zeros(desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats=None):
+    """Load a tile with zeros for rows outside [first_row, end_row); returns ``arrivals``, see ``load_existing_rows``.
+
+    first_row None: all rows of the tile exist, or the TMA writes zeros itself. end_row None: its last rows exist.
+    """
+    if first_row is None:
+        load_rows(desc, batch, head, row, tile, full, stats)
+    else:
+        if end_row is None:
+            end_row = row + BLOCK_M
+        arrivals = load_existing_rows(desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats)
+    return arrivals
+
+
+@jit
+def load_keys(desc, channel, keys, existing, arrival, arrivals):
+    """Load the rows of K or V that a ``KeyBlock`` has; returns ``arrivals`` as ``load_existing_rows`` does."""
+    cursor = channel.at(0)
+    return load_rows_or_zeros(
+        desc, keys.batch, keys.head, keys.start_n, channel.tile(cursor), channel.full_barrier(cursor),
+        existing.first_key, existing.end_key, arrival, arrivals,
+    )  # fmt: skip
+
+
+@jit
+def load_block(desc, batch, head, start_m, channel, step, arrival, arrivals, first_row=None, end_row=None,
+               stats_desc=None, stats_row=None, stats_smem=None):  # fmt: skip
+    """Load query block ``step`` of a channel, the rows from start_m on, as soon as its slot is empty.
+
+    If stats_desc is given, load the statistics of its rows into stats_smem (STAGES, BLOCK_M) too: lse with Q, delta
+    with dO. The rest is as for ``load_rows_or_zeros``, including the result.
+    """
+    cursor = channel.at(step)
+    channel.wait_empty(cursor)
+    stats = None
+    if stats_desc is not None:
+        stats = RowStatistics(desc=stats_desc, start=stats_row, smem=stats_smem.index(cursor.slot))
+    return load_rows_or_zeros(
+        desc, batch, head, start_m, channel.tile(cursor), channel.full_barrier(cursor), first_row, end_row, arrival,
+        arrivals, stats,
+    )  # fmt: skip
+
+
+@jit
+def load_queries(descriptors, destinations, batch, head_q, queries, begin, end, existing, sizes, stats_size, step,
+                 arrivals):  # fmt: skip
+    """Load query blocks [begin, end) of each of the group's heads, the first of which is head_q, with their statistics.
+
+    begin None: from 0 on. Returns the next (step, arrivals).
+    """
+    arrival = destinations.arrival
+    first_query = existing.first_query
+    if begin is None:
+        begin = 0
+    for group_head in range(sizes.GROUP_SIZE):
+        for i in range(begin, end):
+            start_m = (queries.first + i) * BLOCK_M
+            stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
+            arrivals = load_block(
+                descriptors.q, batch, head_q + group_head, start_m, destinations.q, step, arrival, arrivals,
+                first_row=first_query, stats_desc=descriptors.stats, stats_row=stats_row,
+                stats_smem=destinations.lse,
+            )  # fmt: skip
+            stats_row += stats_size
+            first_do = first_query
+            if existing.do_shift is not None:
+                start_m += existing.do_shift
+                first_do += existing.do_shift
+            arrivals = load_block(
+                descriptors.do, batch, head_q + group_head, start_m, destinations.do, step, arrival, arrivals,
+                first_row=first_do, end_row=existing.do_end, stats_desc=descriptors.stats, stats_row=stats_row,
+                stats_smem=destinations.delta,
+            )  # fmt: skip
+            step += 1
+    return step, arrivals
+
+
+@jit
+def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr,
+         LETS_NEXT_LAUNCH_START: gl.constexpr):  # fmt: skip
+    """Load K and V once, and every query block with its statistics; one warp's work. Rows that do not exist are zero.
+
+    keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
+    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta.
+    LETS_NEXT_LAUNCH_START: let the next launch start once the pre-process has finished.
+    """
+    batch = keys.batch
+    arrival = destinations.arrival
+    arrivals = 0
+    arrivals = load_keys(descriptors.v, destinations.v, keys, existing, arrival, arrivals)
+    # The pre-process writes everything but V. All other warps wait for a tile of this one.
+    wait_for_previous_launch(PDL)
+    if LETS_NEXT_LAUNCH_START:
+        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
+        let_next_launch_start(PDL)
+    arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals)
+    head_q = keys.head * sizes.GROUP_SIZE
+    step = 0
+    if queries.num_hidden is not None:
+        step, arrivals = load_queries(
+            descriptors, destinations, batch, head_q, queries, 0, queries.num_hidden, existing, sizes, stats_size, step,
+            arrivals,
+        )  # fmt: skip
+    step, arrivals = load_queries(
+        descriptors, destinations, batch, head_q, queries, queries.num_hidden, queries.count, existing, sizes,
+        stats_size, step, arrivals,
+    )  # fmt: skip
+    # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
+    if step > 0:
+        load_block(descriptors.q, batch, head_q, sizes.pitch, destinations.q, step, arrival, arrivals)
+        load_block(descriptors.do, batch, head_q, sizes.pitch, destinations.do, step, arrival, arrivals)
+
+
+@record
+class Progress:
+    """A program's part in ``progress``, to whose words ptr points; None if the call has no ``progress``.
+
+    key_head: the number of the program's key head among num_key_heads, B * HKV. Of the query blocks that the program
+    visits in each head it stores the first num_begun, and adds the others to what another program has stored.
+    """
+
+    ptr: gl.tensor | None
+    key_head: gl.tensor | None
+    num_key_heads: gl.tensor | None
+    num_begun: gl.tensor | None
+
+
+@jit
+def fence_proxies():
+    """Order this thread's accesses to memory before its next operations of the TMA."""
+    gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def announce(pointer):
+    """Add 1 to the word at ``pointer`` as soon as this warp's stores and additions through the TMA are complete."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred one; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
+        "elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l", [pointer.to(gl.uint64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
+    """Store a block of dQ, or ADD it to the accumulator, as soon as it has arrived, and release its memory.
+
+    dq: the channels of both warpgroups, each of which has a part of the columns; step: blocks sent before.
+    """
+    COLUMNS: gl.constexpr = dq.buffer.shape[4]
+    for part in gl.static_range(CONSUMERS):
+        own = dq.of_warpgroup(part)
+        own.wait_full(own.at(step))
+        coordinates = [batch, head_q, block * BLOCK_M, part * COLUMNS]
+        if ADD:
+            tma_reduce_add(dq_desc, coordinates, own.tile(own.at(step)))
+        else:
+            tma_store(dq_desc, coordinates, own.tile(own.at(step)))
+    tma_store_wait(0)
+    for part in gl.static_range(CONSUMERS):
+        own = dq.of_warpgroup(part)
+        own.release(own.at(step))
+
+
+@jit
+def drop_block(dq, step):
+    """Release a block of dQ as soon as it has arrived, as ``send_block`` does, and discard it."""
+    for part in gl.static_range(CONSUMERS):
+        own = dq.of_warpgroup(part)
+        own.wait_full(own.at(step))
+    for part in gl.static_range(CONSUMERS):
+        own = dq.of_warpgroup(part)
+        own.release(own.at(step))
+
+
+@jit
+def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
+    """Add every dQ block to the accumulator (B, HQ, pitch, columns) through the TMA; one warp's work.
+
+    With ``Progress`` this program stores the blocks that it begins and announces them. Before it adds to another block
+    it waits for that block's announcement. At the end it counts itself among the finished programs of its key head.
+    """
+    # dQ is delayed by one step; discard the first, empty block.
+    if queries.count > 0:
+        drop_block(dq, 0)
+    step = 1
+    if progress.ptr is not None:
+        wait_for_previous_launch(PDL)
+    num_hidden = 0
+    if queries.num_hidden is not None:
+        num_hidden = queries.num_hidden
+        for group_head in range(sizes.GROUP_SIZE):
+            for i in range(num_hidden):
+                head_q = keys.head * sizes.GROUP_SIZE + group_head
+                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
+                step += 1
+    for group_head in range(sizes.GROUP_SIZE):
+        head_q = keys.head * sizes.GROUP_SIZE + group_head
+        if progress.ptr is None:
+            for i in range(num_hidden, queries.count):
+                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
+                step += 1
+        else:
+            head_blocks = (progress.key_head * sizes.GROUP_SIZE + group_head) * (sizes.pitch // BLOCK_M)
+            words = progress.ptr + progress.num_key_heads + head_blocks + queries.first
+            # Two loops, because with a branch around operations of the TMA ptxas keeps addresses of the products of
+            # ``fold_queries`` on the stack: 144 bytes instead of 64, and ten loads for each block.
+            for i in range(progress.num_begun):
+                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=False)
+                announce(words + i)
+                step += 1
+            for i in range(progress.num_begun, queries.count):
+                wait_until(words + i, 1)
+                fence_proxies()
+                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
+                step += 1
+    if progress.ptr is not None:
+        announce(progress.ptr + progress.key_head)
+
+
+@jit
+def stage_rows(x):
+    """Permute dQ's rows to their order in shared memory and in the accumulator: (hi, b, a) -> (hi, a, b), 4 a and 2 b.
+
+    The eight rows that a tensor-core register tile spreads over a warp then cause no bank conflict under the 128-byte
+    swizzle: lanes 0 .. 15 write rows 0, 2, 4, 6. ``postprocess_kernel.staged_rows`` is the same permutation.
+    """
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    return x.reshape((rows // 8, 2, 4, columns)).permute((0, 2, 1, 3)).reshape((rows, columns))

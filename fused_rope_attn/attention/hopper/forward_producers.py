@@ -1,0 +1,206 @@
+"""The sm_90 forward's producers: the warp that loads through the TMA, and the warps that rotate queries."""
+
+from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows
+from fused_rope_attn.attention.hopper.forward_tiles import (
+    announce_tile,
+    first_work,
+    next_tile,
+    next_work,
+    query_end,
+    query_position,
+    rotated_row,
+    tile_bounds,
+)
+from fused_rope_attn.attention.hopper.ptxas import opaque
+from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, pair_norm_weights, with_norm
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, prefetch_rows, rows_from
+from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, tma_store, tma_store_wait
+
+
+@record
+class Loader:
+    """Arguments of the loading warp alone. Descriptors are of (B, H, N, D) tensors, in the blocks of their buffers."""
+
+    q_desc: gl.tensor | None  # queries that have been rotated; None: other warps rotate them
+    k_desc: gl.tensor  # rotated keys
+    v_desc: gl.tensor
+    arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
+    PDL: gl.constexpr  # programmatic dependent launch
+
+
+@jit
+def load_queries(q_desc, queries, tile, tile_step):
+    """Load a tile's rotated queries, for each warpgroup as soon as it has released its last ones."""
+    CONSUMERS: gl.constexpr = queries.full.shape[0]
+    for warpgroup in gl.static_range(CONSUMERS):
+        own = queries.of_warpgroup(warpgroup)
+        cursor = own.at(tile_step)
+        own.wait_empty(cursor)
+        row = rotated_row(tile) + warpgroup * ROWS
+        load_rows(q_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor))
+
+
+@jit
+def key_row(work, visit, BLOCK_N: gl.constexpr):
+    """Return the first row of the key block that a tile visits in step ``visit``, counted from its last block down."""
+    row = (work.tile.bounds.last_block - visit) * BLOCK_N
+    if work.first_k is not None:
+        row += work.first_k
+    return row
+
+
+@jit
+def load_keys(k_desc, work, visit, keys, key_step):
+    """Load the keys that a tile visits in step ``visit`` as soon as their slot is empty."""
+    row = key_row(work, visit, keys.buffer.shape[3])
+    cursor = keys.at(key_step)
+    keys.wait_empty(cursor)
+    load_rows(k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), keys.full_barrier(cursor))
+
+
+@jit
+def load(loader, schedule, masks, tiles, queries, keys, values):
+    """Announce tiles, and load the key and value blocks that they visit, the last one first; one warp's work.
+
+    keys and values: their channels, which take a step for each block. queries: the channel of rotated queries, or None
+    if other warps rotate them.
+    """
+    IS_PACKED: gl.constexpr = tiles.IS_PACKED
+    if IS_PACKED:
+        # The pre-pass has described the tiles.
+        wait_for_previous_launch(loader.PDL)
+    work = first_work(schedule, masks)
+    announce_tile(tiles, 0, work.tile)
+    # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
+    wait_for_previous_launch(loader.PDL)
+    tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
+    key_step = 0
+    arrivals = 0
+    while work.tile.num_blocks > 0:
+        tile = work.tile
+        first_row, last_row = tile.bounds.first_key, tile.bounds.num_keys
+        if IS_PACKED:
+            first_row += work.first_k
+            last_row += work.first_k
+        # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
+        # and the announcement takes a round trip to the counter in global memory and divisions.
+        load_keys(loader.k_desc, work, 0, keys, key_step)
+        if queries is not None:
+            # After the first keys, whose slot is free earlier than the queries' memory.
+            load_queries(loader.q_desc, queries, tile, tile_step)
+        tile_step += 1
+        following = next_work(schedule, masks)
+        announce_tile(tiles, tile_step, following.tile)
+        for visit in range(tile.num_blocks):
+            if visit > 0:
+                load_keys(loader.k_desc, work, visit, keys, key_step)
+            row = key_row(work, visit, schedule.BLOCK_N)
+            at_values = values.at(key_step)
+            values.wait_empty(at_values)
+            v_tile, v_full = values.tile(at_values), values.full_barrier(at_values)
+            if tiles.HAS_BOUNDS:
+                # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
+                arrivals = load_existing_rows(
+                    loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, loader.arrival,
+                    arrivals,
+                )  # fmt: skip
+            else:
+                load_rows(loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full)
+            key_step += 1
+        work = following
+
+
+@record
+class QuerySource:
+    """The queries that the caller gave, (B, HQ, NQ, D), and how they are normed and rotated."""
+
+    ptr: gl.tensor
+    strides: gl.tuple
+    cos_ptr: gl.tensor
+    sin_ptr: gl.tensor
+    cos_strides: gl.tuple  # (batch, row, pair)
+    sin_strides: gl.tuple
+    norm_ptr: gl.tensor | None  # weights (D,), or None for no norm, like eps and offset
+    norm_eps: gl.tensor | None
+    norm_offset: gl.tensor | None
+    sign: gl.tensor  # 1 or -1, the sign of softmax_scale
+    position_limit: gl.tensor | None  # positions that the tables have; None: at least as many as there are keys
+    saved_desc: gl.tensor | None  # the tensor that saves rotated queries for the backward pass, in blocks of ROWS rows
+    D: gl.constexpr
+    R: gl.constexpr
+    INTERLEAVED: gl.constexpr
+    USE_INT64_OFFSETS: gl.constexpr
+
+
+@jit
+def rotate_queries(tiles, queries, source, NQ, NK):
+    """Rotate the query rows of each tile into shared memory, and save them if asked to; a warpgroup's work."""
+    BLOCK_D: gl.constexpr = queries.buffer.shape[2]
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 64], [32, 1], [4, 1], [1, 0])
+    # Four warps rotate so many rows at a time, eight pairs a thread.
+    CHUNK: gl.constexpr = 2048 // BLOCK_D
+    offs = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
+    row_format = RowFormat(D=source.D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=source.USE_INT64_OFFSETS)
+    weights = None
+    if source.norm_ptr is not None:
+        norm = Norm(weight_ptr=source.norm_ptr, eps=source.norm_eps, offset=source.norm_offset, D=source.D)
+        weights = pair_norm_weights(norm, source.R, source.INTERLEAVED, BLOCK_D, PAIRS)
+    tile_step = 0
+    tile = next_tile(tiles, tile_step)
+    while tile.num_blocks > 0:
+        num_positions = tile_bounds(tile, NK).num_keys
+        if source.position_limit is not None:
+            num_positions = source.position_limit
+        rotation = head_rotation(
+            source.cos_ptr, source.sin_ptr, source.cos_strides, source.sin_strides, tile.batch.to(gl.int64),
+            num_positions, source.R, source.INTERLEAVED,
+        )  # fmt: skip
+        rotation = with_norm(rotation, source.norm_ptr, source.norm_eps, source.norm_offset, source.D)
+        strides = source.strides
+        head = Rows(
+            ptr=source.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1],
+            stride_row=strides[2], stride_column=strides[3], num_rows=query_end(tile, NQ), first_row=None,
+            format=row_format,
+        )  # fmt: skip
+        if weights is not None:
+            # With norms, rotation is nearly the bottleneck, so prefetch.
+            prefetch_rows(head, tile.start_m, query_end(tile, NQ), queries.TILES * ROWS, LINES)
+        at_queries = queries.at(tile_step)
+        queries.wait_empty(at_queries)
+        if source.saved_desc is not None:
+            # Until the stores of the last tile, and so those from this buffer, have read it.
+            tma_store_wait(0)
+            barrier()
+        for warpgroup in gl.static_range(queries.TILES):
+            for chunk in gl.static_range(ROWS // CHUNK):
+                # These warps lack registers for the addresses of all rows at once.
+                start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
+                q = load_rotated(
+                    rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
+                    PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, weights=weights,
+                )  # fmt: skip
+                # Do not load further chunks early: registers suffice for one, and with the norm's weights for none.
+                if warpgroup + chunk > 0 or weights is not None:
+                    barrier()
+                queries.of_warpgroup(warpgroup).tile(at_queries).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
+        fence_async_shared()
+        if source.saved_desc is not None:
+            barrier()
+            for warpgroup in gl.static_range(queries.TILES):
+                # A packed sequence has whole blocks of ROWS to itself, and the next sequence follows.
+                if tile.start_m + warpgroup * ROWS < query_end(tile, NQ):
+                    tma_store(
+                        source.saved_desc, [tile.batch, tile.head, rotated_row(tile) + warpgroup * ROWS, 0],
+                        queries.of_warpgroup(warpgroup).tile(at_queries).reshape((1, 1, ROWS, BLOCK_D)),
+                    )  # fmt: skip
+        queries.fill(at_queries)
+        tile_step += 1
+        tile = next_tile(tiles, tile_step)
+    if source.saved_desc is not None:
+        tma_store_wait(0)
