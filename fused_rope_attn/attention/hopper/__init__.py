@@ -2,24 +2,24 @@
 
 Both directions share:
 
-- ``shapes``: the sizes that do not vary with a call.
-- ``barriers``: rings of buffers, and named barriers.
-- ``columns``: products over the columns that a head has, in one piece or two.
-- ``rows``: tiles of rows through the TMA, zeros where rows do not exist.
+- ``shapes``: the sizes that do not vary with a call, and when the causal diagonal is aligned with them.
+- ``channels``: how warps pass tiles to one another, named barriers, and tiles of rows through the TMA.
+- ``columns``: products over the columns that a head has, in one part or two.
+- ``masks``: masks in registers.
 - ``softmax``: the forward's softmax, and the cap of scores.
+- ``ptxas``: two remedies against what the compiler does to registers.
 
-The forward, whose launches are in ``forward`` and whose entry is ``forward_kernel``:
+The forward, with its launches in ``forward`` and its entry in ``forward_kernel``:
 
-- ``tiles``: what the warps know of a tile, and the ring in which the loading warp announces tiles.
-- ``forward_schedule``: which tile comes next, and which key blocks it visits.
-- ``forward_load``, ``forward_queries``, ``forward_attend``: the warps that load, rotate queries, and multiply.
-- ``forward_masks``, ``forward_output``: masks in registers, and the way of the output.
+- ``forward_tiles``: which tile comes next, which key blocks it visits, and how the loading warp announces it.
+- ``forward_producers``: the warps that load, and that rotate queries.
+- ``forward_attend``: the warps that multiply, and the output.
 
-The backward, whose launches are in ``backward`` and whose entry is ``backward_kernel``:
+The backward, with its launches in ``backward`` and its entry in ``backward_kernel``:
 
-- ``backward_block``: a block's keys, its query blocks and its buffers, which its warps share.
-- ``backward_load``, ``dq``: the warps that load, and that add dQ to its accumulator.
+- ``backward_block``: a block's keys and query blocks, its channels and weights.
+- ``backward_transfers``: the warps that load, and that add dQ to its accumulator.
 - ``backward_by_keys``, ``backward_by_columns``: the warps that multiply, up to head dim 128 and beyond.
-- ``backward_tile``, ``backward_masks``: what they do with a tile, and masks in registers.
+- ``backward_epilogue``: dk and dv from registers to their tensors.
 - ``postprocess_kernel``: dQ from its accumulator.
 """

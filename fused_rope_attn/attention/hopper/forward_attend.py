@@ -237,9 +237,7 @@ def mask_first(scores, positions, columns, tile, masks, NK, BLOCK_N: gl.constexp
 
 
 @jit
-def attend(
-    WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK
-):
+def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
     """Attend with rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
 
     ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
@@ -257,6 +255,7 @@ def attend(
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     BLOCK_D: gl.constexpr = keys.buffer.shape[4]
     DTYPE: gl.constexpr = keys.buffer.dtype
+    CONSUMERS: gl.constexpr = output.smem.shape[0]
     FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if masks.IS_ALIGNED and WARPGROUP == 0 else BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
