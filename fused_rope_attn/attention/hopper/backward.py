@@ -1,4 +1,4 @@
-"""The sm_90 backward pass: its door, and the launches behind it."""
+"""Launches of the sm_90 backward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
 
 
 class BlockSource(Source):
-    """A descriptor whose block is not [1, 1, rows, columns]."""
+    """A source of descriptors with any block, where ``Source`` has [1, 1, rows, columns]."""
 
     __slots__ = ()
 
@@ -71,8 +71,8 @@ class BackwardCall:
         self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
         self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
         self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
-        # Narrow windows: the pre-process has nothing to clear, and the post-process begins while the last heads are at
-        # work. With wide ones both are little of the whole, and the long key blocks should come first.
+        # With a narrow window the pre-process clears nothing, and the post-process begins before the last heads are
+        # done. With a wide one both are a small part of the time, and long key blocks should be first.
         self.progress_size = None
         left, right = problem.window_left, problem.window_right
         narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
@@ -172,7 +172,7 @@ class BackwardCall:
         )
 
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
-        """Descriptors of the main kernel; those of buffers from stand-ins of their shape."""
+        """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
         rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
         query, key = (layout([1, 1, n, pad_d], element) for n in (rows, block_n))
@@ -187,9 +187,9 @@ class BackwardCall:
     def __call__(
         self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
     ) -> Gradients:
-        """rooms: where dq, dk and dv are to be written, if the call was prepared for such places."""
+        """Launch the call. rooms: output buffers for dq, dk and dv, if the call was prepared for them."""
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
-        # Strides are at hand everywhere: an allocation that has to find them takes the host twice as long.
+        # Allocate with known strides, because otherwise an allocation takes the host twice as long.
         dtype, where = v.dtype, v.device
         dq_strides, dk_strides, dv_strides = self.strides
         dq, dk, dv = rooms
@@ -255,5 +255,5 @@ def attention_backward(
     o: torch.Tensor,
     lse: torch.Tensor,
 ) -> Gradients:
-    """As the portable ``attention_backward``, with the kernels for sm_90. dq is summed in any order."""
+    """Compute what the portable ``attention_backward`` does, with the kernels for sm_90. dq is summed in any order."""
     return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

@@ -113,7 +113,7 @@ def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
 
 @jit
 def no_ds(DTYPE: gl.constexpr):
-    """Return zeros (KEYS, BLOCK_M) in a layout whose store fills rows of shared memory."""
+    """Return zeros (KEYS, BLOCK_M) in a layout that stores whole rows of shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     return gl.zeros([KEYS, BLOCK_M], DTYPE, LAYOUT)
 

@@ -180,10 +180,10 @@ def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, 
 
 @record
 class Progress:
-    """A program's part in ``progress``, to whose words ptr points; None if the call has no ``progress``.
+    """A program's part in ``progress``, ptr points to its words; None if the call has no ``progress``.
 
-    key_head: the number of the program's key head among num_key_heads, B * HKV. Of the query blocks that the program
-    visits in each head it stores the first num_begun, and adds the others to what another program has stored.
+    key_head: the number of the program's key head among num_key_heads, B * HKV. The program stores the first num_begun
+    of the query blocks that it visits in each head, and adds the others to blocks that another program has stored.
     """
 
     ptr: gl.tensor | None
@@ -212,7 +212,7 @@ def announce(pointer):
 def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
     """Store a block of dQ, or ADD it to the accumulator, as soon as it has arrived, and release its memory.
 
-    dq: the channels of both warpgroups, each of which has a part of the columns; step: blocks sent before.
+    dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent before.
     """
     COLUMNS: gl.constexpr = dq.buffer.shape[4]
     for part in gl.static_range(CONSUMERS):

@@ -62,7 +62,7 @@ class ForwardOutput:
     """The tensors o and lse, and the shared memory that o passes through."""
 
     desc: gl.tensor  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
-    ptr: gl.tensor | None  # o itself in packed calls, whose last rows of a sequence are stored without the TMA
+    ptr: gl.tensor | None  # o itself in packed calls: the last rows of a sequence are stored without the TMA
     strides: gl.tuple | None
     lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
     smem: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, columns of one store)

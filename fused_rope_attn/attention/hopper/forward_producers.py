@@ -90,7 +90,7 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
         # and the announcement takes a round trip to the counter in global memory and divisions.
         load_keys(loader.k_desc, work, 0, keys, key_step)
         if queries is not None:
-            # After the first keys, whose slot is free earlier than the queries' memory.
+            # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader.q_desc, queries, tile, tile_step)
         tile_step += 1
         following = next_work(schedule, masks)

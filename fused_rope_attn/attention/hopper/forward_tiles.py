@@ -21,7 +21,7 @@ TILE_STAGES = gl.constexpr(4)
 
 @record
 class TileBounds:
-    """Where a tile's keys and queries begin and end, int32, in calls whose shapes alone do not say so."""
+    """The bounds of a tile's keys and queries, int32, in calls in which they do not follow from the shapes alone."""
 
     last_block: gl.tensor  # the last key block that some row sees, counted from the sequence's first key
     lower_masked_from: gl.tensor  # visited blocks from this number on hold keys before some row's first visible one
@@ -187,12 +187,12 @@ class Schedule:
     lens_ptr: gl.tensor | None  # kv_lens (B,) int32
     num_tiles: gl.tensor  # of all heads
     num_heads: gl.tensor  # B * HQ
-    heads_per_section: gl.tensor  # heads whose keys and values share the L2, as for ``scheduled_tile``
+    heads_per_section: gl.tensor  # heads that share the L2 for their keys and values, as for ``scheduled_tile``
     HQ: gl.tensor | None  # None in packed calls, as NQ and NK: the table replaces them
     GROUP_SIZE: gl.tensor
     NQ: gl.tensor | None
     NK: gl.tensor | None
-    tiles_per_head: gl.tensor | None  # packed calls: entries of the table, some of which hold no queries
+    tiles_per_head: gl.tensor | None  # packed calls: entries of the table; some hold no queries
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
@@ -210,7 +210,7 @@ class Work:
 @jit
 def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, rotated_row, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr):  # fmt: skip
-    """Return the ``QueryTile`` of a head's queries from row ``start_m`` on, whose position is start_m + q_offset.
+    """Return the ``QueryTile`` of a head's queries from row ``start_m`` on, at position start_m + q_offset.
 
     mask: the sequence's ``kernels.masks.Mask``; query_end and rotated_row as in ``TileBounds``. Every tile visits at
     least one block. If nothing in it is visible the mask hides all scores, and the rows become zero on the usual path.

@@ -16,7 +16,7 @@ class MaskOptions:
 
     left: gl.tensor | None  # how many keys before its own position a query sees; None: all
     right: gl.tensor | None  # how many keys after its own position a query sees; None: all; ``is_causal``: none
-    READS_LENGTHS: gl.constexpr  # lengths come from device tensors: queries at negative positions see no key
+    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     HAS_STARTS: gl.constexpr  # whether there are kv_starts
     IS_ALIGNED: gl.constexpr  # as ``shapes.is_aligned``, for a tile and its first key block
 
@@ -41,7 +41,7 @@ def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 
 def mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N: gl.constexpr, SEEN: gl.constexpr):
     """Mask as ``mask_scores`` does the first block of an aligned tile, or its first half.
 
-    Every row sees its first SEEN keys. The diagonal also hides the keys that do not exist, because they come after all
+    Every row sees its first SEEN keys. The diagonal also hides the keys that do not exist, because they follow all
     queries.
     """
     start_n = tile_bounds(tile, NK).last_block * BLOCK_N

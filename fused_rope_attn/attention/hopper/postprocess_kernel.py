@@ -1,4 +1,4 @@
-"""The post-process of the sm_90 backward: dq from the float32 accumulator that the main kernel added to, and norms."""
+"""The post-process of the sm_90 backward: dq from its float32 accumulator, and the gradients of the norms."""
 
 import triton
 import triton.language as tl
@@ -31,16 +31,16 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 
 @triton.jit
 def staged_rows(rows):
-    """The rows of the accumulator in which ``dq.stage_rows`` has put ``rows``."""
+    """Return the rows of the accumulator to which ``backward_transfers.stage_rows`` has moved ``rows``."""
     return (rows // 8) * 8 + (rows % 4) * 2 + (rows // 4) % 2
 
 
 @triton.jit
 def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
-    """Where numbers lie in an accumulator that ``add_half`` has added to: (len(rows), len(columns)).
+    """Return the offsets of numbers in an accumulator to which ``add_half`` has added: (len(rows), len(columns)).
 
-    Panels of 8 columns, in which rows follow each other: a tensor core's results are 8 rows by 8 columns a register
-    pair, two numbers a lane.
+    It is stored as panels of 8 columns, row after row, because a tensor core's results are 8 rows by 8 columns a
+    register pair, two numbers a lane.
     """
     row = (rows // BLOCK_M) * (BLOCK_M * BLOCK_D) + (rows % BLOCK_M) * 8
     column = (columns // 8) * (8 * BLOCK_M) + columns % 8
@@ -49,7 +49,7 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
-    """Numbers (rows, len(columns)) at ``words``, 0 where ``mask`` is false (None: nowhere) or columns >= COLUMNS."""
+    """Load numbers (rows, len(columns)), 0 if ``mask`` is false (None: always true) or columns >= COLUMNS."""
     if columns.shape[0] != COLUMNS:
         exists = columns[None, :] < COLUMNS
         if mask is not None:
@@ -61,7 +61,7 @@ def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
-    """``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on, of which num_rows exist."""
+    """Return the num_rows ``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on."""
     return Rows(
         ptr=ptr + batch * strides[0] + head * strides[1] + start * strides[2],
         stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format,
@@ -76,21 +76,21 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
                        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
                        USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr,
                        PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr):  # fmt: skip
-    """dq from the accumulator (B, HQ, pitch, COLUMNS) float32: scaled, rotated back, rounded once.
+    """Read dq from the accumulator (B, HQ, pitch, COLUMNS) float32, scale it, rotate it back, and round it once.
 
-    With sinks also each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the pre-process's
-    stats. IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``. Grid: (row blocks
-    * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
+    With sinks also write each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the
+    pre-process's stats. IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``.
+    Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
     ``backward_kernel``.
 
-    With ``progress``, see ``backward_kernel``, rows are written as soon as the ``key_blocks`` programs of their key
-    head are done, while those of other heads are at work, and rows that nobody began are zero.
+    With ``progress``, see backward_transfers.py, rows are written as soon as the ``key_blocks`` programs of their key
+    head are done, concurrently with those of other heads. Rows that no program began are zero.
 
-    With norms, whose arguments else are None: dq goes through that of q, of weights ``norm`` (D,), to the gradient of
-    raw_q (B, HQ, NQ, D), q as the caller gave it. Each program writes its part of the weights' gradient, a row of sums
-    (programs, D) float32, and the last ones add them up, into dq_norm (D,). KEY_PARTS further programs do so with the
-    rows of k_sums, ``k_sums`` of them, which the main kernel has written, into dk_norm. parts: room for a row of D
-    float32 for each SUMS programs and each of KEY_PARTS; counters: int32, as many as the former and two, zero.
+    With norms dq passes through the norm of q, with weights ``norm`` (D,), to the gradient of raw_q (B, HQ, NQ, D), q
+    as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
+    and the last programs add the parts up, into dq_norm (D,). KEY_PARTS further programs add up the ``k_sums`` rows
+    that the main kernel has written, into dk_norm. parts: workspace, a row of D float32 for each SUMS programs and each
+    of KEY_PARTS; counters: zeros, int32, as many as the former rows and two. Without norms all these are None.
 
     PAIRS and WHOLE: the layouts of tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
     """
@@ -101,7 +101,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     pid = tl.program_id(0)
     if norm_ptr is not None:
         if progress_ptr is None:
-            # The last heads first: of what the main kernel has written some still lies in the L2.
+            # The last heads first, because the L2 still holds what the main kernel has written last.
             pid = tl.num_programs(0) - 1 - pid
         if pid >= programs:
             wait_for_previous_launch(PDL)
@@ -137,7 +137,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D, PAIRS)
         dweight1 = zeros_like_ranges(offs, tile_range(BLOCK_D // 2, 1, PAIRS))
         dweight2 = dweight1
-        # Behind the last query the accumulator may hold anything.
+        # After the last query the accumulator is undefined.
         exists = (offs < NQ - start)[:, None]
     if progress_ptr is None:
         wait_for_previous_launch(PDL)
@@ -145,7 +145,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         head64 = tl.cast(head, tl.int64)
         row = (batch * HQ + head64) * pitch + padded + start
         if IN_PANELS:
-            # row without ``start`` is a multiple of BLOCK_M, of which ``start`` may lie inside one.
+            # row - start is a multiple of BLOCK_M, and ``start`` need not be.
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
             words = accumulator_ptr + row * COLUMNS + staged[:, None] * COLUMNS + columns[None, :]
@@ -154,7 +154,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
             raw1, raw2 = load_pairs(raw_rows, offs, rotation, CHECK_ROWS=True, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE)
         if cu_q_ptr is not None:
-            # The block may lie behind its sequence's end, and behind that of the accumulator.
+            # The block may be past its sequence's end, and past the end of the accumulator.
             dq = load_columns(words, whole_offs[:, None] < NQ - start, columns, COLUMNS) * softmax_scale
         elif progress_ptr is None:
             dq = load_columns(words, None, columns, COLUMNS) * softmax_scale
@@ -182,14 +182,14 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, R, INTERLEAVED, PAIRS)
         add_own_sums(pid, sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, programs, D, BLOCK_D, WHOLE)
     if progress_ptr is not None:
-        # Whatever follows this launch finds dk and dv complete too. With norms those of KEY_PARTS have waited.
+        # So that dk and dv are complete for the next launch too. With norms the programs of KEY_PARTS have waited.
         if pid == tl.num_programs(0) - 1:
             wait_for_previous_launch(PDL)
 
 
 _NUMBERS = ["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size", "key_blocks",
             "k_sums"]  # fmt: skip
-# Triton picks a layout for each load, and rows then pass through shared memory between them. Where there is a norm, and
-# so more to read and rows to sum, each thread takes the same pairs of everything. Layouts are Gluon's to name.
+# Triton picks a layout for each load, and rows pass through shared memory from one to the next. With a norm there is
+# more to read and there are rows to sum, so that each thread takes the same pairs of all tensors: Gluon names layouts.
 norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)
 postprocess_kernel = triton.jit(postprocess_kernel, do_not_specialize=_NUMBERS)

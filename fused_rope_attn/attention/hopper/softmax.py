@@ -1,4 +1,4 @@
-"""The softmax of the sm_90 forward, for scores whose rows are distributed over the four threads of a quad, 32 in each.
+"""The softmax of the sm_90 forward. The four threads of a quad hold a row of scores, 32 in each.
 
 It computes the same as ``kernels.softmax.online_softmax`` with four differences, which were all measured to pay:
 
@@ -44,7 +44,7 @@ def rescale_constraints(values):
 
 @jit
 def rescale_part(acc, correction):
-    """Return acc (64, columns) float32 times correction (64,); warps whose factors are all 1 multiply nothing."""
+    """Return acc (64, columns) float32 times correction (64,); a warp multiplies nothing if all its factors are 1."""
     # A thread holds half as many values of the 64 rows as there are columns; beyond 128 they are taken in two parts.
     VALUES: gl.constexpr = min(64, acc.shape[1] // 2)
     factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
