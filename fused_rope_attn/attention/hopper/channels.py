@@ -160,7 +160,8 @@ class Channel:
     @jit
     def wait_empty(self, cursor):
         """Wait as a producer until consumers have released what the slot held before; at first there is nothing."""
-        mbarrier.wait(self.empty.index(cursor.slot), self.parity(cursor) ^ 1)
+        parity = self.parity(cursor) ^ 1
+        mbarrier.wait(self.empty.index(cursor.slot), parity)
 
     @jit
     def fill(self, cursor):
