@@ -113,7 +113,7 @@ class HopperForwardConfig:
     (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, which says when a block's product
     with the values is awaited, from the fewest registers to the most: before the next block's scores are issued, before
     its weights are made of them, or behind these. halves_diagonal: leave out the quarter of a diagonal block that
-    nobody sees, where tiles lie as ``hopper.alignment.is_aligned`` asks. The rest as in ``ForwardConfig``.
+    nobody sees, where tiles lie as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
 
     Raises:
         ValueError: for values that are not one of ``VALUES``.
@@ -148,7 +148,7 @@ class HopperBackwardConfig:
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
     of the pre-process turns; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
     where q and k are normed, which reads twice as much of a row and sums it. halves_diagonal: the second warpgroup
-    leaves out the query block that sees none of its keys, where queries and keys lie as ``hopper.alignment.is_aligned``
+    leaves out the query block that sees none of its keys, where queries and keys lie as ``hopper.shapes.is_aligned``
     asks. pdl: as in ``ForwardConfig``.
 
     Raises:
