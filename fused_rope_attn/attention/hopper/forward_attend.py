@@ -111,7 +111,6 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
-    at_keys = keys.at(key_step)
     weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if VALUES == "before scores":
         acc = rescale_output(acc, correction)
@@ -119,6 +118,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         wait_for_tensor_cores(WARPGROUP)
         acc = issue_by_columns(weights, v, acc)
+        at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         k = first_keys(keys, at_keys, COUNT)
         acc = wait_for_parts(acc, PENDING=0)
@@ -127,6 +127,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
+        at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         k = first_keys(keys, at_keys, COUNT)
         wait_for_tensor_cores(WARPGROUP)
