@@ -57,8 +57,8 @@ for job in jobs:
 @pytest.mark.aot
 @pytest.mark.timeout(900)
 def test_no_product_is_left_for_the_compiler_to_fuse(tmp_path):
-    """LLVM may fuse either product of a sum, in the order that other passes leave: the loops of the inline
-    forward fused another product than the code before them."""
+    """LLVM may fuse either product of a sum, and picks one by the order that other passes leave. The loops of the
+    inline forward fused another product than the code before them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, cwd=ROOT, capture_output=True, text=True)
