@@ -1,7 +1,6 @@
-"""Launch configurations of the generation step: records and the committed table. Data, with a reason for each row.
+"""The configurations of the generation step: their record and the tables, which ``attention/configs.py`` explains.
 
-Rows are found by (architecture, element size, head dimension, rotated cache, page size, small cache); the first row
-that matches wins.
+Rows are chosen by architecture, element size, head dimension, rotated cache, page size and small cache.
 ``python -m bench decode --tune`` proposes rows.
 """
 
@@ -13,14 +12,11 @@ from dataclasses import dataclass, replace
 from fused_rope_attn.attention.configs import (
     AMD,
     AMPERE,
-    CPU,
-    FMA,
     HOPPER,
     INTERPRETER,
     NVIDIA,
     PDL,
     SMALL,
-    UNTIMED,
     TritonOptions,
     find_row,
 )
@@ -68,21 +64,19 @@ class DecodeConfig(TritonOptions):
     by_page: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeRow:
-    """One line of ``DECODE``: the configuration (``config_on`` adds what the architecture decides) for what the other
-    fields select.
+    """Hold one row: ``config``, to which ``config_on`` adds what the card decides, for the calls that the other fields select.
 
-    element_size: of q, or 1 where q has two bytes and the caches are float8. rotated: whether the cached keys are.
-    most_page: the caches are pages of so many rows at most. small: whether caches have SMALL_CACHE rows at most. None
-    matches everything. The other fields as in ``Row``.
+    element_size: of q, or 1 where q has two bytes and the caches are float8. head_dim: the largest served. rotated:
+    whether the cached keys are. most_page: the most rows of a page; caches that are not paged do not match. small:
+    whether caches have SMALL_CACHE rows at most. None matches anything.
     """
 
     archs: tuple[str, ...]
     element_size: int
     head_dim: int
     config: DecodeConfig
-    note: str
     rotated: bool | None = None
     most_page: int | None = None
     small: bool | None = None
@@ -101,78 +95,112 @@ class DecodeRow:
         )
 
     def config_on(self, arch: str) -> DecodeConfig:
-        """The configuration as ``arch`` takes it."""
+        """Return the configuration as ``arch`` takes it."""
         apart = ROWS_APART if arch in HOPPER and self.element_size < 4 else self.config.rows_apart
         return replace(self.config, pdl=arch in PDL, rows_apart=apart)
 
 
-_TUNED = (
-    "H200, 2026-11-22: as fast as one program of 128 keys at equal lengths, up to 4 % faster with 64 sequences, "
-    "and .80 of its time where lengths are mixed"
-)
-_SMALL_PAGES = "H200, 2026-11-23: pages of 16 cost 2 to 5 %, looked up for each row 5 to 20 %"
-_FLOAT8_TUNED = "H200, 2026-11-22, B8-32K: .57 of bf16's time with triton 3.9.0, .63 with 3.6.0"
-_FLOAT8_PAGES = "H200, 2026-11-22, B8-32K: .63 of bf16's time with triton 3.6.0, tiles of 128 keys .69"
-_FLOAT8_SMALL = "H200, 2026-11-22, B8-4K: .85 of bf16's time in pages, programs of 2 warps .98"
-_IN_FLIGHT = "two programs with 64 KB of keys and values in flight each, by arithmetic; untimed"
-_FLOAT8 = "two programs with as many bytes in flight each as one of 2-byte elements, by arithmetic; untimed"
-_ANGLES = "the angles of a tile are as many bytes as its keys and values in 2-byte elements; untimed"
-
-
 # The cards, and the interpreter, on which the kernels read and write float8_e4m3fn.
 FLOAT8 = (*HOPPER, "sm_89", "sm_120", INTERPRETER[0])
-_SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
-
+SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
 
 # A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
-    DecodeRow(HOPPER, 2, 64, DecodeConfig(128, 4, 3), _IN_FLIGHT, True),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 2, 3, programs_per_sm=4, by_page=True), _SMALL_PAGES, True,
-              most_page=63),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(64, 4, 3, registers_apart=192), _TUNED, True),
-    DecodeRow(HOPPER, 2, 256, DecodeConfig(32, 4, 4), _IN_FLIGHT, True),
-    DecodeRow(HOPPER, 2, 64, DecodeConfig(64, 4, 3), _ANGLES, False),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
-    DecodeRow(HOPPER, 2, 256, DecodeConfig(16, 4, 3), _ANGLES, False),
-    DecodeRow(HOPPER, 1, 64, DecodeConfig(128, 4, 4), _FLOAT8),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8_SMALL, True, small=True),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(64, 2, 3, programs_per_sm=4), _FLOAT8_PAGES, True, most_page=127),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 4, 3), _FLOAT8_TUNED, True),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 4, 3), _ANGLES, False),
-    DecodeRow(HOPPER, 1, 256, DecodeConfig(32, 4, 4), _FLOAT8),
-    DecodeRow(_SMALL_FLOAT8, 1, 64, DecodeConfig(64, 4, 3), UNTIMED),
-    DecodeRow(_SMALL_FLOAT8, 1, 128, DecodeConfig(32, 4, 3), UNTIMED),
-    DecodeRow(_SMALL_FLOAT8, 1, 256, DecodeConfig(16, 4, 3), UNTIMED),
-    DecodeRow(AMPERE + SMALL, 2, 64, DecodeConfig(64, 4, 3), UNTIMED),
-    DecodeRow(AMPERE + SMALL, 2, 128, DecodeConfig(32, 4, 3), UNTIMED),
-    DecodeRow(AMPERE + SMALL, 2, 256, DecodeConfig(16, 4, 3), UNTIMED),
-    DecodeRow(NVIDIA, 4, 64, DecodeConfig(32, 4, 2), FMA),
-    DecodeRow(NVIDIA, 4, 128, DecodeConfig(16, 8, 2), FMA),
-    DecodeRow(NVIDIA, 4, 256, DecodeConfig(16, 8, 1), FMA),
-    DecodeRow(AMD, 2, 128, DecodeConfig(64, 4, 2), UNTIMED),
-    DecodeRow(AMD, 2, 256, DecodeConfig(32, 4, 2), UNTIMED),
-    DecodeRow(AMD, 4, 128, DecodeConfig(32, 4, 1), UNTIMED),
-    DecodeRow(AMD, 4, 256, DecodeConfig(16, 4, 1), UNTIMED),
-    # num_sms is 1 there: enough programs that heads are shared, and that some have more than one.
-    DecodeRow(INTERPRETER, 1, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16), CPU),
-    DecodeRow(INTERPRETER, 2, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16), CPU),
-    DecodeRow(INTERPRETER, 4, 256, DecodeConfig(16, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16), CPU),
+    # Two programs have 64 KB of keys and values in flight each, by arithmetic. Untimed.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=64, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
+    # H200, 2026-11-23: pages of 16 cost 2 to 5 %, and 5 to 20 % where each row looks its page up.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True, most_page=63,
+        config=DecodeConfig(block_n=32, num_warps=2, num_stages=3, programs_per_sm=4, by_page=True)),
+    # H200, 2026-11-22: as fast as one program of 128 keys at equal lengths, up to 4 % faster with 64 sequences, .80 of
+    # its time where lengths are mixed.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True,
+        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3, registers_apart=192)),
+    # Two programs have 64 KB of keys and values in flight each, by arithmetic. Untimed.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=256, rotated=True,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=4)),
+    # The angles of a tile are as many bytes as its keys and values in 2-byte elements. Untimed.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=64, rotated=False,
+        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=False,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=256, rotated=False,
+        config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
+    # Two programs have as many bytes in flight each as one of 2-byte elements, by arithmetic. Untimed.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=64,
+        config=DecodeConfig(block_n=128, num_warps=4, num_stages=4)),
+    # H200, 2026-11-22, B8-4K: .85 of bf16's time in pages, programs of 2 warps .98.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True, small=True,
+        config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
+    # H200, 2026-11-22, B8-32K: .63 of bf16's time with triton 3.6.0, tiles of 128 keys .69.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True, most_page=127,
+        config=DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=4)),
+    # H200, 2026-11-22, B8-32K: .57 of bf16's time with triton 3.9.0, .63 with 3.6.0.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
+    # The angles of a tile are as many bytes as its keys and values in 2-byte elements. Untimed.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=False,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
+    # Two programs have as many bytes in flight each as one of 2-byte elements, by arithmetic. Untimed.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=256,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=4)),
+    # Sized by shared memory and registers. Untimed.
+    DecodeRow(archs=SMALL_FLOAT8, element_size=1, head_dim=64,
+        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
+    DecodeRow(archs=SMALL_FLOAT8, element_size=1, head_dim=128,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
+    DecodeRow(archs=SMALL_FLOAT8, element_size=1, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
+    DecodeRow(archs=AMPERE + SMALL, element_size=2, head_dim=64,
+        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
+    DecodeRow(archs=AMPERE + SMALL, element_size=2, head_dim=128,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
+    DecodeRow(archs=AMPERE + SMALL, element_size=2, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
+    # True float32 products run on the FMA units: sized by registers. Untimed.
+    DecodeRow(archs=NVIDIA, element_size=4, head_dim=64,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=2)),
+    DecodeRow(archs=NVIDIA, element_size=4, head_dim=128,
+        config=DecodeConfig(block_n=16, num_warps=8, num_stages=2)),
+    DecodeRow(archs=NVIDIA, element_size=4, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=8, num_stages=1)),
+    # Sized by shared memory and registers. Untimed.
+    DecodeRow(archs=AMD, element_size=2, head_dim=128,
+        config=DecodeConfig(block_n=64, num_warps=4, num_stages=2)),
+    DecodeRow(archs=AMD, element_size=2, head_dim=256,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=2)),
+    DecodeRow(archs=AMD, element_size=4, head_dim=128,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=1)),
+    DecodeRow(archs=AMD, element_size=4, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=4, num_stages=1)),
+    # num_sms is 1 in the interpreter: enough programs that heads are shared, and that some have more than one.
+    # More than one tile in few rows, so that small tests cross every border.
+    DecodeRow(archs=INTERPRETER, element_size=1, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
+    DecodeRow(archs=INTERPRETER, element_size=2, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
+    DecodeRow(archs=INTERPRETER, element_size=4, head_dim=256,
+        config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
 )
-# fmt: on
 
-
-_CHUNK = "on an H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less"
-_CHUNK_FLOAT8 = "on an H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203"
-_CHUNK_RAW = "fewer registers beside the angles; untimed"
 # Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
-# fmt: off
 CHUNKS: tuple[DecodeRow, ...] = (
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(128, 8, 3, programs_per_sm=1, block_m=128), _CHUNK, True),
-    DecodeRow(HOPPER, 2, 128, DecodeConfig(32, 4, 3, programs_per_sm=2, block_m=64), _CHUNK_RAW, False),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(128, 8, 3, programs_per_sm=1, block_m=128), _CHUNK_FLOAT8, True),
-    DecodeRow(HOPPER, 1, 128, DecodeConfig(32, 8, 3, programs_per_sm=1, block_m=64), _CHUNK_RAW, False),
-    DecodeRow(INTERPRETER, 4, 256, DecodeConfig(32, 1, 1, programs_per_sm=5, combine_parts=2, block_m=128), CPU),
+    # H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128)),
+    # The angles leave fewer registers. Untimed.
+    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=False,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=64)),
+    # H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128)),
+    # The angles leave fewer registers. Untimed.
+    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=False,
+        config=DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, block_m=64)),
+    # More than one tile in few rows, so that small tests cross every border.
+    DecodeRow(archs=INTERPRETER, element_size=4, head_dim=256,
+        config=DecodeConfig(block_n=32, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, block_m=128)),
 )
 # fmt: on
 

@@ -1,8 +1,7 @@
-"""Launch configurations of the rotation alone: records and the committed table. Data, with a reason for each row.
+"""The configurations of the rotation alone: their record and the table, as ``attention/configs.py`` explains.
 
 A memory-bound kernel needs bytes in flight, whatever the head dimension and the dtype: rows give bytes, and the
-launcher turns them into tokens by heads. Rows are found by (architecture, bytes of the largest tensor, whether there
-are norms); the first that matches wins.
+launcher turns them into tokens by heads. Rows are chosen by architecture, bytes of the largest tensor and norms.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ class RotationConfig:
     num_warps: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RotationRow:
-    """One line of the table. archs, max_bytes (of a call's largest tensor), norms (whether the call has any): None
-    serves any. note: why this one."""
+    """Hold one row: ``config`` for the calls that the other fields select.
 
-    archs: tuple[str, ...] | None
-    max_bytes: int | None
+    max_bytes: of a call's largest tensor. norms: whether the call has any. None matches anything.
+    """
+
     config: RotationConfig
-    note: str
+    archs: tuple[str, ...] | None = None
+    max_bytes: int | None = None
     norms: bool | None = None
 
     def matches(self, arch: str, size: float, norms: bool) -> bool:
@@ -43,17 +43,18 @@ class RotationRow:
         )
 
 
-_H200 = "H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts (docs/experiments)"
-_UNTIMED = "twice the programs; eight 16-byte loads of a thread in flight, untimed"
-_NORMS = "90 registers forward and 128 backward on sm_90: more tiles of this size are in flight there, untimed"
-_CPU = "more than one tile in few rows, so that small tests cross every border"
-
+# fmt: off
 TABLE: tuple[RotationRow, ...] = (
-    RotationRow(("interpreter",), None, RotationConfig(1 << 11, 1 << 8, 1), _CPU),
-    RotationRow(None, 4 << 20, RotationConfig(1 << 13, 1 << 12, 4), _UNTIMED),
-    RotationRow(None, None, RotationConfig(1 << 13, 1 << 12, 4), _NORMS, norms=True),
-    RotationRow(None, None, RotationConfig(1 << 14, 1 << 12, 8), _H200),
+    # More than one tile in few rows, so that small tests cross every border.
+    RotationRow(archs=("interpreter",), config=RotationConfig(tile_bytes=1 << 11, run_bytes=1 << 8, num_warps=1)),
+    # Twice the programs, with eight 16-byte loads of a thread in flight. Untimed.
+    RotationRow(max_bytes=4 << 20, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    # 90 registers forward and 128 backward on sm_90, so that smaller tiles keep more in flight. Untimed.
+    RotationRow(norms=True, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    # H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts.
+    RotationRow(config=RotationConfig(tile_bytes=1 << 14, run_bytes=1 << 12, num_warps=8)),
 )
+# fmt: on
 _LIMITS = sorted({row.max_bytes for row in TABLE if row.max_bytes is not None})
 
 

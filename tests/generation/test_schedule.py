@@ -62,7 +62,6 @@ def test_configurations_for_every_call():
                 for rotated, page_size, small in itertools.product((True, False), (None, 16, 64), (True, False)):
                     config = configs.decode(arch, element_size, head_dim, rotated, page_size, small)
                     assert config.pdl == (arch in ("sm_90", "sm_100", "sm_120"))
-    assert all(row.note for row in configs.DECODE)
 
 
 def test_few_queries():
