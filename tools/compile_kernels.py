@@ -34,6 +34,8 @@ import triton
 
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.arguments import rotated_shape
+from fused_rope_attn.attention.hopper import configs as hopper_configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from tools import aot
 from tools.corope_jobs import CoRopeJob, corope_jobs
@@ -111,7 +113,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     to the byte. ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
-    for direction, table in (("forward", configs.FORWARD), ("backward", configs.BACKWARD)):
+    for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
         for row, strategy in itertools.product(table, configs.STRATEGIES):
             if arch not in row.archs or strategy not in row.strategies or row.masked:  # those are mask_jobs'
                 continue
@@ -163,12 +165,12 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs = [
         Job(arch, direction, torch.bfloat16, head_dim, replace(config, section_bytes=0), gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
-        for direction, find in (("forward", configs.forward), ("backward", configs.backward))
+        for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward))
         for config in [find(arch, 2, head_dim, strategy, True, "medium", True, True)]
     ]
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
-        config = configs.forward(arch, 2, 24, "inline", True, "tiny", True, True)
+        config = portable_configs.forward(arch, 2, 24, "inline", True, "tiny", True, True)
         narrow = Job(arch, "forward", torch.float16, 24, config, gqa=True, interleaved=True, masks=("kv_starts",))
         jobs += [narrow, replace(narrow, causal=False)]
     return jobs
@@ -181,13 +183,13 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     fewest registers; of rotated q and k, those of 128 columns and more. ``full`` as in ``table_jobs``, and norms, masks
     and rotated ones at every width."""
     jobs = []
-    dims = 64, configs.HOPPER_HEAD_DIM, configs.HOPPER_WIDE_HEAD_DIM
+    dims = 64, hopper_configs.HEAD_DIM, hopper_configs.WIDE_HEAD_DIM
     for direction, table, find in (
-        ("forward", configs.HOPPER_FORWARD, configs.hopper_forward),
-        ("backward", configs.HOPPER_BACKWARD, configs.hopper_backward),
+        ("forward", hopper_configs.FORWARD, hopper_configs.forward),
+        ("backward", hopper_configs.BACKWARD, hopper_configs.backward),
     ):
-        narrow = configs.HOPPER_NARROW_HEAD_DIM
-        widths = {64, narrow, configs.HOPPER_HEAD_DIM, *(row.head_dim for row in table)}
+        narrow = hopper_configs.NARROW_HEAD_DIM
+        widths = {64, narrow, hopper_configs.HEAD_DIM, *(row.head_dim for row in table)}
         head_dims = sorted(widths if arch == "sm_90" else ())
         for key in itertools.product(head_dims, (True, False), configs.BUCKETS, (False, True)):
             row = find(*key)
@@ -208,8 +210,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
             # Of other widths what takes most registers, and packed sequences alone; of the wide backward the former.
-            chosen = head_dim == configs.HOPPER_HEAD_DIM or len(masks) > 2 or masks == ("packed",)
-            if head_dim > configs.HOPPER_HEAD_DIM and direction == "backward":
+            chosen = head_dim == hopper_configs.HEAD_DIM or len(masks) > 2 or masks == ("packed",)
+            if head_dim > hopper_configs.HEAD_DIM and direction == "backward":
                 chosen = masks == _MOST
             if head_dim in dims and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
@@ -219,9 +221,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                     jobs.append(replace(job, dtype=torch.float16))
     # What a training step runs; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
-    jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= configs.HOPPER_HEAD_DIM]
+    jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= hopper_configs.HEAD_DIM]
     for job in trained:
-        if full or job.head_dim == configs.HOPPER_HEAD_DIM:
+        if full or job.head_dim == hopper_configs.HEAD_DIM:
             jobs.append(replace(job, rotated=True, norms=True))
     summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
     jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.layouts import block_d
@@ -159,7 +161,7 @@ def plan_for(problem: Problem) -> Plan:
     """
     length = problem.len_k
     longest = max(problem.len_q, length)
-    short_sequences = problem.sequences is not None and longest < configs.LEAST_MEAN_LENGTH * problem.sequences
+    short_sequences = problem.sequences is not None and longest < hopper_configs.LEAST_MEAN_LENGTH * problem.sequences
     visited = length
     if problem.sequences is not None:
         longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
@@ -177,7 +179,7 @@ def plan_for(problem: Problem) -> Plan:
         problem.causal,
         configs.bucket(longest),
         problem.heads_q != problem.heads_kv,
-        configs.work_class(queries * visited),
+        configs.work_level(queries * visited),
         problem.has_masks,
         short_sequences,
     )
@@ -187,14 +189,14 @@ def plan_for(problem: Problem) -> Plan:
 def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences) -> Plan:
     """Return the plan of calls with these properties.
 
-    short_sequences: packed ones are shorter than ``configs.LEAST_MEAN_LENGTH``, on average.
+    short_sequences: packed ones are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
     """
     shape = (causal, length_bucket, gqa)
     strategy = needs.strategy
     hopper_obstacle = obstacle("hopper", needs)
     if hopper_obstacle is None:
         row, row_backward = (
-            find(needs.head_dim, *shape, needs.packed) for find in (configs.hopper_forward, configs.hopper_backward)
+            find(needs.head_dim, *shape, needs.packed) for find in (hopper_configs.forward, hopper_configs.backward)
         )
     elif backend == "hopper":
         raise hopper_obstacle[0](hopper_obstacle[1])
@@ -206,7 +208,7 @@ def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work
     elif work == 0:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:
-        mean = f"packed sequences of less than {configs.LEAST_MEAN_LENGTH} tokens on average"
+        mean = f"packed sequences of less than {hopper_configs.LEAST_MEAN_LENGTH} tokens on average"
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
@@ -222,32 +224,33 @@ def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work
         why = "K is rotated once instead of once per query block"
         if work == 0 and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
-            if configs.backward(*portable, "inline", *shape, masked).one_launch:
+            if portable_configs.backward(*portable, "inline", *shape, masked).one_launch:
                 backward_strategy = "inline"
     # Both must rotate ahead of their loops. The sm_90 forward stores queries that it rotates itself, those of up to 128
     # columns, in whole tiles: it cannot leave packed ones as the portable backward reads them, without rows between the
     # sequences.
     rotates_ahead = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
-    stores_tiles = forward[0] and needs.head_dim <= configs.HOPPER_HEAD_DIM
+    stores_tiles = forward[0] and needs.head_dim <= hopper_configs.HEAD_DIM
     return Plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
-        row.config if forward[0] else configs.forward(*portable, strategy, *shape, masked),
+        row.config if forward[0] else portable_configs.forward(*portable, strategy, *shape, masked),
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
-        else configs.backward(*portable, backward_strategy, *shape, masked),
+        else portable_configs.backward(*portable, backward_strategy, *shape, masked),
         rotates_ahead and not (needs.packed and stores_tiles and not backward[0]),
     )
 
 
-def _prefer(row: configs.HopperRow, length_bucket: str, work: int) -> tuple[bool, str]:
+def _prefer(row: hopper_configs.Row, length_bucket: str, work: int) -> tuple[bool, str]:
     """(whether ``"auto"`` takes the sm_90 kernels, why)."""
-    if length_bucket in row.auto and work < (3 if row.much_work else 2 if row.some_work else 0):
-        return False, f"too little work for the sm_90 ones ({row.note})"
-    if length_bucket in row.auto:
-        return True, f"they are made for this card ({row.note})"
-    return False, f"for {length_bucket} sequences at this head dim they are preferred to the sm_90 ones ({row.note})"
+    if length_bucket not in row.auto:
+        return False, f"for {length_bucket} sequences at this head dim they are preferred to the sm_90 ones"
+    if work < row.least_work:
+        least = f"2**{row.least_work.bit_length() - 1} multiply-adds"
+        return False, f"too little work for the sm_90 ones, which need {least}"
+    return True, "they are made for this card"
 
 
 def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.runtime import device
 from tests.support.internals import forget_plans
 
@@ -25,15 +25,9 @@ def tables(monkeypatch):
     """Replace the sm_90 backend's rows: one for all calls and each pass, taken by "auto" in the buckets given."""
 
     def set_tables(forward, backward):
-        for name, row, auto in (
-            ("HOPPER_FORWARD", configs.HOPPER_FORWARD[-1], forward),
-            ("HOPPER_BACKWARD", configs.HOPPER_BACKWARD[-1], backward),
-        ):
-            monkeypatch.setattr(
-                configs,
-                name,
-                (dataclasses.replace(row, auto=auto, note=f"{name} row", some_work=False, much_work=False),),
-            )
+        for name, auto in (("FORWARD", forward), ("BACKWARD", backward)):
+            row = getattr(hopper_configs, name)[-1]
+            monkeypatch.setattr(hopper_configs, name, (dataclasses.replace(row, auto=auto, least_work=0),))
         forget_plans()
 
     yield set_tables

@@ -6,6 +6,7 @@ import pytest
 
 from fused_rope_attn import plan
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.runtime import device
 from tests.support.dtypes import F16, F32
 from tests.support.internals import forget_plans, plan_of
@@ -27,11 +28,12 @@ def fresh_plans():
 def test_auto_takes_what_the_tables_say(arch, head_dim, bucket, heads, causal):
     chosen = plan(**call(LENGTHS[bucket], head_dim=head_dim, heads=heads, causal=causal, batch=16))
     shape = (head_dim, causal, bucket, heads[0] != heads[1])
-    rows = configs.hopper_forward(*shape), configs.hopper_backward(*shape)
+    rows = hopper_configs.forward(*shape), hopper_configs.backward(*shape)
     expected = [HOPPER[i] if bucket in row.auto else PORTABLE[i] for i, row in enumerate(rows)]
     assert kinds(chosen) == tuple(expected)
     assert chosen.backend == ("hopper" if expected[0] is HOPPER[0] else "triton")
-    assert rows[0].note in chosen.reason and ("sm_90" in chosen.reason)
+    assert ("made for this card" in chosen.reason) == (HOPPER[0] in expected or HOPPER[1] in expected)
+    assert "sm_90" in chosen.reason
     assert chosen.strategy in ("inline", "prepass")
 
 
@@ -44,17 +46,17 @@ def test_what_is_remembered_cannot_be_changed(arch):
 def test_shared_heads_have_rows_of_their_own(arch, heads):
     chosen = plan(**call(heads=heads, backend="hopper"))
     shape = (128, True, "medium", heads[0] != heads[1])
-    assert chosen.forward == configs.hopper_forward(*shape).config
-    assert chosen.backward == configs.hopper_backward(*shape).config
-    assert configs.hopper_backward(128, True, "medium", True) != configs.hopper_backward(128, True, "medium", False)
+    assert chosen.forward == hopper_configs.forward(*shape).config
+    assert chosen.backward == hopper_configs.backward(*shape).config
+    assert hopper_configs.backward(128, True, "medium", True) != hopper_configs.backward(128, True, "medium", False)
 
 
 def test_rows_of_older_releases_of_triton():
     """A row with ``before`` serves the releases before that one alone; the next row that matches serves the others."""
-    old, new = (configs.hopper_forward(128, True, "long", False, release=release) for release in ((3, 8), (3, 9)))
+    old, new = (hopper_configs.forward(128, True, "long", False, release=release) for release in ((3, 8), (3, 9)))
     assert old.before == (3, 9) and new.before is None
     assert not old.config.halves_diagonal and new.config.halves_diagonal
-    assert configs.hopper_forward(128, True, "long", False, release=(4, 0)) is new
+    assert hopper_configs.forward(128, True, "long", False, release=(4, 0)) is new
 
 
 @pytest.mark.parametrize("release, by_halves", [((3, 6), False), ((3, 9), True)])
@@ -73,14 +75,9 @@ def test_a_forward_configuration_says_when_values_are_awaited():
         configs.HopperForwardConfig(128, values="first")
 
 
-def test_one_reason_for_both_passes_is_said_once(arch, monkeypatch, fresh_plans):
-    note = "timed in both directions"
-    for table in ("HOPPER_FORWARD", "HOPPER_BACKWARD"):
-        monkeypatch.setattr(
-            configs, table, tuple(dataclasses.replace(row, note=note) for row in getattr(configs, table))
-        )
+def test_one_reason_for_both_passes_is_said_once(arch):
     reason = plan(**call(2048, head_dim=64, causal=False)).reason
-    assert reason.startswith("sm_90 kernels: ") and reason.count(note) == 1
+    assert reason.startswith("sm_90 kernels: ") and reason.count("made for this card") == 1
 
 
 def test_the_longer_length_counts(arch):
@@ -116,7 +113,8 @@ def test_each_pass_is_decided_alone(arch, tables, forward, backward):
     chosen = plan(**call(4096))
     assert kinds(chosen) == ((HOPPER if forward else PORTABLE)[0], (HOPPER if backward else PORTABLE)[1])
     assert chosen.backend == ("hopper" if forward else "triton")
-    assert "HOPPER_FORWARD row" in chosen.reason and "HOPPER_BACKWARD row" in chosen.reason
+    assert ("made for this card" in chosen.reason) == (forward or backward)
+    assert ("for medium sequences" in chosen.reason) == (not (forward and backward))
     if forward != backward:
         first = "sm_90" if forward else "portable"
         second = "sm_90" if backward else "portable"
@@ -144,7 +142,7 @@ def test_wide_heads(arch, head_dim):
         assert kinds(chosen) == HOPPER and chosen.backend == "hopper"
         # 64 keys in two stages are what 227 KB of shared memory hold beside 128 rows of Q and half of those of O.
         assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
-    assert configs.hopper_forward(head_dim, True, "long", False).note in auto.reason
+    assert "made for this card" in auto.reason
     assert kinds(plan(**call(8192, head_dim=head_dim, deterministic=True))) == (HOPPER[0], PORTABLE[1])
     for changes in ({"backend": "triton"}, {"dtype": F32}):
         assert kinds(plan(**call(**{"head_dim": head_dim} | changes))) == PORTABLE
@@ -177,16 +175,30 @@ def test_the_persistent_forward_wants_tiles_to_spare(arch):
     assert kinds(few) == (PORTABLE[0], HOPPER[1]) and "too little work" in few.reason
 
 
-@pytest.mark.parametrize("name", ["some_work", "much_work"])
-def test_rows_may_ask_for_work(arch, tables, monkeypatch, name):
+@pytest.mark.parametrize("power", [31, 33])
+def test_rows_may_ask_for_work(arch, tables, monkeypatch, power):
     """Then "auto" takes them from so many multiply-adds on; the explicit backend takes them always."""
     tables(("medium",), ("medium",))
-    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], **{name: True}),))
-    monkeypatch.setattr(configs, "SOME_WORK", 2**32)
-    below = getattr(configs, name.upper()) // (4096 * 4096 * 128) - 1  # heads
-    little, much = call(4096, heads=(below, below), batch=1), call(4096, heads=(below + 1, below + 1), batch=1)
-    assert kinds(plan(**little)) == (PORTABLE[0], HOPPER[1]) and "too little work" in plan(**little).reason
+    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work=2**power)
+    monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
+    below = row.least_work // (2048 * 2048 * 128) - 1  # heads
+    little, much = call(2048, heads=(below, below), batch=1), call(2048, heads=(below + 1, below + 1), batch=1)
+    assert kinds(plan(**little)) == (PORTABLE[0], HOPPER[1])
+    assert f"too little work for the sm_90 ones, which need 2**{power} multiply-adds" in plan(**little).reason
     assert kinds(plan(**much)) == kinds(plan(**little, backend="hopper")) == HOPPER
+
+
+def test_a_row_asks_for_a_level_of_work():
+    """Plans are remembered for a level of work, so that another amount would be compared with too little."""
+    with pytest.raises(ValueError, match=r"least_work must be one of \(0, .*\), but is 1024"):
+        dataclasses.replace(hopper_configs.FORWARD[0], least_work=1024)
+
+
+@pytest.mark.parametrize("level", configs.WORK_LEVELS)
+def test_levels_of_work(level):
+    index = configs.WORK_LEVELS.index(level)
+    assert configs.work_level(level) == configs.work_level(level + 1) == level
+    assert index == 0 or configs.work_level(level - 1) == configs.WORK_LEVELS[index - 1]
 
 
 def test_padded_columns_are_work_too(arch):

@@ -7,6 +7,8 @@ import torch
 
 from fused_rope_attn import plan
 from fused_rope_attn.attention import configs, planning
+from fused_rope_attn.attention.hopper import configs as hopper_configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from tests.support.internals import plan_of
 from tests.support.planning import HOPPER, PORTABLE, call, kinds
 
@@ -24,8 +26,8 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
             packed_plan(8, 1 << 16, longest, heads=(8, 8), head_dim=64, backend="triton", **masks)
             for longest in (1 << 16, 300)
         )
-        assert long.forward == configs.forward("sm_90", 2, 64, "prepass", True, "long", False, True)
-        assert short.forward == configs.forward("sm_90", 2, 64, "prepass", True, "tiny", False, True)
+        assert long.forward == portable_configs.forward("sm_90", 2, 64, "prepass", True, "long", False, True)
+        assert short.forward == portable_configs.forward("sm_90", 2, 64, "prepass", True, "tiny", False, True)
         assert long.forward != short.forward
     few = {"sequences": 8, "tokens": 4096, "heads": (8, 8), "head_dim": 64}
     assert packed_plan(**few, longest=2).strategy == "inline"  # 2**21 * 2 at most
@@ -57,7 +59,7 @@ def test_short_packed_sequences_stay_portable(arch):
     """Shorter than half a tile on average, empty ones included: 4096 of 16 are slower on the sm_90 kernels."""
     chosen = packed_plan(4096, 65536, 16)
     assert kinds(chosen) == PORTABLE and "less than 64 tokens on average" in chosen.reason
-    least = 1024 * configs.LEAST_MEAN_LENGTH
+    least = 1024 * hopper_configs.LEAST_MEAN_LENGTH
     assert kinds(packed_plan(1024, least, 4096)) == HOPPER
     assert kinds(packed_plan(1025, least, 4096)) == PORTABLE
     assert kinds(packed_plan(1025, 4000, 4096, tokens_k=least + 64)) == HOPPER  # the longer length counts
@@ -65,7 +67,9 @@ def test_short_packed_sequences_stay_portable(arch):
 
 
 def test_masked_calls_have_tiles_of_their_own(arch):
-    plain, masked = (configs.backward("sm_90", 2, 64, "prepass", True, "long", False, m) for m in (False, True))
+    plain, masked = (
+        portable_configs.backward("sm_90", 2, 64, "prepass", True, "long", False, m) for m in (False, True)
+    )
     given = call(8192, head_dim=64, backend="triton")
     assert plan(**given, window=(9, 0)).backward == masked != plain
     assert plan(**given).backward == plain
@@ -92,9 +96,11 @@ def test_the_sm_90_kernels_serve_masks(arch, tables, name):
 def test_a_window_is_less_work(arch, tables, monkeypatch):
     """Multiply-adds are counted for the keys that a query sees, at most."""
     tables(("long",), ("long",))
-    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
+    monkeypatch.setattr(
+        hopper_configs, "FORWARD", (dataclasses.replace(hopper_configs.FORWARD[0], least_work=configs.MANY_TILES),)
+    )
     given = call(8192, heads=(1, 1), batch=1)
-    keys = configs.MUCH_WORK // (8192 * 128)  # as many as make it much
+    keys = configs.MANY_TILES // (8192 * 128)  # as many as make it much
     for window, causal, expected in (
         (None, True, HOPPER[0]),
         ((keys, 0), True, HOPPER[0]),
@@ -130,8 +136,10 @@ def test_packed_sequences_of_every_width(arch):
 def test_how_much_a_window_leaves_of_packed_sequences(arch, tables, monkeypatch):
     """Work is counted from the longest sequence on: two short ones are little, however many tokens there are."""
     tables(configs.BUCKETS, ())
-    monkeypatch.setattr(configs, "HOPPER_FORWARD", (dataclasses.replace(configs.HOPPER_FORWARD[0], much_work=True),))
-    longest = configs.MUCH_WORK // (1 << 14) // 128
+    monkeypatch.setattr(
+        hopper_configs, "FORWARD", (dataclasses.replace(hopper_configs.FORWARD[0], least_work=configs.MANY_TILES),)
+    )
+    longest = configs.MANY_TILES // (1 << 14) // 128
     few = {"sequences": 8, "tokens": 1 << 14, "heads": (1, 1)}
     assert type(packed_plan(**few, longest=longest).forward) is HOPPER[0]
     assert type(packed_plan(**few, longest=longest - 1).forward) is PORTABLE[0]

@@ -12,6 +12,7 @@ from bench.suites.tune.point import SHAPES, Point, Timed
 from bench.suites.tune.proposal import finalists_table, proposal, refusals
 from fused_rope_attn import testing
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.portable.configs import BackwardRow, ForwardRow
 from tests.support.clocks import WallClock
 
 
@@ -26,8 +27,9 @@ def test_proposed_rows_are_what_they_say():
     facts = {"gpu": "NVIDIA H200", "triton": "3.6.0", "date": "2026-11-21T10:00:00+00:00"}
     current = Timed(configs.ForwardConfig("prepass", configs.Tile(64, 64, 4, 3)), 0.7, 0.69, 0.71)
     text = proposal(_point(head_dim=128), "sm_90", Timed(forward, 0.6, 0.59, 0.61), current, facts)
-    assert "H200, triton 3.6.0, 2026-11-21: 0.6000 ms" in text and "was 0.7000 (64x64 w4 s3)" in text
-    (row,) = eval(f"[{text}]", {"Row": configs.Row, "Tile": configs.Tile})
+    assert "# NVIDIA H200, 2026-11-21, triton 3.6.0: 0.6000 ms" in text and "was 0.7000 (64x64 w4 s3)" in text
+    names = {"ForwardRow": ForwardRow, "BackwardRow": BackwardRow, "Tile": configs.Tile, "MIB": configs.MIB}
+    (row,) = eval(f"[\n{text}\n]", names)
     assert row.config("sm_90", "prepass") == forward
     assert row.matches("sm_90", 2, 128, "prepass", True, "tiny", True)
     for other in (
@@ -38,6 +40,11 @@ def test_proposed_rows_are_what_they_say():
         ("sm_90", 2, 128, "prepass", True, "tiny", False),
     ):
         assert not row.matches(*other)
+    tiles = configs.Tile(32, 64, 4, 3), configs.Tile(128, 64, 8, 3)
+    backward = configs.BackwardConfig("inline", *tiles, section_bytes=1000, pdl=True)
+    text = proposal(_point("bwd", strategy="inline"), "sm_90", Timed(backward, 0.6, 0.59, 0.61), None, facts)
+    (row,) = eval(f"[\n{text}\n]", names)
+    assert row.config("sm_90", "inline") == backward and row.strategies == ("inline",)
 
 
 @pytest.mark.parametrize("kernel", ["tile", "dkdv", "dq"])

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.generation import configs as generation_configs
 from tests.support.paths import ROOT
 from tools import aot
@@ -59,7 +61,8 @@ def test_no_row_is_left_out(arch):
         for jobs in (table_jobs, mask_jobs, hopper_jobs, decode_jobs)
         for job in jobs(arch)
     }
-    rows = [("forward", row) for row in configs.FORWARD] + [("backward", row) for row in configs.BACKWARD]
+    rows = [("forward", row) for row in portable_configs.FORWARD]
+    rows += [("backward", row) for row in portable_configs.BACKWARD]
     for direction, row in rows:
         if arch in row.archs:
             of_row = [replace(row.config(arch, strategy), section_bytes=0) for strategy in row.strategies]
@@ -67,7 +70,7 @@ def test_no_row_is_left_out(arch):
     for row in generation_configs.DECODE:
         if arch in row.archs:
             assert ("decode", row.element_size, row.head_dim, row.config_on(arch)) in compiled, row
-    for direction, table in (("forward", configs.HOPPER_FORWARD), ("backward", configs.HOPPER_BACKWARD)):
+    for direction, table in (("forward", hopper_configs.FORWARD), ("backward", hopper_configs.BACKWARD)):
         for row in table if arch == "sm_90" else ():
             assert (direction, 2, row.head_dim, replace(row.config, section_bytes=0)) in compiled, row
 
@@ -82,8 +85,8 @@ def test_the_table_answers_every_call(arch):
                     for bucket in configs.BUCKETS:
                         for gqa in (True, False):
                             key = (arch, element_size, head_dim, strategy, causal, bucket, gqa)
-                            assert configs.forward(*key).strategy == strategy
-                            assert configs.backward(*key).strategy == strategy
+                            assert portable_configs.forward(*key).strategy == strategy
+                            assert portable_configs.backward(*key).strategy == strategy
 
 
 def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
@@ -99,11 +102,11 @@ def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
 
 
 def test_the_sm_90_tables_answer_every_call():
-    for head_dim in range(16, configs.HOPPER_HEAD_DIM + 1, 8):
+    for head_dim in range(16, hopper_configs.HEAD_DIM + 1, 8):
         for causal in (True, False):
             for bucket in configs.BUCKETS:
                 for gqa in (True, False):
-                    for find in (configs.hopper_forward, configs.hopper_backward):
+                    for find in (hopper_configs.forward, hopper_configs.backward):
                         for packed in (True, False):
                             row = find(head_dim, causal, bucket, gqa, packed)
-                            assert set(row.auto) <= set(configs.BUCKETS) and row.note
+                            assert set(row.auto) <= set(configs.BUCKETS)

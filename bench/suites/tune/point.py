@@ -8,6 +8,7 @@ import torch
 
 from fused_rope_attn import testing
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 
 Config = configs.ForwardConfig | configs.BackwardConfig
 
@@ -40,7 +41,7 @@ class Point:
 
     def current(self, arch: str) -> Config:
         """What the committed table holds."""
-        find = configs.forward if self.part == "fwd" else configs.backward
+        find = portable_configs.forward if self.part == "fwd" else portable_configs.backward
         return find(arch, self.dtype.itemsize, self.head_dim, self.strategy, self.causal, self.bucket, self.gqa)
 
 

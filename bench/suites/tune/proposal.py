@@ -1,6 +1,6 @@
 """Timed configurations to text: proposed rows of the committed tables, finalists, refusals, the better strategy.
 
-Nothing is written to ``configs.py``: a person reads the proposal.
+Nothing is written to ``attention/portable/configs.py``: a person reads the proposal.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from bench import report
 from bench.suites.tune.point import Config, Point, Timed
 from bench.timing import ratio
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.portable.configs import BackwardRow, ForwardRow
 
 
 def describe(config: Config) -> str:
@@ -29,52 +30,58 @@ def _tile_words(tile: configs.Tile) -> str:
 
 
 def proposal(point: Point, arch: str, best: Timed, current: Timed | None, facts: dict[str, Any]) -> str:
-    """A row of ``configs.FORWARD`` or ``BACKWARD`` as Python text, with card, versions, date and reason."""
+    """Return a row of ``FORWARD`` or ``BACKWARD`` in ``attention/portable/configs.py`` as text.
+
+    The comment above it has the card, the date, the release of Triton and the times.
+    """
     config = best.config
     was = f", was {report.milliseconds(current.ms)} ({describe(current.config)})" if current else ""
-    note = (
-        f"{facts['gpu']}, triton {facts['triton']}, {str(facts['date'])[:10]}: "
-        f"{report.milliseconds(best.ms)} ms at {point.case.name}{was}"
+    reason = (
+        f"{facts['gpu']}, {str(facts['date'])[:10]}, triton {facts['triton']}: "
+        f"{report.milliseconds(best.ms)} ms at {point.case.name}{was}."
     )
-    tiles = (config.tile,) if isinstance(config, configs.ForwardConfig) else (config.dkdv, config.dq)
-    row = configs.Row(
-        (arch,),
-        point.dtype.itemsize,
-        point.head_dim,
-        tiles,
-        note,
-        strategies=(point.strategy,),
-        causal=point.causal,
-        buckets=(point.bucket,),
-        gqa=point.gqa,
-        section_bytes=config.section_bytes,
-        rotate_rows=config.rotate_rows,
-        tma=config.tma,
-    )
-    return row_text(row)
+    key = {
+        "archs": (arch,),
+        "element_size": point.dtype.itemsize,
+        "head_dim": point.head_dim,
+        "strategies": (point.strategy,),
+        "causal": point.causal,
+        "buckets": (point.bucket,),
+        "gqa": point.gqa,
+    }
+    options = {"section_bytes": config.section_bytes, "rotate_rows": config.rotate_rows, "tma": config.tma}
+    if isinstance(config, configs.ForwardConfig):
+        return row_text(ForwardRow(**key, **options, tile=config.tile), reason)
+    return row_text(BackwardRow(**key, **options, dkdv=config.dkdv, dq=config.dq), reason)
 
 
-def row_text(row: configs.Row) -> str:
-    """The expression that builds ``row``; fields that hold their default are left out."""
-    required = {"archs": row.archs, "element_size": row.element_size, "head_dim": row.head_dim}
-    words = [repr(value) for value in required.values()]
-    words.append(f"({''.join(_tile_text(tile) + ', ' for tile in row.tiles).strip()})")
-    words.append(f'"{row.note}"')
-    for field in fields(configs.Row)[5:]:
+def row_text(row: ForwardRow | BackwardRow, reason: str) -> str:
+    """Return the lines that build ``row`` without the fields that hold their default: comment, key, configuration."""
+    key, config = [], []
+    for field in fields(row):
         value = getattr(row, field.name)
         if value != field.default:
-            shown = f"{value >> 20} << 20" if field.name == "section_bytes" and value % (1 << 20) == 0 else repr(value)
-            words.append(f"{field.name}={shown}")
-    return f"Row({', '.join(words)}),".replace("'", '"')
+            words = key if field.name in _KEY else config
+            words.append(f"{field.name}={_value_text(value, in_mib=field.name == 'section_bytes')}")
+    indented = [f"    {type(row).__name__}({', '.join(key)},", f"        {', '.join(config)}),"]
+    return "\n".join([f"    # {reason}", *indented])
 
 
-def _tile_text(tile: configs.Tile) -> str:
-    values = [tile.block_m, tile.block_n, tile.num_warps, tile.num_stages]
-    return f"Tile({', '.join(map(str, values + ([tile.max_registers] if tile.max_registers else [])))})"
+_KEY = ("archs", "element_size", "head_dim", "strategies", "causal", "buckets", "gqa", "masked")
+
+
+def _value_text(value: Any, *, in_mib: bool) -> str:
+    if isinstance(value, configs.Tile):
+        cap = f", max_registers={value.max_registers}" if value.max_registers else ""
+        options = f"num_warps={value.num_warps}, num_stages={value.num_stages}{cap}"
+        return f"Tile({value.block_m}, {value.block_n}, {options})"
+    if in_mib and value % configs.MIB == 0:
+        return f"{value // configs.MIB} * MIB"
+    return repr(value).replace("'", '"')
 
 
 def strategies(best: dict[Point, Timed]) -> str:
-    """Which strategy wins where both were tuned: what ``configs.STRATEGY`` is about."""
+    """Which strategy wins where both were tuned: which strategy ``planning`` should take."""
     lines = []
     for point in best:
         other = replace(point, strategy="prepass")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from tests.support.internals import forget_plans
 
 
@@ -13,10 +14,10 @@ def preferred(monkeypatch):
     """Make "auto" take the sm_90 kernels for a pass at every length, or at none, whatever the tables say."""
 
     def prefer(forward, backward):
-        for name, taken in (("HOPPER_FORWARD", forward), ("HOPPER_BACKWARD", backward)):
+        for name, taken in (("FORWARD", forward), ("BACKWARD", backward)):
             auto = configs.BUCKETS if taken else ()
-            rows = tuple(replace(row, auto=auto, some_work=False, much_work=False) for row in getattr(configs, name))
-            monkeypatch.setattr(configs, name, rows)
+            rows = tuple(replace(row, auto=auto, least_work=0) for row in getattr(hopper_configs, name))
+            monkeypatch.setattr(hopper_configs, name, rows)
         forget_plans()
 
     yield prefer

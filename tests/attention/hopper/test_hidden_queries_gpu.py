@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS
 from tests.support.hopper import check_in_dtype, check_reruns, needs_sm_90
@@ -19,8 +20,8 @@ pytestmark = needs_sm_90
 def head_dim(request, monkeypatch):
     """The head dim at which every backward pass leaves those blocks out where it can."""
     config = configs.HopperBackwardConfig(halves_diagonal=True)
-    row = configs.HopperRow(request.param, config, configs.BUCKETS, "what is tested")
-    monkeypatch.setattr(configs, "HOPPER_BACKWARD", (row,))
+    row = hopper_configs.Row(head_dim=request.param, config=config, auto=configs.BUCKETS)
+    monkeypatch.setattr(hopper_configs, "BACKWARD", (row,))
     forget_plans()
     yield request.param
     forget_plans()

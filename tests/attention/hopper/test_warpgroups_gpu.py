@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS
 from tests.support.hopper import PADDED, check_in_dtype, check_reruns, needs_sm_90
@@ -50,8 +51,8 @@ DIVISIONS = {
 def head_dim(request, monkeypatch):
     """The head dim at which every forward pass runs in the division of the parameter."""
     head_dim, config = DIVISIONS[request.param]
-    row = configs.HopperRow(head_dim, config, configs.BUCKETS, "the division that is tested")
-    monkeypatch.setattr(configs, "HOPPER_FORWARD", (row,))
+    row = hopper_configs.Row(head_dim=head_dim, config=config, auto=configs.BUCKETS)
+    monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
     forget_plans()
     yield head_dim
     forget_plans()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.runtime.launch import watched
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, run_and_compare
@@ -19,12 +20,12 @@ BASE = Case(1, 2, 1, 70, 70, 16, dtype=F32)
 @pytest.fixture(autouse=True)
 def one_launch(monkeypatch):
     """Every backward pass of the portable kernels is planned in one launch."""
-    row = configs.backward
+    row = portable_configs.backward
 
     def planned(*key):
         return replace(row(*key), one_launch=True, tma=False)
 
-    monkeypatch.setattr(configs, "backward", planned)
+    monkeypatch.setattr(portable_configs, "backward", planned)
     forget_plans()
     yield
     monkeypatch.undo()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
@@ -20,7 +21,7 @@ BASE = Case(2, 8, 2, 333, 333, 64, dtype=BF16)
 def has_rows():
     """Skips cards whose rows launch short problems otherwise."""
     arch = configs.family(device.arch(torch.device("cuda")))
-    if not configs.backward(arch, 2, 64, "prepass", True, "tiny", True).one_launch:
+    if not portable_configs.backward(arch, 2, 64, "prepass", True, "tiny", True).one_launch:
         pytest.skip(f"{arch} has no rows of one launch")
 
 

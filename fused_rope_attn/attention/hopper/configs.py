@@ -1,0 +1,192 @@
+"""The configurations of the sm_90 kernels, and the calls for which ``backend="auto"`` takes these kernels.
+
+Rows are chosen by head dimension, causal mask, length bucket, GQA, packing and, where it is worth more than 3 %, the
+release of Triton. All were timed on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fused_rope_attn.attention.configs import (
+    BEFORE_SCORES,
+    BEFORE_WEIGHTS,
+    BUCKETS,
+    MANY_TILES,
+    MIB,
+    SOME_TILES,
+    WORK_LEVELS,
+    HopperBackwardConfig,
+    HopperForwardConfig,
+    find_row,
+)
+from fused_rope_attn.runtime import device
+
+# Largest head dimension of the kernels, and of the wide ones, which share files with them and little else.
+HEAD_DIM = 128
+WIDE_HEAD_DIM = 256
+# From 72 up to this head dimension a tile's columns are multiplied in two parts (``hopper.columns``).
+NARROW_HEAD_DIM = 96
+
+# Packed sequences that are shorter than this, tokens over sequences (empty ones too), are left to the portable kernels.
+# Half of a forward tile of the sm_90 ones is empty then where a portable one is full, and their backward adds up to 64
+# rows a sequence to rotated Q and float32 dQ, so that more memory would go to padding than to tokens: 64 times as much
+# for cu_seqlens that have an entry for every token, which is the bound of a caller who counts no sequences
+# (``cu_seqlens_from_position_ids``). H200, 2026-11-22, heads 32/8, D 128: 4096 of 16 tokens take 5.43 + 9.14 ms there
+# against 5.04 + 8.53, 2048 of 32 2.79 + 5.02 against 2.42 + 4.52, 2048 of 64 2.85 + 6.30 against 2.99 + 6.41.
+LEAST_MEAN_LENGTH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Hold one row: ``config`` for the calls that the other fields select.
+
+    head_dim: the largest head dimension served. before: (major, minor) of the first release of Triton that the row does
+    not serve, because releases make different code of the same kernel. None matches anything. auto: the length buckets
+    in which ``backend="auto"`` takes the row instead of the portable kernels, from ``least_work`` on, which is one of
+    ``WORK_LEVELS``; ``backend="hopper"`` takes it in all of ``buckets``.
+
+    Raises:
+        ValueError: for a least_work that is not one of ``WORK_LEVELS``.
+    """
+
+    head_dim: int
+    config: HopperForwardConfig | HopperBackwardConfig
+    auto: tuple[str, ...]
+    causal: bool | None = None
+    buckets: tuple[str, ...] | None = None
+    gqa: bool | None = None
+    packed: bool | None = None
+    before: tuple[int, int] | None = None
+    least_work: int = 0
+
+    def __post_init__(self) -> None:
+        if self.least_work not in WORK_LEVELS:
+            raise ValueError(f"least_work must be one of {WORK_LEVELS}, but is {self.least_work}")
+
+    def matches(self, head_dim, causal, length_bucket, gqa, packed, release) -> bool:
+        return (
+            head_dim <= self.head_dim
+            and self.causal in (None, causal)
+            and (self.buckets is None or length_bucket in self.buckets)
+            and self.gqa in (None, gqa)
+            and self.packed in (None, packed)
+            and (self.before is None or release < self.before)
+        )
+
+
+# section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB.
+# fmt: off
+FORWARD: tuple[Row, ...] = (
+    # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
+    Row(head_dim=32, auto=(),
+        config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
+    # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22.
+    Row(head_dim=64, packed=False, buckets=("long",), auto=("long",),
+        config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
+            values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
+    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
+    Row(head_dim=64, causal=True, buckets=("long",), auto=("long",),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Up to 1024 tokens the portable kernels are faster. 3.6.0 and 3.9.0, 2026-11-22.
+    Row(head_dim=64, causal=True, auto=("medium",), least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
+    Row(head_dim=64, causal=False, auto=("short", "medium", "long"),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, buckets=("long",), auto=("long",),
+        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("long",), auto=("long",),
+        config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
+            values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
+    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # WHOLE_LONG
+    Row(head_dim=HEAD_DIM, buckets=("long",), before=(3, 9), auto=("long",),
+        config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
+    # Half diagonals take 1.5 to 2.5 % less time with 3.9.0, and .5 to 1.5 % more with 3.6.0. 2026-11-23.
+    Row(head_dim=HEAD_DIM, buckets=("long",), auto=("long",),
+        config=HopperForwardConfig(block_n=128, pin=True, halves_diagonal=True, section_bytes=32 * MIB)),
+    # Half diagonals take 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23.
+    Row(head_dim=HEAD_DIM, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, pin=True, halves_diagonal=True, section_bytes=32 * MIB)),
+    # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
+    Row(head_dim=HEAD_DIM, packed=True, buckets=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Half diagonals take 1 to 8 % more time with 3.6.0, and whole ones 4 to 5 % more with 3.9.0. 2026-11-23.
+    Row(head_dim=HEAD_DIM, buckets=("tiny",), before=(3, 9), auto=BUCKETS, least_work=SOME_TILES,
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # 9 and 15 % faster than the portable kernels with 64 and 128 heads of 512 tokens. 3.6.0, 2026-11-22.
+    Row(head_dim=HEAD_DIM, buckets=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
+        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21.
+    Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
+    Row(head_dim=WIDE_HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
+            section_bytes=64 * MIB)),
+)
+
+BACKWARD: tuple[Row, ...] = (
+    # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
+    Row(head_dim=32, auto=(),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, norm_rows=16, norm_heads=4)),
+    # 3.6.0, 2026-11-21.
+    Row(head_dim=64, buckets=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
+    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
+    Row(head_dim=64, buckets=("tiny", "short"), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
+            norm_heads=4)),
+    # 3.6.0, 2026-11-21.
+    Row(head_dim=64, auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
+    # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, buckets=("tiny", "short"), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, halves_diagonal=True)),
+    # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, buckets=("medium",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, halves_diagonal=True)),
+    # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("tiny",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2, halves_diagonal=True)),
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("tiny", "short"), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, halves_diagonal=True)),
+    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
+    Row(head_dim=HEAD_DIM, buckets=("tiny",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
+    Row(head_dim=HEAD_DIM, buckets=("tiny", "short"), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
+    # 3.6.0, 2026-11-21.
+    Row(head_dim=NARROW_HEAD_DIM, auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
+    # With 32 MiB the last section leaves a tail. 3.6.0, 2026-11-21.
+    Row(head_dim=HEAD_DIM, gqa=True, buckets=("medium",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=64 * MIB, post_rows=8, post_heads=8)),
+    # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("medium",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, halves_diagonal=True)),
+    # 3.6.0, 2026-11-21.
+    Row(head_dim=HEAD_DIM, auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
+    # Half the time of the portable kernels from 4K on. 3.6.0, 2026-11-22.
+    Row(head_dim=WIDE_HEAD_DIM, auto=BUCKETS,
+        config=HopperBackwardConfig(q_stages=2, section_bytes=32 * MIB, norm_rows=4, norm_heads=4)),
+)
+# fmt: on
+
+
+def forward(head_dim, causal, length_bucket, gqa, packed=False, release=None) -> Row:
+    """Return the row of the forward pass for these properties.
+
+    release: (major, minor) of Triton, by default those of the installed one.
+    """
+    return find_row(FORWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())
+
+
+def backward(head_dim, causal, length_bucket, gqa, packed=False, release=None) -> Row:
+    """Return the row of the backward pass for these properties; release as in ``forward``."""
+    return find_row(BACKWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())
