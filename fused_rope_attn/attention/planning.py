@@ -205,7 +205,7 @@ def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work
         forward = backward = (backend == "hopper", "asked for")
     elif hopper_obstacle is not None:
         forward = backward = (False, hopper_obstacle[1])
-    elif work == 0:
+    elif work < configs.TWO_LAUNCHES:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:
         mean = f"packed sequences of less than {hopper_configs.LEAST_MEAN_LENGTH} tokens on average"
@@ -222,7 +222,7 @@ def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work
         # Backward has a pre-process anyway, so that rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
         why = "K is rotated once instead of once per query block"
-        if work == 0 and not forward[0]:
+        if work < configs.TWO_LAUNCHES and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
             if portable_configs.backward(*portable, "inline", *shape, masked).one_launch:
                 backward_strategy = "inline"

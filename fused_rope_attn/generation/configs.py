@@ -66,7 +66,7 @@ class DecodeConfig(TritonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRow:
-    """Hold one row: ``config``, to which ``config_on`` adds what the card decides, for the calls that the other fields select.
+    """Hold one row: ``config`` for the calls that the other fields select; ``config_on`` adds what the card decides.
 
     element_size: of q, or 1 where q has two bytes and the caches are float8. head_dim: the largest served. rotated:
     whether the cached keys are. most_page: the most rows of a page; caches that are not paged do not match. small:

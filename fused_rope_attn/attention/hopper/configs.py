@@ -103,10 +103,8 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # WHOLE_LONG
-    Row(head_dim=HEAD_DIM, buckets=("long",), before=(3, 9), auto=("long",),
-        config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
-    # Half diagonals take 1.5 to 2.5 % less time with 3.9.0, and .5 to 1.5 % more with 3.6.0. 2026-11-23.
+    # Half diagonals take 1.5 to 2.5 % less time with 3.9.0 and .5 to 1.5 % more with 3.6.0, too little for a row each.
+    # 2026-11-23.
     Row(head_dim=HEAD_DIM, buckets=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, pin=True, halves_diagonal=True, section_bytes=32 * MIB)),
     # Half diagonals take 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23.
