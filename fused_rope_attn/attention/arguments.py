@@ -19,7 +19,7 @@ from fused_rope_attn.runtime.layouts import output_strides, table_strides
 PADDED_TILE_ROWS = 64
 
 
-def shared_arguments(problem: Problem, cos, sin) -> dict[str, Any]:
+def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
     """Sizes, scales, masks and the rotation of a call, for ``Launch``'s ``shared``.
 
     What a call does not use is None (``cap_scale`` to ``right``, ``num_sequences``), and leaves the kernel.

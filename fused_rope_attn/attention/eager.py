@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Eager calls of attention: past the dispatcher, with an autograd function of their own, and replayed when known."""
 
 from __future__ import annotations

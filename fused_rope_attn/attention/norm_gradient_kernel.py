@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The gradient of the norms of q and k, behind backward kernels whose dq and dk are gradients of the normed rows.
 
 A row needs the sum of g * n over all its columns (kernels/norm.py) and meets no other row but in the weights' gradient,

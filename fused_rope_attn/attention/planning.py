@@ -136,7 +136,16 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
 
 
 @functools.cache
-def _choose(backend, arch, dtype, head_dim, strategy, cached, no_keys, on_cpu) -> tuple[str, str]:
+def _choose(
+    backend: str,
+    arch: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    strategy: str,
+    cached: bool,
+    no_keys: bool,
+    on_cpu: bool,
+) -> tuple[str, str]:
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
@@ -186,10 +195,21 @@ def plan_for(problem: Problem) -> Plan:
 
 
 @functools.cache
-def _plan(needs: Needs, backend, deterministic, causal, length_bucket, gqa, work, masked, short_sequences) -> Plan:
+def _plan(
+    needs: Needs,
+    backend: str,
+    deterministic: bool,
+    causal: bool,
+    length_bucket: str,
+    gqa: bool,
+    work: int,
+    masked: bool,
+    short_sequences: bool,
+) -> Plan:
     """Return the plan of calls with these properties.
 
-    short_sequences: packed ones are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
+    work: a level, see ``configs.work_level``. short_sequences: packed ones are shorter than
+    ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
     """
     shape = (causal, length_bucket, gqa)
     strategy = needs.strategy
@@ -256,7 +276,7 @@ def _prefer(row: hopper_configs.Row, length_bucket: str, work: int) -> tuple[boo
 def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:
     """The reason's first half: which kernels run each pass, and why."""
 
-    def words(hopper, why):
+    def words(hopper: bool, why: str) -> str:
         return f"{'sm_90' if hopper else 'portable'} kernels: {why}"
 
     if forward == backward:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Launcher of the pre-pass, which norms and rotates K (and for wide heads of sm_90 Q) once, in pair order."""
 
 from __future__ import annotations

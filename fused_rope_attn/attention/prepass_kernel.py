@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Norm and rotation alone: the pre-pass that writes rotated keys (and where asked, queries) once, in pair order."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What a backward pass computes once, before its products: row statistics, and where asked Q and K rotated.
 
 The portable kernels and those of sm_90 share it.

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """What one rank's queries need of a sequence that is cut into chunks. Integers only; no tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Which method a call takes, by bytes and floating-point operations, with the reason. Communicates nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Cutting tensors along the sequence, joining them again, and what goes with the rows: positions and labels."""
 
 from __future__ import annotations

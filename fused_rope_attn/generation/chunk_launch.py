@@ -91,7 +91,7 @@ class GatheredCall:
         )  # fmt: skip
 
     @staticmethod
-    def _seen(given: Tensors, k, v, lens) -> AttentionTensors:
+    def _seen(given: Tensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> AttentionTensors:
         return AttentionTensors(
             given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, q_norm=given.q_norm,
             k_norm=given.k_norm,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Second kernel of a generation step: it adds up what the programs of the first one have of a query row.
 
 In a step that appends, it also folds the new tokens into the row and writes them into the cache. That needs nothing of

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Caches in float8_e4m3fn: numbers that are multiplied by a scale of the tensor or of the key head when they are used.
 
 Products take the numbers as they are stored. The keys' scale joins that of the scores, and the values' that of the

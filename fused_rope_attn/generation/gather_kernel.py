@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Kernels beside the attention to a chunk of a prompt: the cached keys and values that it sees brought into contiguous
 memory, in the order of columns that attention takes, and rows of the output for which the cache had no room."""
 

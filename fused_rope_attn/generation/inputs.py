@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What both kernels of a generation step read: the rows of a block's queries, of the cache and of the new tokens."""
 
 import triton

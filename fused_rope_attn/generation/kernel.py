@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Generation step: a few new queries against a long cache of keys and values, which the new ones join as well.
 
 The cache is read once and little is computed, so that the kernel is as fast as it keeps bytes in flight. The query

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What a block of the generation step does with keys: cached and new ones folded into the running softmax, a tile at a
 time, and the new ones appended to the cache."""
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Caches in pages: where the rows of a sequence lie in a pool of pages, by its row of the block table.
 
 Where a page holds whole tiles, a tile of rows has one entry of the block table, and its rows are as evenly spaced as

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Which key tiles a program of the generation step takes: equal shares of all tiles of all sequences.
 
 The work of one sequence is cut into blocks: BLOCK_M query rows of one key head, with as many tiles of BLOCK_N cached

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """New keys and values into a cache, contiguous or in pages: rotated, quantised and scattered in one launch."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Lengths and packed sequences, which only the device knows: how many keys exist, and which tiles a sequence has.
 
 Packed sequences lie one after the other in a tensor of N rows. ``cu_ptr`` points to their ``cu_seqlens``

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Masks: which queries and keys see each other, and so which blocks a kernel visits.
 
 Every mask is an interval of keys for each query, and of queries for each key. A causal mask is the interval that ends

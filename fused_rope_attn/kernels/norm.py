@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The root-mean-square norm of a row inside kernels, and its gradient (RMSNorm: Zhang and Sennrich 2019, eq. 4).
 
 ``y = x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the D columns of a row, in float32. A kernel rarely holds

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Products of tiles: scores, capped where a call asks for it, and long sums."""
 
 import triton

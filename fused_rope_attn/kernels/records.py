@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Records: named values that travel through device code together, so that helpers take a few of them by name.
 
 An entry kernel takes flat parameters, which is what a launch can give, bundles them at its top, and hands records to

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The rotation inside kernels: pairs of columns, their angles, and tiles that are rotated as they are read or written.
 
 Pair order. RoPE rotates pairs of columns, and the two usual layouts disagree on which: ``(i, i + R/2)`` (half) or

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Which tile a program works on, and how a program waits for other launches."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Which rows of which sequence a program works on, and which keys of that sequence its queries see."""
 
 import triton

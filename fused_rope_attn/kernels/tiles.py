@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rows of a tensor in memory, and tiles of them: how kernels load and store.
 
 A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie, and hands the

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rotation alone, in the caller's own layout of memory: up to three tensors (q, k, v) in one launch.
 
 The attention kernels rotate queries and keys where they load them, in pair order. This kernel does what they have no

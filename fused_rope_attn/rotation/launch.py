@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Launcher of the rotation alone, and what it shares with that of norm and rotation."""
 
 from __future__ import annotations

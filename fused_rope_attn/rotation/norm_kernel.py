@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Norm and rotation in one pass over the heads: forward, and backward with partial sums of the weights' gradients.
 
 The rotation is that of ``kernel.py``. A norm is over all D columns of a row and so needs every section and the tail

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Launcher of norm and rotation in one pass, and of its gradient."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One tile of the rotation alone, in the caller's own layout of memory: where it lies, its positions and its angles.
 
 A program holds one tile of tokens by heads, loads the whole tile before it computes or stores anything, and reads the

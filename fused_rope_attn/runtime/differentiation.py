@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Refusal of unsupported derivatives: only the first derivative in reverse mode is served, on every backend.
 
 Kernels have no formula for other derivatives, so PyTorch would return zeros. The references could compute them, but

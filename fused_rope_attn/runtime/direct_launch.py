@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Launches of compiled kernels by the CUDA driver, from a block of arguments that is prepared once.
 
 A block is one piece of memory that holds all that cuLaunchKernelEx reads for one or several kernels: the configurations

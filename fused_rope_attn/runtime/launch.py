@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Host side of a launch: everything that depends only on a call's signature is worked out once and kept.
 
 A Triton launch through ``kernel[grid](...)`` examines every argument again, about 35 us of Python for these kernels. A

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Operators of torch.library: the one way in which this package registers them, and the bypass of ordinary eager calls.
 
 Plain dispatcher registrations (define, impl per key) rather than ``torch.library.custom_op``: the same behaviour under

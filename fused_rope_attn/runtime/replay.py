@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Eager calls of one kind, replayed: what a call allocates and launches, without the Python that says so.
 
 A call is recorded once while it runs as it always does. A replay makes the same allocations and the same launches with

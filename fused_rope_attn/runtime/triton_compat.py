@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """What moved between triton 3.6 and 3.9, Gluon's names above all, under one name each; nothing else."""
 
 import ctypes

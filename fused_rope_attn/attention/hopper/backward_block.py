@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Records and functions that both ways of splitting an sm_90 backward block share: its range, channels and weights."""
 
 import triton.language as tl

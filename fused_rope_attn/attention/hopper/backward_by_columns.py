@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The multiplying warpgroups of the sm_90 backward for head dims 129 to 256: each owns half of the block's columns.
 
 The registers of two warpgroups hold dK and dV of no more than 64 keys. The warpgroups split a block by columns: each

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The multiplying warpgroups of the sm_90 backward up to head dim 128: each owns half of the block's keys.
 
 Everything is transposed, keys by queries, so that P^T and dS^T feed the tensor cores from the registers in which they

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The epilogue of the sm_90 backward: dk and dv of a block, through shared memory, to their tensors.
 
 It rotates dk back. With a norm of k it takes dk through that too, because a block has all of its rows in registers

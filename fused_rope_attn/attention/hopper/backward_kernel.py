@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """sm_90 attention backward: one warp-specialised kernel of five products between a pre- and a post-process.
 
 With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2):

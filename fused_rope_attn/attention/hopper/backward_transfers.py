@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator.
 
 The adding warp serves head dims up to 128. With narrow windows ``progress`` says which parts of dQ are in the

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Channels: how the warps of an sm_90 kernel pass tiles to one another through shared memory, and named barriers.
 
 A channel is CUTLASS's pipeline: producers fill its slots one after another, consumers empty them, and two mbarriers a

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Products over the columns that a head has, for heads of 72 to 96 columns in tiles of 128.
 
 Triton's tiles have a power of two of columns. Such a head needs columns 0 to 63 and the next 16 or 32: its accumulators

@@ -64,7 +64,9 @@ class Row:
         if self.least_work not in WORK_LEVELS:
             raise ValueError(f"least_work must be one of {WORK_LEVELS}, but is {self.least_work}")
 
-    def matches(self, head_dim, causal, length_bucket, gqa, packed, release) -> bool:
+    def matches(
+        self, head_dim: int, causal: bool, length_bucket: str, gqa: bool, packed: bool, release: tuple[int, int]
+    ) -> bool:
         return (
             head_dim <= self.head_dim
             and self.causal in (None, causal)
@@ -177,7 +179,14 @@ BACKWARD: tuple[Row, ...] = (
 # fmt: on
 
 
-def forward(head_dim, causal, length_bucket, gqa, packed=False, release=None) -> Row:
+def forward(
+    head_dim: int,
+    causal: bool,
+    length_bucket: str,
+    gqa: bool,
+    packed: bool = False,
+    release: tuple[int, int] | None = None,
+) -> Row:
     """Return the row of the forward pass for these properties.
 
     release: (major, minor) of Triton, by default those of the installed one.
@@ -185,6 +194,13 @@ def forward(head_dim, causal, length_bucket, gqa, packed=False, release=None) ->
     return find_row(FORWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())
 
 
-def backward(head_dim, causal, length_bucket, gqa, packed=False, release=None) -> Row:
+def backward(
+    head_dim: int,
+    causal: bool,
+    length_bucket: str,
+    gqa: bool,
+    packed: bool = False,
+    release: tuple[int, int] | None = None,
+) -> Row:
     """Return the row of the backward pass for these properties; release as in ``forward``."""
     return find_row(BACKWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The warpgroups of the sm_90 forward that multiply: scores, softmax, values and output of 64 query rows each."""
 
 from fused_rope_attn.attention.hopper.channels import (

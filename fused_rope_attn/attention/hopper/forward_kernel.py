@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """sm_90 attention forward: persistent and warp-specialised. The pre-pass rotates K, warps of this kernel rotate Q.
 
 One block per multiprocessor runs three kinds of warps, which meet only at barriers in shared memory:

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Tiles of the sm_90 forward: which one comes next, which keys it sees, and how the loading warp announces it.
 
 The loading warp alone finds the next tile and divides its number into batch, head and key blocks. It announces the tile

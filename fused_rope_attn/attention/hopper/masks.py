@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Masks of the sm_90 kernels in registers, in the layout of a tensor core's results.
 
 ``kernels.masks`` says which blocks a kernel visits and which of them need a mask, as for the portable kernels.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The post-process of the sm_90 backward: dq from its float32 accumulator, and the gradients of the norms."""
 
 import triton

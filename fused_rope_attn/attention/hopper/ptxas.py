@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Two remedies against what LLVM and ptxas do to registers: empty inline assembly that they must not look through."""
 
 from fused_rope_attn.runtime.triton_compat import gl, jit

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The softmax of the sm_90 forward. The four threads of a quad hold a row of scores, 32 in each.
 
 It computes the same as ``kernels.softmax.online_softmax`` with four differences, which were all measured to pay:

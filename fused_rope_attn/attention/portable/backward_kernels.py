@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The kernels of the portable backward pass, without atomics: dK/dV by tiles of keys and dQ by tiles of queries, behind
 a pre-process in two launches, or both in one launch that needs nothing before it.
 

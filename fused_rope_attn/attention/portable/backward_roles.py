@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The two roles of a program of the portable backward pass: dK and dV of a tile of keys, and dQ of a tile of queries.
 
 With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2):

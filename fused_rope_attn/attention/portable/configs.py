@@ -49,7 +49,17 @@ class Row:
     rotate_heads: int = 4
     tma: bool = False
 
-    def matches(self, arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> bool:
+    def matches(
+        self,
+        arch: str,
+        element_size: int,
+        head_dim: int,
+        strategy: str,
+        causal: bool,
+        length_bucket: str,
+        gqa: bool,
+        masked: bool = False,
+    ) -> bool:
         return (
             arch in self.archs
             and element_size == self.element_size
@@ -238,14 +248,15 @@ BACKWARD: tuple[BackwardRow, ...] = (
 
 
 @functools.cache
-def forward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> ForwardConfig:
-    """Return the configuration of the forward pass for these properties, as ``Row`` names them."""
-    key = (arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked)
-    return find_row(FORWARD, *key).config(arch, strategy)
+def forward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> ForwardConfig:
+    """Return the configuration of the forward pass for these properties.
+
+    shape: causal, length bucket, gqa and, where it is not False, masked, as ``Row.matches`` takes them.
+    """
+    return find_row(FORWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 
 @functools.cache
-def backward(arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked=False) -> BackwardConfig:
-    """Return the configuration of the backward pass for these properties, as ``Row`` names them."""
-    key = (arch, element_size, head_dim, strategy, causal, length_bucket, gqa, masked)
-    return find_row(BACKWARD, *key).config(arch, strategy)
+def backward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> BackwardConfig:
+    """Return the configuration of the backward pass for these properties, as in ``forward``."""
+    return find_row(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)

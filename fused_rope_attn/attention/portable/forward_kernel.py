@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Portable attention forward: Q rotated once per block, K rotated in the loop (inline) or read rotated (prepass)."""
 
 import triton

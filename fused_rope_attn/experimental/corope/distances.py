@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Co-RoPE's distances in device code: how long every key's step is, the mileage that steps add up to, and the angles.
 
 A distance is a fixed-point number with FRACTION_BITS fractional bits: sums of steps are exact in any order, so that the

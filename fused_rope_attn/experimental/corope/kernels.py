@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Co-RoPE's Triton kernels, forward and backward in O(N) memory. DESIGN.md says why they are so.
 
 A program has BLOCK_M query rows and up to HEADS heads of one group, whose leader measures the distances (``distances``)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Launchers of Co-RoPE's kernels."""
 
 from __future__ import annotations
