@@ -38,13 +38,14 @@ def test_every_kernel_gives_the_same_bits(case, monkeypatch):
 
 _COMPILE = """
 import torch
-from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from tools.compile_kernels import Job, compile_job
 from tools.decode_jobs import write_jobs
 from tools.rotation_jobs import rotation_jobs
-inline, prepass = (configs.forward("sm_90", 2, 64, strategy, True, "short", False, False)
+inline, prepass = (portable_configs.forward("sm_90", 2, 64, strategy, True, "short", False, False)
                    for strategy in ("inline", "prepass"))
-hopper = configs.hopper_forward(128, True, "long", False, False).config
+hopper = hopper_configs.forward(128, True, "long", False, False).config
 jobs = [Job("sm_90", "forward", torch.float16, 64, config, norms=norms)
         for config in (inline, prepass) for norms in (False, True)]
 jobs += [Job("sm_90", "forward", torch.float16, 128, hopper, rotated=True, norms=norms) for norms in (False, True)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.attention import configs
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.attention.hopper import forward as hopper_forward
 from fused_rope_attn.attention.problem import Saving
 from fused_rope_attn.testing import Case, make_inputs
@@ -37,7 +37,7 @@ def test_every_kernel_gives_the_same_bits(case, monkeypatch):
     found = rotated_by_every_kernel(case, monkeypatch, "cuda")
     if is_sm_90() and case.dtype != F32 and case.layout != "odd":
         problem, tensors, _ = described_for_launch(make_inputs(case, "cuda"), case)
-        config = configs.hopper_forward(case.head_dim, True, "long", False, False).config
+        config = hopper_configs.forward(case.head_dim, True, "long", False, False).config
         saved = hopper_forward.prepared(problem, tensors, config, Saving.ROWS)(tensors)
         found["sm_90 forward and pre-pass"] = tuple(in_memory_order(x, case) for x in (saved.q_rot, saved.k_rot))
     assert_one_rotation(found)

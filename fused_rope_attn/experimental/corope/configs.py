@@ -1,7 +1,7 @@
-"""Tiles of the Co-RoPE kernels: data with a reason.
+"""Tiles of the Co-RoPE kernels: tables of which the first row that matches wins, with the reason above each row.
 
 Chosen by what the compiler says (sm_90, triton 3.6, 2026-11-21): the largest tiles that hardly spill, of equal size in
-both passes, which then find the same angles to the last bit. Timed on an H200 (docs/log.md).
+both passes, which then find the same angles to the last bit. Timed on an H200 (docs/experiments/corope.md).
 """
 
 from __future__ import annotations
@@ -33,23 +33,60 @@ class CoRopeConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def forward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
-    """Nothing spills with up to 8 heads and in float32; 96 bytes with 16.
+@dataclass(frozen=True, kw_only=True)
+class CoRopeRow:
+    """Hold one row: tiles of block_m by block_n for groups of up to most_group heads (None: of any size).
 
-    A program holds all heads of a group where it can, so that what they share is computed once.
+    heads: the fewest and the most heads of one program, which holds all of a group where it can, so that they are
+    computed with the same angles once.
     """
-    if dtype is torch.float32:  # products in float32 are unrolled into registers: small tiles
-        return CoRopeConfig(16, 16, heads=_heads(group_size, 4), num_warps=8)
+
+    element_size: int
+    block_m: int
+    block_n: int
+    heads: tuple[int, int]
+    most_group: int | None = None
+
+    def matches(self, element_size: int, group_size: int) -> bool:
+        return element_size == self.element_size and (self.most_group is None or group_size <= self.most_group)
+
+    def config(self, group_size: int) -> CoRopeConfig:
+        """Return the configuration for this group size."""
+        fewest, most = self.heads
+        heads = max(fewest, min(most, 1 << (group_size - 1).bit_length()))
+        return CoRopeConfig(self.block_m, self.block_n, heads=heads, num_warps=8)
+
+
+# fmt: off
+FORWARD: tuple[CoRopeRow, ...] = (
+    # Products in float32 are unrolled into registers, so that tiles are small. Nothing spills.
+    CoRopeRow(element_size=4, block_m=16, block_n=16, heads=(1, 4)),
     # Never one head: triton 3.6's product of three dimensions is wrong on sm_90 where the last has one column (dq).
-    return CoRopeConfig(16, 32 if group_size <= 8 else 16, heads=max(2, _heads(group_size, 16)), num_warps=8)
+    # Nothing spills.
+    CoRopeRow(element_size=2, block_m=16, block_n=32, heads=(2, 16), most_group=8),
+    # 96 bytes spill with 16 heads.
+    CoRopeRow(element_size=2, block_m=16, block_n=16, heads=(2, 16)),
+)
+
+BACKWARD: tuple[CoRopeRow, ...] = (
+    # 64 bytes spill; triton 3.9 spills 520 with 4 heads.
+    CoRopeRow(element_size=4, block_m=16, block_n=16, heads=(1, 2)),
+    # As forward; 80 to 190 bytes spill.
+    CoRopeRow(element_size=2, block_m=16, block_n=32, heads=(2, 16), most_group=8),
+    CoRopeRow(element_size=2, block_m=16, block_n=16, heads=(2, 16)),
+)
+# fmt: on
+
+
+def forward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
+    """Return the configuration of the forward pass for groups of group_size heads."""
+    return _find(FORWARD, dtype, group_size)
 
 
 def backward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
-    """As forward: 80 to 190 bytes spilled in 16 bits; 64 in float32, where triton 3.9 spills 520 with 4 heads."""
-    if dtype is torch.float32:
-        return CoRopeConfig(16, 16, heads=_heads(group_size, 2), num_warps=8)
-    return forward_config(dtype, group_size)
+    """Return the configuration of the backward pass for groups of group_size heads."""
+    return _find(BACKWARD, dtype, group_size)
 
 
-def _heads(group_size: int, most: int) -> int:
-    return min(most, 1 << (group_size - 1).bit_length())
+def _find(rows: tuple[CoRopeRow, ...], dtype: torch.dtype, group_size: int) -> CoRopeConfig:
+    return next(row for row in rows if row.matches(dtype.itemsize, group_size)).config(group_size)
