@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Sizes that the sm_90 kernels share, and in which calls the causal diagonal is aligned with them."""
 
 from __future__ import annotations
