@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-import fused_rope_attn
 from verification import __main__ as command
-from verification.matrix import CHECKS
-from verification.runner import Task, run_task
 
 
 def tasks(*arguments):
@@ -49,20 +46,3 @@ def test_the_sm_90_backend_is_refused_elsewhere(monkeypatch, capsys):
     assert command.parse(["--device", "cuda"]).backend == ["reference", "triton"]
     with pytest.raises(SystemExit):
         command.parse(["--device", "cpu", "--backend", "hopper"])
-
-
-def test_the_sm_90_backend_gets_a_v_that_it_can_address(monkeypatch):
-    """The other tensors keep their odd layout."""
-    seen = {}
-
-    def run(q, k, v, *args, backend="auto", deterministic=False, **options):
-        seen.update(q=q, k=k, v=v, backend=backend, deterministic=deterministic)
-        return right(q, k, v, *args, backend="reference", **options)
-
-    right = fused_rope_attn.rope_attention
-    monkeypatch.setattr(fused_rope_attn, "rope_attention", run)
-    check = next(check for check in CHECKS if check.name == "odd strides, unaligned")
-    rows = run_task(Task(check, torch.float16, (("hopper", "auto"),), "cpu"))
-    assert all(row.verdict == "ok" and row.backend == "hopper" for row in rows)
-    assert seen["backend"] == "hopper" and not seen["deterministic"]
-    assert seen["v"].is_contiguous() and not seen["q"].is_contiguous() and not seen["k"].is_contiguous()
