@@ -47,7 +47,7 @@ def test_exported(padded):
 
 
 class Logits(torch.nn.Module):
-    """A model whose result ``torch.jit.trace`` can take."""
+    """Return a model's logits alone, because ``torch.jit.trace`` takes no other result."""
 
     def __init__(self, model):
         super().__init__()
