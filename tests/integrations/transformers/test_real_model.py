@@ -29,15 +29,6 @@ PROMPTS = ("The capital of France is", "A list comprehension in Python", "Water 
 NEW_TOKENS, STEPS, BATCHES = 24, 50, 5
 
 
-@pytest.fixture(autouse=True)
-def all_cores():
-    """Other tests are small, and run on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield
-    torch.set_num_threads(before)
-
-
 def gguf_file():
     """Return the path of the model. Its package is never imported, because it would import llama.cpp."""
     found = os.environ.get("SMOLLM2_GGUF")
