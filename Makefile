@@ -44,7 +44,7 @@ test: lint docs
 test-hf-4: $(VENV_HF4)/.installed
 	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/integrations/transformers
 
-# A real model, patched and unpatched: five minutes on two cores, and on a GPU with the kernels too.
+# A real model, patched and unpatched: five minutes on a CPU, and on a GPU the same with the kernels.
 .PHONY: test-real
 test-real: $(ENVIRONMENT) $(REAL_MODEL)
 	$(PY) -m pytest -m real -rP $(ARGS) tests/integrations/transformers/test_real_model.py
