@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fused_rope_attn.rotation.embedding import RotaryEmbedding
     from fused_rope_attn.rotation.layouts import permute_rope_layout
     from fused_rope_attn.rotation.tables import rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.options import Backend, Layout, RotationLayout, Strategy
+    from fused_rope_attn.runtime.axes import Layout
+    from fused_rope_attn.runtime.options import Backend, RotationLayout, Strategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,7 +53,7 @@ __all__ = [
 
 _MODULES = {
     "Backend": "runtime.options",
-    "Layout": "runtime.options",
+    "Layout": "runtime.axes",
     "Plan": "attention.planning",
     "RotaryEmbedding": "rotation.embedding",
     "RotationLayout": "runtime.options",

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention import known_calls, planning, reference
 from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
-from fused_rope_attn.attention.problem import Problem, Tensors, describe
+from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of, score_options
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 from fused_rope_attn.runtime.autocast import autocast, stand_in
-from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import heads_first, norms_of
+from fused_rope_attn.runtime.axes import Layout, from_heads_first
+from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.keywords import explain_keywords
-from fused_rope_attn.runtime.options import AttentionOptions, Backend, Layout, PackedOptions, Strategy
+from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.options import AttentionOptions, Backend, PackedOptions, Strategy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -127,27 +127,22 @@ def rope_attention(
         RuntimeError: an explicit backend that this machine cannot run.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
-    options = (
-        causal, softmax_scale, rotary_dim, interleaved, softcap, norm_eps, norm_offset, layout, return_lse,
+    options = (  # in the order of ``Options``, because a record would cost a known call 0.2 us
+        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
         deterministic, backend, strategy,
     )  # fmt: skip
-    known = known_calls.find(tensors, window, options)
+    known = known_calls.find(tensors, layout, options)
     if known is not None:
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse = known(tensors)
         o = from_heads_first(o, layout)
         return (o, lse) if return_lse else o
-    problem, described = _describe(
-        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
-        norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
-        backend=backend, strategy=strategy,
-    )  # fmt: skip
+    problem, described = _describe(tensors, Options(*options), layout)
     o, lse = _attend(problem, described, layout)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         problem = problem._replace(backend=chosen)
-        known_calls.remember(tensors, window, options, lambda: eager.call_of(problem, described, return_lse))
+        known_calls.remember(tensors, layout, options, lambda: eager.call_of(problem, described, return_lse))
     return (o, lse) if return_lse else o
 
 
@@ -225,12 +220,13 @@ def rope_attention_varlen(
     Returns:
         o ``(T_q, HQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(HQ, T_q)`` float32, natural log.
     """
-    problem, tensors = _describe_packed(
-        q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, q_norm=q_norm,
-        k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset, return_lse=return_lse, deterministic=deterministic,
-        backend=backend, strategy=strategy,
+    q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
+    options = Options(
+        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
+        deterministic, backend, strategy,
     )  # fmt: skip
+    problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
     o, lse = _attend(problem, tensors, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
 
@@ -307,20 +303,22 @@ def plan(
 
     Launches nothing; raises what ``rope_attention`` would raise.
     """
-    problem, _ = _describe(
-        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, q_norm=q_norm, k_norm=k_norm,
-        norm_eps=norm_eps, norm_offset=norm_offset, layout=layout, return_lse=return_lse, deterministic=deterministic,
-        backend=backend, strategy=strategy, convert=stand_in,
+    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
+    options = Options(
+        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
+        deterministic, backend, strategy,
     )  # fmt: skip
-    return _plan(problem)
+    return _plan(_describe(tensors, options, layout, convert=stand_in)[0])
 
 
 @explain_keywords(VARLEN, of=rope_attention_varlen)
 def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
     """What ``rope_attention_varlen`` would run for the same arguments, as ``plan`` says it of ``rope_attention``."""
-    problem, _ = _describe_packed(q, k, v, *arguments, convert=stand_in, **options)
-    return _plan(problem)
+    given = bind(rope_attention_varlen, q, k, v, *arguments, **options)
+    longest = given["max_seqlen_q"], given["max_seqlen_k"]
+    q, k, v = _packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], *longest)
+    tensors = fill(Tensors, given | {"q": q, "k": k, "v": v})
+    return _plan(_describe(tensors, fill(Options, given), "thd", longest, stand_in)[0])
 
 
 def _plan(problem: Problem) -> planning.Plan:
@@ -333,64 +331,30 @@ def _plan(problem: Problem) -> planning.Plan:
 
 
 def _describe(
-    q, k, v, cos, sin, causal=False, *, convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None,
-    interleaved=False, window=None, softcap=0.0, sinks=None, kv_starts=None, kv_lens=None, q_norm=None,
-    k_norm=None, norm_eps=1e-6, norm_offset=0.0, layout="bhsd", return_lse=False, deterministic=False, backend="auto",
-    strategy="auto", cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-) -> tuple[Problem, Tensors]:  # fmt: skip
-    """Check the arguments of ``rope_attention`` and make records of them; ``convert`` as in ``autocast``.
+    tensors: Tensors, options: Any, layout: str, max_seqlens: tuple[int, int] | None = None, convert=torch.Tensor.to
+) -> tuple[Problem, Tensors]:
+    """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    With cu_seqlens and max_seqlen, which ``check_packed`` has seen, the call has packed sequences. The records have
-    (B, H, N, D) whatever the layout.
+    max_seqlens: of queries and keys in packed sequences, which come from ``_packed``. convert: as in ``autocast``.
     """
     if in_context_parallel():
-        refuse_context_parallel("rope_attention" if cu_seqlens_q is None else "rope_attention_varlen")
-    if layout != "bhsd" and cu_seqlens_q is None:
+        refuse_context_parallel("rope_attention" if max_seqlens is None else "rope_attention_varlen")
+    q, k, v = given = tensors[:3]
+    if layout != "bhsd" and max_seqlens is None:
         q, k, v = heads_first(layout, q=q, k=k, v=v)
     q, k, v = autocast(q, k, v, convert)
-    norms = norms_of(q_norm, k_norm, norm_eps, norm_offset)
-    rotary_dim = check_attention(
-        q, k, v, cos, sin, causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved,
-        window=window, softcap=softcap, sinks=sinks, kv_starts=kv_starts, kv_lens=kv_lens, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, strategy=strategy, layout=layout, max_seqlen_k=max_seqlen_k,
-        norms=norms,
-    )  # fmt: skip
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
-    has_norms = q_norm is not None
-    problem = describe(
-        tensors,
-        window=window,
-        max_seqlen=0 if max_seqlen_k is None else max(max_seqlen_q, max_seqlen_k),
-        causal=causal,
-        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        softcap=float(softcap),
-        norm_eps=float(norm_eps) if has_norms else None,
-        norm_offset=float(norm_offset) if has_norms else None,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        backend=backend,
-        strategy=strategy,
-    )
-    return problem, tensors
+    if not (q is given[0] and k is given[1] and v is given[2]):
+        tensors = Tensors(q, k, v, *tensors[3:])
+    if max_seqlens is None:
+        return problem_of(tensors, options, check_attention(tensors, options, layout)), tensors
+    rotary_dim = check_attention(tensors, options, layout, max_seqlens[1])
+    return problem_of(tensors, options, rotary_dim, max(*max_seqlens)), tensors
 
 
-def _describe_packed(
-    q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, *,
-    convert=torch.Tensor.to, softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0,
-    sinks=None, q_norm=None, k_norm=None, norm_eps=1e-6, norm_offset=0.0, return_lse=False, deterministic=False,
-    backend="auto", strategy="auto",
-) -> tuple[Problem, Tensors]:  # fmt: skip
-    """Check the arguments of ``rope_attention_varlen`` and make records of them: one batch entry of all tokens."""
+def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> tuple:
+    """Check what packed calls alone have, and return q, k and v as one batch entry of all tokens, (1, H, T, D)."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    return _describe(
-        q, k, v, cos, sin, causal, convert=convert, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, sinks=sinks, q_norm=q_norm, k_norm=k_norm,
-        norm_eps=norm_eps, norm_offset=norm_offset, layout="thd", return_lse=return_lse, deterministic=deterministic,
-        backend=backend, strategy=strategy, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
+    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
 def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -399,28 +363,14 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     if chosen != "reference":
         o, lse = eager.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
         return from_heads_first(o, layout), lse
-    _, _, _, cos, sin, _, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, _, _, _, _ = tensors
     q, k, v, sinks, q_norm, k_norm = differentiable(
         "rope_attention", (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
     )
-    options = {
-        "softmax_scale": problem.softmax_scale,
-        "rotary_dim": problem.rotary_dim,
-        "interleaved": problem.interleaved,
-        "window": problem.window,
-        "softcap": problem.softcap,
-        "sinks": sinks,
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        "norm_eps": problem.norm_eps,
-        "norm_offset": problem.norm_offset,
-    }
+    tensors = tensors._replace(q=q, k=k, v=v, sinks=sinks, q_norm=q_norm, k_norm=k_norm)
+    q, k, v, cos, sin, _, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors[:10]
+    options = score_options(problem, tensors)
     if problem.sequences is None:
-        o, lse = reference.attention(
-            q, k, v, cos, sin, problem.causal, kv_starts=kv_starts, kv_lens=kv_lens, **options
-        )  # fmt: skip
+        o, lse = reference.attention(q, k, v, cos, sin, kv_starts=kv_starts, kv_lens=kv_lens, **options)
     else:
-        o, lse = reference.packed_attention(
-            q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, problem.causal, **options
-        )  # fmt: skip
+        o, lse = reference.packed_attention(q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, **options)
     return from_heads_first(o, layout, contiguous=True), lse.detach()

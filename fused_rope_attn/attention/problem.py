@@ -1,18 +1,22 @@
 """One call of attention: ``Problem``, everything but the tensors' data and addresses, and ``Tensors``.
 
-A public function describes its call once, by ``describe``. Planning, operators and launchers take both records whole;
-only ``flatten`` and ``rebuild`` know the order in which they pass through an operator's schema.
+A public function makes ``Tensors`` and ``Options`` of its arguments, and ``problem_of`` makes the ``Problem`` of both.
+Planning, operators and launchers take ``Problem`` and ``Tensors`` whole. ``Options``, the checks, the operators'
+schemas, ``flatten`` and ``rebuild`` are derived from one table, ``runtime.options.CallOptions``, when this is imported.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import namedtuple
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from fused_rope_attn.kernels.arguments import WIDEST_WINDOW, dot_precision
 from fused_rope_attn.runtime.checks import as_int
+from fused_rope_attn.runtime.options import CallOptions, ScoreOptions, rows_of
 
 
 class Tensors(NamedTuple):
@@ -117,6 +121,8 @@ class Problem(NamedTuple):
     step, whose len_k is the cache's capacity. norm_eps and norm_offset: of the norms of q and k, None without; a
     number, even a default, would be an input to who traces the call. precision: of products, as ``with_precision``
     finds it. sums_keys: dk and dv are parts of sums over several calls, and come in float32.
+
+    The fields from causal on are options, each with a row in ``CallOptions``.
     """
 
     dtype: torch.dtype
@@ -127,25 +133,25 @@ class Problem(NamedTuple):
     len_q: int
     len_k: int
     head_dim: int
-    causal: bool
-    softmax_scale: float
     rotary_dim: int
-    interleaved: bool
+    max_seqlen: int
+    sequences: int | None
+    has_sinks: bool
+    has_kv_starts: bool
+    has_kv_lens: bool
+    cache: Cache | None
+    precision: str
+    sums_keys: bool
+    causal: bool = False
+    softmax_scale: float = 1.0
+    interleaved: bool = False
     window: tuple[int, int] | None = None
     softcap: float = 0.0
-    has_sinks: bool = False
-    has_kv_starts: bool = False
-    has_kv_lens: bool = False
-    sequences: int | None = None
-    max_seqlen: int = 0
-    cache: Cache | None = None
     norm_eps: float | None = None
     norm_offset: float | None = None
-    precision: str = "ieee"
     deterministic: bool = False
     backend: str = "auto"
     strategy: str = "auto"
-    sums_keys: bool = False
 
     @property
     def group_size(self) -> int:
@@ -208,70 +214,99 @@ class Problem(NamedTuple):
         return self._replace(precision=dot_precision(self.dtype))
 
 
-def describe(
-    tensors: Tensors,
-    *,
-    causal: bool,
-    softmax_scale: float,
-    rotary_dim: int,
-    interleaved: bool,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    max_seqlen: int = 0,
-    cache: Cache | None = None,
-    norm_eps: float | None = None,
-    norm_offset: float | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-    strategy: str = "auto",
+ROWS = rows_of(CallOptions)
+
+
+def _record(name: str, defaults: dict[str, Any]) -> Any:
+    return namedtuple(name, defaults, defaults=defaults.values(), module=__name__)
+
+
+# The options that are no tensors, as a caller gave them, in the order of the table.
+Options: Any = _record("Options", {name: row.default for name, row in ROWS.items() if name not in Tensors._fields})
+_CHECKS = tuple((name, ROWS[name].check, ROWS[name].default) for name in Options._fields)
+_CHECKS_OF_TENSORS = tuple((name, row.check) for name, row in ROWS.items() if name in Tensors._fields and row.check)
+# The options that a ``Problem`` holds, and that operators take: its last fields.
+DESCRIBED = Problem._fields[Problem._fields.index("causal") :]
+_NORMALISE = tuple((name, ROWS[name].normalise) for name in DESCRIBED)
+
+
+def check_options(tensors: Any, options: Any) -> None:
+    """Check every option against its row; ``tensors`` as ``Option.check`` takes them, q, k and v checked before."""
+    # In a traced call a comparison would make an input of the graph even of a default.
+    every = torch.compiler.is_compiling()
+    for value, (name, check, default) in zip(options, _CHECKS):
+        if check is not None and (every or value is not default):
+            check(name, value, tensors)
+    for name, check in _CHECKS_OF_TENSORS:
+        x = getattr(tensors, name, None)
+        if x is not None:
+            check(name, x, tensors)
+
+
+def problem_of(
+    tensors: Tensors, options: Any, rotary_dim: int, max_seqlen: int = 0, cache: Cache | None = None
 ) -> Problem:
-    """The ``Problem`` of a call whose arguments were checked; norm_eps and norm_offset only where it has norms."""
+    """Return the ``Problem`` of a call whose ``Options`` were checked, its rotary dim found out."""
+    values = [
+        getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
+        for name, normalise in _NORMALISE
+    ]
+    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache), *values)
+
+
+def describe(
+    tensors: Tensors, *, rotary_dim: int, max_seqlen: int = 0, cache: Cache | None = None, **options: Any
+) -> Problem:
+    """Return the ``Problem`` of these tensors with options by name, each as a ``Problem`` holds it."""
+    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache), **options)
+
+
+def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | None = None) -> tuple:
+    """Return the fields of ``Problem`` before its options. By position: this is on the path of every eager call."""
     q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, _ = k.shape
-    if window is not None and window[0] < 0 and window[1] < 0:
-        window = None
-    # By position, in the order of the fields: this is on the path of every eager call.
-    return Problem(
-        q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, causal, softmax_scale, rotary_dim,
-        interleaved, None if window is None else (as_int(window[0]), as_int(window[1])), softcap, sinks is not None,
-        kv_starts is not None, kv_lens is not None, None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        as_int(max_seqlen), cache, norm_eps, norm_offset, "ieee", deterministic, backend, strategy,
+    return (
+        q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, rotary_dim, as_int(max_seqlen),
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, sinks is not None, kv_starts is not None,
+        kv_lens is not None, cache, "ieee", False,
     )  # fmt: skip
 
 
-# The arguments of the operators in the order of ``flatten``. window_left, window_right: -1 for unbounded.
-SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? sinks, Tensor? kv_starts, Tensor? kv_lens, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? q_norm, Tensor? k_norm, Tensor? raw_q, Tensor? raw_k, "
-    "bool causal, float softmax_scale, int rotary_dim, bool interleaved, SymInt window_left, SymInt window_right, "
-    "float softcap, SymInt max_seqlen, float? norm_eps, float? norm_offset, bool deterministic, str backend, "
-    "str strategy"
+_OF_SCORES = ("causal", *ScoreOptions.__annotations__)
+
+
+def score_options(problem: Problem, tensors: Any) -> dict[str, Any]:
+    """Return what every function of attention takes, by name, as the references take it."""
+    return {name: getattr(tensors if name in Tensors._fields else problem, name) for name in _OF_SCORES}
+
+
+def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:
+    """Return an operator's arguments: those of tensors as PyTorch writes them, and options by their names."""
+    return ", ".join([*tensors, *(f"{_OPERATOR_TYPES[name]} {name}" for name in options)])
+
+
+# What an operator takes besides tensors: sizes that no tensor has, and the options.
+_OPERATOR_TYPES = {"rotary_dim": "int", "max_seqlen": "SymInt"} | {name: ROWS[name].operator for name in DESCRIBED}
+_ARGUMENTS = ("rotary_dim", "max_seqlen", *DESCRIBED)
+# The arguments of the operators in the order of ``flatten``.
+SCHEMA = schema_of(
+    [f"{'Tensor?' if name in Tensors._field_defaults else 'Tensor'} {name}" for name in Tensors._fields], _ARGUMENTS
 )
 
 
 def flatten(problem: Problem, tensors: Tensors) -> tuple:
     """The operators' arguments, as ``SCHEMA`` names them."""
-    left, right = (-1, -1) if problem.window is None else problem.window
-    return (
-        *tensors, problem.causal, problem.softmax_scale, problem.rotary_dim, problem.interleaved, left, right,
-        problem.softcap, problem.max_seqlen, problem.norm_eps, problem.norm_offset, problem.deterministic,
-        problem.backend, problem.strategy,
-    )  # fmt: skip
+    return (*tensors, *[getattr(problem, name) for name in _ARGUMENTS])
 
 
-def rebuild(
-    q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, raw_q, raw_k, causal,
-    softmax_scale, rotary_dim, interleaved, window_left, window_right, softcap, max_seqlen, norm_eps, norm_offset,
-    deterministic, backend, strategy,
-) -> tuple[Problem, Tensors]:  # fmt: skip
+def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
     """Inverse of ``flatten``."""
-    tensors = Tensors(
-        q, k, v, cos, sin, sinks, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm, raw_q, raw_k
-    )
-    problem = describe(
-        tensors, window=(window_left, window_right), max_seqlen=max_seqlen, causal=causal, softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim, interleaved=interleaved, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
-        deterministic=deterministic, backend=backend, strategy=strategy,
-    )  # fmt: skip
-    return problem, tensors
+    tensors = Tensors(*arguments[: len(Tensors._fields)])
+    rotary_dim, max_seqlen, *values = arguments[len(Tensors._fields) :]
+    return Problem(*_sizes(tensors, rotary_dim, max_seqlen), *from_operator(values)), tensors
+
+
+def from_operator(values: Iterable[Any]) -> list[Any]:
+    """Return options as a ``Problem`` holds them: the dispatcher makes a list of a tuple."""
+    return [tuple(x) if isinstance(x, list) else x for x in values]

@@ -6,71 +6,40 @@ attributes and compares them, and builds a message only once it has found the fa
 """
 
 import itertools
-from typing import get_args
+from typing import Any
 
 import torch
 from torch import Tensor, strided
 
+from fused_rope_attn.attention.problem import Tensors, check_options
 from fused_rope_attn.runtime.axes import in_layout
 from fused_rope_attn.runtime.checks import (
-    NO_NORMS,
-    Norms,
     are_ordinary,
-    check_bounds,
     check_ends,
     check_int,
     check_kinds,
-    check_norms,
     check_queries_and_keys,
-    check_scales,
-    check_sinks,
     check_tables,
-    check_window,
     named,
-    refuse_choice,
     refuse_device,
-    refuse_non_bool,
     refuse_non_tensor,
     shown,
     warn_once,
 )
-from fused_rope_attn.runtime.options import Backend, Strategy
-
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    causal: bool,
-    *,
-    softmax_scale: float | None,
-    rotary_dim: int | None,
-    interleaved: bool,
-    window: tuple[int, int] | None,
-    softcap: float,
-    sinks: Tensor | None,
-    kv_starts: Tensor | None,
-    kv_lens: Tensor | None,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str,
-    strategy: str,
-    layout: str = "bhsd",
-    max_seqlen_k: int | None = None,
-    norms: Norms = NO_NORMS,
-) -> int:
-    """Check the arguments of `rope_attention` as its caller gave them, and return the rotary dim R.
+    tensors: Tensors, options: Any, layout: str = "bhsd", max_seqlen_k: int | None = None
+) -> int:  # fmt: skip
+    """Check a call of attention as its caller gave it, and return the rotary dim R.
 
-    layout: the order of the axes that the caller has, for messages; q, k and v come as (B, H, N, D) in any case.
+    tensors, options: ``Tensors`` and ``Options``; q, k and v come as (B, H, N, D) in any case.
+    layout: the order of the axes that the caller has, for messages.
     max_seqlen_k: of packed sequences, which `check_packed` has seen: the table rows that they need.
 
     Raises TypeError or ValueError naming the argument, what was expected and what came.
     """
+    q, k, v, cos, sin = tensors[:5]
     # Types first: everything below reads attributes of tensors.
     if not (
         type(q) is type(k) is type(v) is type(cos) is type(sin) is Tensor
@@ -78,39 +47,15 @@ def check_attention(
         and not q.is_nested
     ):
         check_kinds(q=q, k=k, v=v, cos=cos, sin=sin)
-    if not (
-        isinstance(causal, bool)
-        and isinstance(interleaved, bool)
-        and isinstance(return_lse, bool)
-        and isinstance(deterministic, bool)
-    ):
-        refuse_non_bool(causal=causal, interleaved=interleaved, return_lse=return_lse, deterministic=deterministic)
-
     check_queries_and_keys(q, k, v, cos, sin, layout=layout)
-    dtype, device = q.dtype, q.device
-    batch, heads_q, len_q, head_dim = q.shape
+    check_options(tensors, options)
+
+    batch, _, len_q, head_dim = q.shape
     len_k = k.shape[2]
-    if len_q > len_k and kv_lens is None and max_seqlen_k is None:
-        _check_more_queries(q, k, causal, layout)
-
+    if len_q > len_k and tensors.kv_lens is None and max_seqlen_k is None:
+        _check_more_queries(q, k, options.causal, layout)
     rows = len_k if max_seqlen_k is None else max_seqlen_k
-    rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "q", "k")
-
-    check_scales(softmax_scale, softcap)
-    if window is not None:
-        check_window(window)
-    if sinks is not None:
-        check_sinks(sinks, dtype, device, heads_q)
-    if kv_starts is not None:
-        check_bounds("kv_starts", kv_starts, device, batch)
-    if kv_lens is not None:
-        check_bounds("kv_lens", kv_lens, device, batch)
-    check_norms(norms, dtype, device, head_dim)
-    if backend not in BACKENDS:
-        refuse_choice("backend", backend, BACKENDS)
-    if strategy not in STRATEGIES:
-        refuse_choice("strategy", strategy, STRATEGIES)
-    return rotary_dim
+    return check_tables(cos, sin, q.dtype, batch, rows, head_dim, options.rotary_dim, "q", "k")
 
 
 def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.keywords import ATTENTION
 from fused_rope_attn.attention.ops import needs_gradient
-from fused_rope_attn.attention.problem import Problem, Tensors, describe
+from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.distributed import ops
 from fused_rope_attn.distributed.cuts import check_sharding, chunks_of
@@ -18,11 +18,11 @@ from fused_rope_attn.distributed.groups import Group, agree, fail_together, grou
 from fused_rope_attn.distributed.layout import shares
 from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_it_runs
 from fused_rope_attn.runtime.autocast import autocast, stand_in
-from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import check_int, heads_first, kind_of, norms_of, refuse_choice, shown
+from fused_rope_attn.runtime.axes import Layout, from_heads_first
+from fused_rope_attn.runtime.checks import check_int, heads_first, kind_of, refuse_choice, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
-from fused_rope_attn.runtime.keywords import explain_keywords
-from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, Layout, PackedCpOptions
+from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,17 +103,17 @@ def rope_attention_cp(
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also where only
             one of them passed what cannot be served, or where they differ.
     """
-    options = {
-        "softmax_scale": softmax_scale, "rotary_dim": rotary_dim, "interleaved": interleaved, "window": window,
-        "softcap": softcap, "sinks": sinks, "norms": (q_norm, k_norm, norm_eps, norm_offset),
-        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
-    }  # fmt: skip
+    options = Options(
+        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
+        deterministic, backend,
+    )  # fmt: skip
+    tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     members = group_of(group)
     if torch.compiler.is_compiling():
-        call = _describe(q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, options)
+        call = _describe(tensors, options, members, sharding, total_len, method, layout)
     else:
         try:
-            call = _describe(q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, options)
+            call = _describe(tensors, options, members, sharding, total_len, method, layout)
         except Exception as error:
             fail_together(members, error)
     o, lse = _attend(*call)
@@ -178,18 +178,18 @@ def rope_attention_varlen_cp(
     The other arguments are those of ``rope_attention_cp``; results as in ``rope_attention_varlen``, of this rank's
     tokens.
     """
-    options = {
-        "softmax_scale": softmax_scale, "rotary_dim": rotary_dim, "interleaved": interleaved, "window": window,
-        "softcap": softcap, "sinks": sinks, "norms": (q_norm, k_norm, norm_eps, norm_offset),
-        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
-    }  # fmt: skip
+    options = Options(
+        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
+        deterministic, backend,
+    )  # fmt: skip
+    tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     if not isinstance(plan, DocumentPlan):
         raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
     if torch.compiler.is_compiling():
-        call = _describe_packed(q, k, v, cos, sin, plan, causal, method, options)
+        call = _describe_packed(tensors, options, plan, method)
     else:
         try:
-            call = _describe_packed(q, k, v, cos, sin, plan, causal, method, options)
+            call = _describe_packed(tensors, options, plan, method)
         except Exception as error:
             fail_together(plan.group, error)
     o, lse = _attend(*call)
@@ -217,38 +217,37 @@ def plan_cp(
 
     Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
     """
-    defaults: dict[str, Any] = {
-        "softmax_scale": None, "rotary_dim": None, "interleaved": False, "window": None, "softcap": 0.0, "sinks": None,
-        "return_lse": False, "deterministic": False, "backend": "auto",
-    }  # fmt: skip
-    norms = {"q_norm": None, "k_norm": None, "norm_eps": 1e-6, "norm_offset": 0.0}
-    defaults["norms"] = tuple(options.pop(name, value) for name, value in norms.items())
+    given = bind(
+        rope_attention_cp, q, k, v, cos, sin, causal, group=group, sharding=sharding, total_len=total_len,
+        method=method, layout=layout, **options,
+    )  # fmt: skip
     members = group_of(group)
-    described = _describe(
-        q, k, v, cos, sin, causal, members, sharding, total_len, method, layout, defaults | options, stand_in
+    *_, chosen = _describe(
+        fill(Tensors, given), fill(Options, given), members, sharding, total_len, method, layout, stand_in
     )
-    return described[-1]
+    return chosen
 
 
 _Described = tuple[Group, str, int, DocumentPlan | None, bool, Problem, Tensors, CpPlan]
 
 
 def _describe(
-    q, k, v, cos, sin, causal, members: Group, sharding, total_len, method, layout, options,
-    convert=torch.Tensor.to,
-) -> _Described:  # fmt: skip
-    """Check the arguments of ``rope_attention_cp`` and make records of them."""
+    tensors: Tensors, options: Any, members: Group, sharding, total_len, method, layout, convert=torch.Tensor.to
+) -> _Described:
+    """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
     _check_method(method)
+    q, k, v, cos = tensors[:4]
     if layout != "bhsd":
         q, k, v = heads_first(layout, q=q, k=k, v=v)
     q, k, v = autocast(q, k, v, convert)
+    tensors = tensors._replace(q=q, k=k, v=v)
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
     local = q.shape[2] if isinstance(q, torch.Tensor) and q.ndim == 4 else 0
     rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
     tables_are_local = size > 1 and rows == local
     needed = local if tables_are_local else local * size
-    problem, tensors = _checked(q, k, v, cos, sin, causal, options, needed, layout)
+    problem = _checked(tensors, options, needed, layout)
     if local % parts:
         raise ValueError(
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
@@ -262,8 +261,9 @@ def _describe(
     return members, str(sharding), int(total), None, tables_are_local, problem, tensors, chosen
 
 
-def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, options) -> _Described:
-    """Check the arguments of ``rope_attention_varlen_cp`` and make records of them."""
+def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
+    """Check the records of a call of ``rope_attention_varlen_cp`` and describe it."""
+    q, k, v = tensors[:3]
     _check_method(method)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -277,8 +277,8 @@ def _describe_packed(q, k, v, cos, sin, plan: DocumentPlan, causal, method, opti
         raise ValueError(f"plan must be on q's device {q.device}, but is on {plan.cu_seqlens.device}: give device=")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     q, k, v = autocast(q, k, v)
-    packed = plan.cu_seqlens, plan.max_seqlen
-    problem, tensors = _checked(q, k, v, cos, sin, causal, options, plan.max_seqlen, "thd", packed)
+    tensors = tensors._replace(q=q, k=k, v=v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens)
+    problem = _checked(tensors, options, plan.max_seqlen, "thd", plan.max_seqlen)
     if torch.compiler.is_compiling():
         chosen = when_it_runs(method)  # a graph is for many plans
     else:
@@ -291,38 +291,16 @@ def _check_method(method: Any) -> None:
         refuse_choice("method", method, METHODS)
 
 
-def _checked(
-    q, k, v, cos, sin, causal, options: dict[str, Any], rows: int, layout: str, packed=None
-) -> tuple[Problem, Tensors]:
-    """The records of a call of the local rows; rows: how many the tables must have. packed: (cu_seqlens, longest)."""
-    q_norm, k_norm, norm_eps, norm_offset = options["norms"]
-    given = options | {"norms": norms_of(*options["norms"])}
-    rotary_dim = check_attention(
-        q, k, v, cos, sin, causal, **given, kv_starts=None, kv_lens=None, strategy="auto", layout=layout,
-        max_seqlen_k=rows,
-    )  # fmt: skip
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k must have q's {q.shape[2]} rows on this rank, but has {k.shape[2]}")
-    cu_seqlens, longest = packed or (None, 0)
-    tensors = Tensors(q, k, v, cos, sin, options["sinks"], None, None, cu_seqlens, cu_seqlens, q_norm, k_norm)
-    scale = options["softmax_scale"]
-    problem = describe(
-        tensors,
-        window=options["window"],
-        max_seqlen=longest,
-        causal=causal,
-        softmax_scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-        rotary_dim=rotary_dim,
-        interleaved=options["interleaved"],
-        softcap=float(options["softcap"]),
-        norm_eps=None if q_norm is None else float(norm_eps),
-        norm_offset=None if q_norm is None else float(norm_offset),
-        deterministic=options["deterministic"] or torch.are_deterministic_algorithms_enabled(),
-        backend=options["backend"],
-    )
+def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: int = 0) -> Problem:
+    """Return the ``Problem`` of the local rows. rows: how many the tables must have. longest: of packed sequences."""
+    rotary_dim = check_attention(tensors, options, layout, rows)
+    len_q, len_k = tensors.q.shape[2], tensors.k.shape[2]
+    if len_k != len_q:
+        raise ValueError(f"k must have q's {len_q} rows on this rank, but has {len_k}")
+    problem = problem_of(tensors, options, rotary_dim, longest)
     planning.choose_backend(problem)  # raises where an explicit one cannot run
     refuse_tangents("rope_attention_cp", tensors)  # here all ranks hear of it
-    return problem, tensors
+    return problem
 
 
 def _attend(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors
+from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, score_options
 from fused_rope_attn.runtime.device import has_triton
 
 if has_triton():  # elsewhere planning sends every call to the reference
@@ -80,19 +78,7 @@ class _Recording:
 
 def _reference(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, cos, sin = tensors[:5]
-    options: dict[str, Any] = {
-        "softmax_scale": problem.softmax_scale,
-        "rotary_dim": problem.rotary_dim,
-        "interleaved": problem.interleaved,
-        "window": problem.window,
-        "softcap": problem.softcap,
-        "sinks": tensors.sinks,
-        "q_norm": tensors.q_norm,
-        "k_norm": tensors.k_norm,
-        "norm_eps": problem.norm_eps,
-        "norm_offset": problem.norm_offset,
-    }
+    options = score_options(problem, tensors)
     if problem.sequences is None:
-        return reference.attention(q, k, v, cos, sin, problem.causal, **options)
-    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-    return reference.packed_attention(q, k, v, cos, sin, cu_q, cu_k, problem.causal, **options)
+        return reference.attention(q, k, v, cos, sin, **options)
+    return reference.packed_attention(q, k, v, cos, sin, tensors.cu_seqlens_q, tensors.cu_seqlens_k, **options)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention.ops import needs_gradient
-from fused_rope_attn.attention.problem import SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
+from fused_rope_attn.attention.problem import DESCRIBED, SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.distributed import gather, heads
 from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.cuts import chunks_of
@@ -31,12 +31,9 @@ def signature(how: tuple, problem: Problem) -> dict[str, Any]:
     return {
         "q's dtype": problem.dtype, "the batch size": problem.batch, "the heads of q": problem.heads_q,
         "the heads of k": problem.heads_kv, "the local length of q": problem.len_q,
-        "the local length of k": problem.len_k, "the head dim": problem.head_dim, "causal": problem.causal,
-        "softmax_scale": problem.softmax_scale, "rotary_dim": problem.rotary_dim,
-        "interleaved": problem.interleaved, "window": problem.window, "softcap": problem.softcap,
-        "whether there are sinks": problem.has_sinks, "norm_eps": problem.norm_eps,
-        "norm_offset": problem.norm_offset, "deterministic": problem.deterministic,
-        "backend": problem.backend, "sharding": sharding, "method": method, "total_len": total,
+        "the local length of k": problem.len_k, "the head dim": problem.head_dim, "rotary_dim": problem.rotary_dim,
+        **{name: getattr(problem, name) for name in DESCRIBED}, "whether there are sinks": problem.has_sinks,
+        "sharding": sharding, "method": method, "total_len": total,
         "whether there is a plan": plan != 0, "the documents of plan": plan_of(plan).summary if plan else None,
         "whether the tables are of the local rows": tables_are_local,
     }  # fmt: skip

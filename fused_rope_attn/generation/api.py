@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention.planning import Plan
-from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.attention.problem import Options, Problem, score_options
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.cache_validation import check_write
 from fused_rope_attn.generation.keywords import KVCACHE
-from fused_rope_attn.generation.problem import Tensors, Written, cache_of, describe_step, describe_write
+from fused_rope_attn.generation.problem import Tensors, Written, cache_of, describe_write, step_of
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
-from fused_rope_attn.runtime.axes import from_heads_first
-from fused_rope_attn.runtime.checks import heads_first, norms_of
+from fused_rope_attn.runtime.axes import Layout, from_heads_first
+from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
-from fused_rope_attn.runtime.keywords import explain_keywords
-from fused_rope_attn.runtime.options import Layout, StepOptions
+from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.options import StepOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,12 +141,14 @@ def rope_attention_with_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    problem, tensors = _describe(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
-        kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale, layout=layout, causal=causal,
-        softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window, softcap=softcap,
-        sinks=sinks, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset, return_lse=return_lse,
+    tensors = Tensors(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm,
+        k_norm,
     )  # fmt: skip
+    options = Options(
+        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset
+    )  # fmt: skip
+    problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
 
@@ -157,7 +159,7 @@ def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
 
     Launches nothing and writes nothing; raises what ``rope_attention_with_kvcache`` would raise.
     """
-    problem, _ = _describe(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
+    problem, _ = _describe_bound(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
     chosen, reason = planning.choose_step_backend(problem)
     return Plan("reference", None, reason) if chosen == "reference" else planning.plan_for(problem, reason)
 
@@ -255,51 +257,34 @@ def run_step(
     layout: str = "bhsd", **options
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``rope_attention_with_kvcache`` by a backend of choice, for verification and tests; returns (o, lse)."""
-    described = _describe(q, k_cache, v_cache, *arguments, backend=backend, layout=layout, **options)
+    described = _describe_bound(q, k_cache, v_cache, *arguments, backend=backend, layout=layout, **options)
     return _attend(*described, layout)
 
 
-def _describe(
-    q, k_cache, v_cache, cos, sin, k=None, v=None, *, cache_seqlens, cache_is_rotated=True, causal=True,
-    softmax_scale=None, rotary_dim=None, interleaved=False, window=None, softcap=0.0, sinks=None, return_lse=False,
-    kv_starts=None, block_table=None, k_scale=None, v_scale=None, q_norm=None, k_norm=None, norm_eps=1e-6,
-    norm_offset=0.0, layout="bhsd", backend="auto", convert=torch.Tensor.to,
-) -> tuple[Problem, Tensors]:  # fmt: skip
-    """Check the arguments of ``rope_attention_with_kvcache`` and make records of them.
+def _describe_bound(*arguments, backend: str = "auto", convert=torch.Tensor.to, **options) -> tuple[Problem, Tensors]:
+    """Do what ``_describe`` does with the arguments of ``rope_attention_with_kvcache`` and a choice of the backend."""
+    given = bind(rope_attention_with_kvcache, *arguments, **options) | {"backend": backend}
+    return _describe(fill(Tensors, given), fill(Options, given), given["cache_is_rotated"], given["layout"], convert)
 
-    ``backend`` and ``convert`` as in ``rope_attention`` and ``autocast``. The records have (B, H, N, D) whatever the
-    layout.
+
+def _describe(
+    tensors: Tensors, options: Any, cache_is_rotated: bool, layout: str, convert=torch.Tensor.to
+) -> tuple[Problem, Tensors]:
+    """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
+
+    convert: as in ``autocast``.
     """
     if in_context_parallel():
         refuse_context_parallel("rope_attention_with_kvcache")
+    q, k_cache, v_cache, _, _, k, v = given = tensors[:7]
     if layout != "bhsd":
-        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **given)
+        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+        q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **named)
     q, k, v = autocast(q, k, v, convert)
-    rotary_dim = check_kvcache(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=cache_seqlens, cache_is_rotated=cache_is_rotated,
-        causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim, interleaved=interleaved, window=window,
-        softcap=softcap, sinks=sinks, kv_starts=kv_starts, return_lse=return_lse, block_table=block_table,
-        k_scale=k_scale, v_scale=v_scale, norms=norms_of(q_norm, k_norm, norm_eps, norm_offset), layout=layout,
-    )  # fmt: skip
-    tensors = Tensors(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm,
-        k_norm,
-    )  # fmt: skip
-    problem = describe_step(
-        tensors,
-        cache_is_rotated=cache_is_rotated,
-        causal=causal,
-        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        window=window,
-        softcap=float(softcap),
-        norm_eps=None if q_norm is None else float(norm_eps),
-        norm_offset=None if q_norm is None else float(norm_offset),
-        backend=backend,
-    )
-    return problem, tensors
+    if not (q is given[0] and k_cache is given[1] and k is given[5] and v is given[6]):
+        tensors = tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
+    return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
 
 
 def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,14 +293,10 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)
         return from_heads_first(o, layout), lse
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, *norms = (
-        tensors
-    )
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, _, block_table, k_scale, v_scale, _, _ = tensors
     o, lse = reference.attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
-        causal=problem.causal, softmax_scale=problem.softmax_scale, rotary_dim=problem.rotary_dim,
-        interleaved=problem.interleaved, window=problem.window, softcap=problem.softcap, sinks=sinks,
         kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale,
-        q_norm=norms[0], k_norm=norms[1], norm_eps=problem.norm_eps, norm_offset=problem.norm_offset,
+        **score_options(problem, tensors),
     )  # fmt: skip
     return from_heads_first(o, layout, contiguous=True), lse

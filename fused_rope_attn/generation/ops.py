@@ -14,10 +14,10 @@ from fused_rope_attn.generation.problem import (
     WRITE_SCHEMA,
     Tensors,
     Written,
-    cache_of,
-    describe_write,
     flatten,
+    flatten_write,
     rebuild,
+    rebuild_write,
 )
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import PreparedCalls
@@ -84,15 +84,9 @@ def _write(problem: Problem, tensors: Written) -> None:
         torch.autograd.graph.increment_version((tensors.k_cache, tensors.v_cache))
 
 
-def _write_flat(*arguments):
-    tensors = Written(*arguments[: len(Written._fields)])
-    rotated, rotary_dim, interleaved = arguments[len(Written._fields) :]
-    _write(describe_write(tensors, cache_is_rotated=rotated, rotary_dim=rotary_dim, interleaved=interleaved), tensors)
-
-
 _write_operator = Operator(
     f"write_kvcache({WRITE_SCHEMA}) -> ()",
-    run=_write_flat,
+    run=lambda *arguments: _write(*rebuild_write(*arguments)),
     fake=lambda *arguments: None,
     function="write_kvcache",
 )
@@ -103,4 +97,4 @@ def write_kvcache(problem: Problem, tensors: Written) -> None:
     if is_plain(*tensors):
         _write(problem, tensors)
     else:
-        _write_operator(*tensors, cache_of(problem).is_rotated, problem.rotary_dim, problem.interleaved)
+        _write_operator(*flatten_write(problem, tensors))

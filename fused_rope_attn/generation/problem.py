@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from fused_rope_attn.attention.problem import Cache, Problem, describe
+from fused_rope_attn.attention.problem import (
+    DESCRIBED,
+    Cache,
+    Problem,
+    describe,
+    from_operator,
+    problem_of,
+    schema_of,
+)
 from fused_rope_attn.attention.problem import Tensors as AttentionTensors
+from fused_rope_attn.runtime.options import StepOptions
 
 
 class Tensors(NamedTuple):
@@ -41,50 +51,59 @@ def cache_of(problem: Problem) -> Cache:
     return cast(Cache, problem.cache)
 
 
-def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options) -> Problem:
-    """The ``Problem`` of a checked generation step; ``options`` as ``attention.problem.describe`` takes them."""
-    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table = tensors[:11]
-    seen = AttentionTensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens)
+def step_of(tensors: Tensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
+    """Return the ``Problem`` of a generation step whose ``Options`` were checked, its rotary dim found out."""
+    seen, cache = _as_attention(tensors, cache_is_rotated)
+    return _with_capacity(problem_of(seen, options, rotary_dim, cache=cache), tensors)
+
+
+def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options: Any) -> Problem:
+    """Return the ``Problem`` of a step; ``options`` as ``attention.problem.describe`` takes them."""
+    seen, cache = _as_attention(tensors, cache_is_rotated)
+    return _with_capacity(describe(seen, cache=cache, **options), tensors)
+
+
+def _as_attention(tensors: Tensors, cache_is_rotated: bool) -> tuple[AttentionTensors, Cache]:
+    """Return a step's tensors as those of attention to the whole cache, and what attention has not."""
+    q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _, q_norm, k_norm = tensors
     page_size = None if block_table is None else k_cache.shape[2]
-    is_float8 = k_cache.dtype is torch.float8_e4m3fn
-    problem = describe(seen, cache=Cache(cache_is_rotated, k is not None, page_size, is_float8), **options)
-    return problem if page_size is None else problem._replace(len_k=block_table.shape[1] * page_size)
+    cache = Cache(cache_is_rotated, k is not None, page_size, k_cache.dtype is torch.float8_e4m3fn)
+    seen = AttentionTensors(
+        q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens, None, None, q_norm, k_norm
+    )  # fmt: skip
+    return seen, cache
 
 
-# The operator's arguments in the order of ``flatten``. window_left, window_right: -1 for unbounded.
-SCHEMA = (
-    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cos, Tensor sin, Tensor? k, Tensor? v, "
-    "Tensor cache_seqlens, Tensor? kv_starts, Tensor? sinks, Tensor? block_table, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor? q_norm, Tensor? k_norm, bool cache_is_rotated, bool causal, float softmax_scale, int rotary_dim, "
-    "bool interleaved, SymInt window_left, SymInt window_right, float softcap, float? norm_eps, float? norm_offset"
-)
+def _with_capacity(problem: Problem, tensors: Tensors) -> Problem:
+    """Return the problem with the number of keys that a sequence has room for in its pages."""
+    page_size = cache_of(problem).page_size
+    return problem if page_size is None else problem._replace(len_k=tensors.block_table.shape[1] * page_size)
+
+
+def schema_of_caches(tensors: Any, options: Iterable[str]) -> str:
+    """Return the arguments of an operator that writes k_cache and v_cache, of this record of tensors and options."""
+    written = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
+    types = {name: "Tensor?" if name in tensors._field_defaults else "Tensor" for name in tensors._fields}
+    return schema_of([f"{kind} {name}" for name, kind in (types | written).items()], options)
+
+
+# The options of the operator, whose names ``StepOptions`` has among others.
+_OPTIONS = ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__))
+# The operator's arguments in the order of ``flatten``.
+SCHEMA = f"{schema_of_caches(Tensors, _OPTIONS)}, bool cache_is_rotated"
 
 
 def flatten(problem: Problem, tensors: Tensors) -> tuple:
     """The operator's arguments, as ``SCHEMA`` names them."""
-    left, right = (-1, -1) if problem.window is None else problem.window
-    return (
-        *tensors, cache_of(problem).is_rotated, problem.causal, problem.softmax_scale, problem.rotary_dim,
-        problem.interleaved, left, right, problem.softcap, problem.norm_eps, problem.norm_offset,
-    )  # fmt: skip
+    return (*tensors, *[getattr(problem, name) for name in _OPTIONS], cache_of(problem).is_rotated)
 
 
-def rebuild(
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm, k_norm,
-    cache_is_rotated, causal, softmax_scale, rotary_dim, interleaved, window_left, window_right, softcap, norm_eps,
-    norm_offset,
-) -> tuple[Problem, Tensors]:  # fmt: skip
+def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
     """Inverse of ``flatten``."""
-    tensors = Tensors(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm,
-        k_norm,
-    )  # fmt: skip
-    problem = describe_step(
-        tensors, cache_is_rotated=cache_is_rotated, causal=causal, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=(window_left, window_right), softcap=softcap,
-        norm_eps=norm_eps, norm_offset=norm_offset,
-    )  # fmt: skip
-    return problem, tensors
+    tensors = Tensors(*arguments[: len(Tensors._fields)])
+    *values, cache_is_rotated = arguments[len(Tensors._fields) :]
+    options = dict(zip(_OPTIONS, from_operator(values)))
+    return describe_step(tensors, cache_is_rotated=cache_is_rotated, **options), tensors
 
 
 class Written(NamedTuple):
@@ -105,12 +124,9 @@ class Written(NamedTuple):
     v_scale: Any = None
 
 
-# The arguments of the operator ``write_kvcache``: the fields of ``Written``, and what ``describe_write`` takes.
-WRITE_SCHEMA = (
-    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cos, Tensor sin, Tensor? block_table, "
-    "Tensor? cache_seqlens, Tensor? new_lens, Tensor? cu_seqlens, Tensor? k_scale, Tensor? v_scale, "
-    "bool cache_is_rotated, int rotary_dim, bool interleaved"
-)
+_WRITE_OPTIONS = ("rotary_dim", "interleaved")
+# The arguments of the operator ``write_kvcache`` in the order of ``flatten_write``.
+WRITE_SCHEMA = f"{schema_of_caches(Written, _WRITE_OPTIONS)}, bool cache_is_rotated"
 
 
 def describe_write(
@@ -120,7 +136,20 @@ def describe_write(
     k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, _, cu_seqlens, _, _ = tensors
     problem = describe_step(
         Tensors(k, k_cache, v_cache, cos, sin, k, v, cache_seqlens, block_table=block_table),
-        cache_is_rotated=cache_is_rotated, causal=True, softmax_scale=1.0, rotary_dim=rotary_dim,
-        interleaved=interleaved, backend=backend,
+        cache_is_rotated=cache_is_rotated, causal=True, rotary_dim=rotary_dim, interleaved=interleaved,
+        backend=backend,
     )  # fmt: skip
     return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)
+
+
+def flatten_write(problem: Problem, tensors: Written) -> tuple:
+    """The operator's arguments, as ``WRITE_SCHEMA`` names them."""
+    return (*tensors, *[getattr(problem, name) for name in _WRITE_OPTIONS], cache_of(problem).is_rotated)
+
+
+def rebuild_write(*arguments: Any) -> tuple[Problem, Written]:
+    """Inverse of ``flatten_write``."""
+    tensors = Written(*arguments[: len(Written._fields)])
+    *values, cache_is_rotated = arguments[len(Written._fields) :]
+    options = dict(zip(_WRITE_OPTIONS, values))
+    return describe_write(tensors, cache_is_rotated=cache_is_rotated, **options), tensors

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from fused_rope_attn.runtime.options import Layout
-
+Layout = Literal["bhsd", "bshd"]
 # "bshd" is what flash-attn takes. Packed tokens, (T, H, D), are "thd": a word of messages, no choice of a caller.
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 

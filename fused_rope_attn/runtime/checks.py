@@ -8,6 +8,7 @@ import itertools
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -142,66 +143,126 @@ def check_tables(
     return rotary_dim
 
 
-def check_scales(softmax_scale: Any, softcap: Any) -> None:
-    if softmax_scale is not None:
-        if not is_real(softmax_scale):
-            raise TypeError(f"softmax_scale must be a float or None, but is {kind_of(softmax_scale)}")
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
-    if softcap != 0.0 or not is_real(softcap):
-        if not is_real(softcap):
-            raise TypeError(f"softcap must be a float, but is {kind_of(softcap)}")
-        if not (math.isfinite(softcap) and softcap > 0.0):
-            raise ValueError(f"softcap must be finite and positive, or 0.0 for none, but is {softcap}")
+def check_bool(name: str, value: Any, _: Any = None) -> None:
+    if not isinstance(value, bool):
+        refuse_non_bool(**{name: value})
+
+
+def check_choice(choices: tuple[str, ...]) -> Callable[[str, Any, Any], None]:
+    """Return the check of an argument that must be one of these words."""
+
+    def check(name: str, value: Any, _: Any) -> None:
+        if value not in choices:
+            refuse_choice(name, value, choices)
+
+    return check
+
+
+def check_softmax_scale(name: str, value: Any, _: Any) -> None:
+    if value is not None:
+        if not is_real(value):
+            raise TypeError(f"{name} must be a float or None, but is {kind_of(value)}")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, but is {value}")
+
+
+def check_softcap(name: str, value: Any, _: Any) -> None:
+    if value != 0.0 or not is_real(value):
+        if not is_real(value):
+            raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+        if not (math.isfinite(value) and value > 0.0):
+            raise ValueError(f"{name} must be finite and positive, or 0.0 for none, but is {value}")
+
+
+def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
+    if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
+        return  # ``norms_of`` says why
+    _check_finite(name, value)
+
+
+def check_norm_eps(name: str, value: Any, tensors: Any) -> None:
+    if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
+        return
+    _check_eps(name, value)
+
+
+def _check_eps(name: str, value: Any) -> None:
+    _check_finite(name, value)
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, but is {value}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not is_real(value):
+        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+    if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
+        raise ValueError(f"{name} must be finite, but is {value}")
+
+
+def check_norm(name: str, weight: Any, tensors: Any) -> None:
+    """Check one of the two weights of norms that a call of attention has."""
+    other = "k_norm" if name == "q_norm" else "q_norm"
+    if getattr(tensors, other) is None:
+        refuse_one_norm(other, name)
+    _check_weight(name, weight, tensors.q.dtype, tensors.q.device, tensors.q.shape[3])
 
 
 def check_norms(norms: Norms, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
-    """Check the norms of a call whose q has this dtype, device and head dim."""
+    """Check the norms of a rotation whose q has this dtype, device and head dim."""
     if norms is NO_NORMS:
         return
-    eps, offset = norms.norm_eps, norms.norm_offset
-    for name, value in (("norm_eps", eps), ("norm_offset", offset)):
-        if not is_real(value):
-            raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-        if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
-            raise ValueError(f"{name} must be finite, but is {value}")
-    if eps < 0:
-        raise ValueError(f"norm_eps must be at least 0, but is {eps}")
+    _check_eps("norm_eps", norms.norm_eps)
+    _check_finite("norm_offset", norms.norm_offset)
     if norms.q_norm is None and norms.k_norm is None:
         return
     for name, weight, other in (("q_norm", norms.q_norm, "k_norm"), ("k_norm", norms.k_norm, "q_norm")):
         if weight is None:
-            raise ValueError(f"{name} must be given where {other} is, or neither, but is None")
-        check_kinds(**{name: weight})
-        if weight.dtype not in (torch.float32, dtype):
-            raise TypeError(f"{name} must be float32 or have q's dtype {named(dtype)}, but is {named(weight.dtype)}")
-        if weight.device != device:
-            refuse_device(device, **{name: weight})
-        if weight.ndim != 1 or weight.shape[0] != head_dim:
-            raise ValueError(f"{name} must have shape (D,) = ({head_dim},), but has {shown(weight.shape)}")
+            refuse_one_norm(name, other)
+        _check_weight(name, weight, dtype, device, head_dim)
 
 
-def check_window(window: Any) -> None:
+def refuse_one_norm(lacking: str, given: str) -> NoReturn:
+    raise ValueError(f"{lacking} must be given where {given} is, or neither, but is None")
+
+
+def _check_weight(name: str, weight: Any, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
+    check_kinds(**{name: weight})
+    if weight.dtype not in (torch.float32, dtype):
+        raise TypeError(f"{name} must be float32 or have q's dtype {named(dtype)}, but is {named(weight.dtype)}")
+    if weight.device != device:
+        refuse_device(device, **{name: weight})
+    if weight.ndim != 1 or weight.shape[0] != head_dim:
+        raise ValueError(f"{name} must have shape (D,) = ({head_dim},), but has {shown(weight.shape)}")
+
+
+def check_window(name: str, window: Any, _: Any) -> None:
+    if window is None:
+        return
     if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window must be a tuple (left, right) or None, but is {kind_of(window)}")
+        raise TypeError(f"{name} must be a tuple (left, right) or None, but is {kind_of(window)}")
     if len(window) != 2:
-        raise ValueError(f"window must have two elements (left, right), but has {len(window)}")
+        raise ValueError(f"{name} must have two elements (left, right), but has {len(window)}")
     for bound in window:
         if not is_int(bound):
-            raise TypeError(f"window must hold two ints, but holds {kind_of(bound)}")
+            raise TypeError(f"{name} must hold two ints, but holds {kind_of(bound)}")
         if bound < -1:
-            raise ValueError(f"window must hold sizes of 0 or more, or -1 for unbounded, but is {tuple(window)}")
+            raise ValueError(f"{name} must hold sizes of 0 or more, or -1 for unbounded, but is {tuple(window)}")
 
 
-def check_sinks(sinks: Any, dtype: torch.dtype, device: torch.device, heads_q: int) -> None:
+def check_sinks(name: str, sinks: Any, tensors: Any) -> None:
     if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a torch.Tensor or None, but is {kind_of(sinks)}")
-    if sinks.dtype not in (torch.float32, dtype):
-        raise TypeError(f"sinks must be float32 or have q's dtype {named(dtype)}, but is {named(sinks.dtype)}")
-    if sinks.device != device:
-        refuse_device(device, sinks=sinks)
-    if sinks.ndim != 1 or sinks.shape[0] != heads_q:
-        raise ValueError(f"sinks must have shape (HQ,) = ({heads_q},), but has {shown(sinks.shape)}")
+        raise TypeError(f"{name} must be a torch.Tensor or None, but is {kind_of(sinks)}")
+    q = tensors.q
+    if sinks.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"{name} must be float32 or have q's dtype {named(q.dtype)}, but is {named(sinks.dtype)}")
+    if sinks.device != q.device:
+        refuse_device(q.device, **{name: sinks})
+    if sinks.ndim != 1 or sinks.shape[0] != q.shape[1]:
+        raise ValueError(f"{name} must have shape (HQ,) = ({q.shape[1]},), but has {shown(sinks.shape)}")
+
+
+def check_bounds_of_keys(name: str, bounds: Any, tensors: Any) -> None:
+    check_bounds(name, bounds, tensors.q.device, tensors.q.shape[0])
 
 
 def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> None:

@@ -49,6 +49,18 @@ def explain_keywords(
     return decorate
 
 
+def bind(function: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names, defaults included, for a ``plan`` of the function's calls."""
+    bound = inspect.signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def fill(record: Any, given: Mapping[str, Any]) -> Any:
+    """Return a record, a NamedTuple, with those of its fields that are given."""
+    return record(**{name: given[name] for name in record._fields if name in given})
+
+
 def _explanation(function: str, known: tuple[str, ...], given: Iterable[str], foreign: Foreign) -> str | None:
     """The message, or None where every keyword is known or nothing is known of the others."""
     parts = []

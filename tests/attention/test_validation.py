@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
+from fused_rope_attn.attention.validation import check_packed, check_position_ids
+from tests.support.internals import check_call
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
 
@@ -164,13 +165,13 @@ def refusals(rows):
 @pytest.mark.parametrize(("name", "changes", "pattern"), refusals(TYPE_ERRORS))
 def test_type_errors(name, changes, pattern):
     with pytest.raises(TypeError, match=rf"^{name} .*{pattern}"):
-        check_attention(**arguments(**changes))
+        check_call(**arguments(**changes))
 
 
 @pytest.mark.parametrize(("name", "changes", "pattern"), refusals(VALUE_ERRORS))
 def test_value_errors(name, changes, pattern):
     with pytest.raises(ValueError, match=rf"^{name} .*{pattern}"):
-        check_attention(**arguments(**changes))
+        check_call(**arguments(**changes))
 
 
 @pytest.mark.parametrize(("name", "changes", "pattern"), refusals(TYPE_ERRORS + VALUE_ERRORS))
@@ -214,7 +215,7 @@ def table(width, *lead):
     ids=str,
 )
 def test_the_rotary_dim_comes_from_the_tables(changes, expected):
-    assert check_attention(**arguments(**changes)) == expected
+    assert check_call(**arguments(**changes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
     ],
 )
 def test_valid_calls_pass(changes):
-    assert check_attention(**arguments(**changes)) == 16
+    assert check_call(**arguments(**changes)) == 16
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (300,)])
@@ -257,17 +258,17 @@ def test_large_calls_pass(lead, width, rotary_dim):
     options = {name: torch.empty(300, dtype=i32, device=meta) for name in ("kv_starts", "kv_lens")}
     options |= {"sinks": torch.empty(600, device=meta), "rotary_dim": rotary_dim, "causal": False}
     given = arguments(q=q, k=kv, v=kv, cos=table, sin=table, **options)
-    assert check_attention(**given) == (rotary_dim or 512)
+    assert check_call(**given) == (rotary_dim or 512)
     ends = torch.empty(900, dtype=i32, device=meta)
     check_packed(q[0], kv[0], kv[0], ends, ends[:], 900, 900)
-    assert check_attention(**given | {"kv_lens": None}, max_seqlen_k=900) == (rotary_dim or 512)
+    assert check_call(**given | {"kv_lens": None}, max_seqlen_k=900) == (rotary_dim or 512)
 
 
 def test_messages_of_large_calls():
     q, k, v = (torch.empty(300, heads, 900, 512, device=meta) for heads in (600, 7, 7))
     table = torch.empty(900, 256, device=meta)
     with pytest.raises(ValueError, match="^k has 7 heads, but q's 600 heads must be a multiple of it"):
-        check_attention(**arguments(q=q, k=k, v=v, cos=table, sin=table))
+        check_call(**arguments(q=q, k=k, v=v, cos=table, sin=table))
 
 
 def test_the_smallest_calls_pass():
@@ -276,10 +277,10 @@ def test_the_smallest_calls_pass():
     check_packed(x, x, x, ends, ends, 0, 0)
     check_position_ids(torch.zeros(1, dtype=torch.int32), 1)
     small = {name: torch.zeros(1, 1, 1, 2) for name in ("q", "k", "v")} | both(shape=(1, 1))
-    assert check_attention(**arguments(**small)) == 2
+    assert check_call(**arguments(**small)) == 2
     # Packed sequences have their positions from max_seqlen_k; more queries than keys belong to several sequences.
     longer = {"q": torch.zeros(B, HQ, N + 1, D), "causal": False}
-    assert check_attention(**arguments(**longer, **both(shape=(3, 8))), max_seqlen_k=3) == 16
+    assert check_call(**arguments(**longer, **both(shape=(3, 8))), max_seqlen_k=3) == 16
 
 
 @pytest.mark.unpoisoned
@@ -290,10 +291,9 @@ def test_traces_with_dynamic_shapes():
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def run(q, k, v, cos, sin, lens):
-        rotary_dim = check_attention(
-            q, k, v, cos, sin, True, softmax_scale=0.5, rotary_dim=None, interleaved=False, window=(3, 0), softcap=2.0,
-            sinks=None, kv_starts=None, kv_lens=lens, return_lse=True, deterministic=False, backend="auto",
-            strategy="auto",
+        rotary_dim = check_call(
+            q=q, k=k, v=v, cos=cos, sin=sin, causal=True, softmax_scale=0.5, window=(3, 0), softcap=2.0, kv_lens=lens,
+            return_lse=True,
         )  # fmt: skip
         return q * rotary_dim
 
@@ -315,4 +315,4 @@ def test_nothing_is_allocated_on_the_happy_path():
         sinks=torch.zeros(HQ), kv_starts=torch.zeros(B, dtype=i32), kv_lens=torch.zeros(B, dtype=i32), window=(2, 0)
     )
     with NoOperator():
-        check_attention(**given)
+        check_call(**given)

@@ -7,9 +7,9 @@ import torch
 from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention_with_kvcache
-from fused_rope_attn.generation.validation import check_kvcache
 from tests.support.dtypes import F32
 from tests.support.generation import PLAIN
+from tests.support.internals import check_step
 from verification.decode import make_inputs
 
 
@@ -90,10 +90,9 @@ def test_large_steps_pass(new):
     q, cache = zeros(300, 600, 900, 512, device="meta"), zeros(300, 300, 900, 512, device="meta")
     tokens = zeros(300, 300, 900, 512, device="meta") if new else None
     table, ends = zeros(900, 256, device="meta"), zeros(300, device="meta", dtype=torch.int32)
-    rotary_dim = check_kvcache(
-        q, cache, cache.clone(), table, table, tokens, tokens, cache_seqlens=ends, cache_is_rotated=True, causal=True,
-        softmax_scale=None, rotary_dim=None, interleaved=False, window=(3, 0), softcap=0.0,
-        sinks=zeros(600, device="meta"), kv_starts=ends, return_lse=False,
+    rotary_dim = check_step(
+        q=q, k_cache=cache, v_cache=cache.clone(), cos=table, sin=table, k=tokens, v=tokens, cache_seqlens=ends,
+        cache_is_rotated=True, window=(3, 0), sinks=zeros(600, device="meta"), kv_starts=ends,
     )  # fmt: skip
     assert rotary_dim == 512
 

@@ -4,12 +4,16 @@ import torch
 
 from fused_rope_attn.attention import configs, eager, known_calls, ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
-from fused_rope_attn.attention.problem import Gradients, Outputs, Tensors, describe, flatten
+from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
+from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
+from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation.api import run_step, run_write
+from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime import checks, guards
+from fused_rope_attn.runtime.keywords import fill
 from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of, norms_of
 
@@ -25,6 +29,18 @@ OPERATORS_OF_A_PATCHED_MODEL = (
 )  # fmt: skip
 
 
+def check_call(layout="bhsd", max_seqlen_k=None, **given):
+    """Check the arguments of ``rope_attention``, by name, and return the rotary dim."""
+    return check_attention(fill(Tensors, given), fill(Options, given), layout, max_seqlen_k)
+
+
+def check_step(layout="bhsd", **given):
+    """Check the arguments of ``rope_attention_with_kvcache``, by name, and return the rotary dim."""
+    given = {"k": None, "v": None, **given}
+    step = fill(generation_problem.Tensors, given)
+    return check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
+
+
 def described(inputs, case, *, strategy="auto", backend="triton"):
     """(Problem, Tensors) of a case, its masks included, as a public function makes them."""
     device = inputs.q.device
@@ -36,12 +52,9 @@ def described(inputs, case, *, strategy="auto", backend="triton"):
     norms = norms_of(case, device)
     weights = norms.get("q_norm"), norms.get("k_norm")
     tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends, *weights)
-    problem = describe(
-        tensors, causal=case.causal, softmax_scale=case.scale, rotary_dim=case.rotary, interleaved=case.interleaved,
-        window=case.window, softcap=case.softcap, max_seqlen=longest, norm_eps=norms.get("norm_eps"),
-        norm_offset=norms.get("norm_offset"), strategy=strategy, backend=backend,
-    )  # fmt: skip
-    return problem, tensors
+    given = vars(case) | norms | {"softmax_scale": case.scale, "strategy": strategy, "backend": backend}
+    options = fill(Options, given)
+    return problem_of(tensors, options, case.rotary, longest), tensors
 
 
 def described_for_launch(inputs, case):
@@ -83,7 +96,7 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
 def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks, block_table=None):
     """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
     tensors = (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, block_table, None, None, None, None)
-    return (*tensors, True, True, 0.25, 16, False, -1, -1, 0.0, None, None)
+    return (*tensors, 16, True, 0.25, False, None, 0.0, None, None, True)
 
 
 def go_through_the_dispatcher(monkeypatch):
