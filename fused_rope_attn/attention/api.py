@@ -223,8 +223,9 @@ def rope_attention_varlen(
     q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
     options = Options(
-        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
-        deterministic, backend, strategy,
+        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
+        deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
     o, lse = _attend(problem, tensors, "thd")
@@ -305,8 +306,9 @@ def plan(
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
     options = Options(
-        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
-        deterministic, backend, strategy,
+        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
+        deterministic=deterministic, backend=backend, strategy=strategy,
     )  # fmt: skip
     return _plan(_describe(tensors, options, layout, convert=stand_in)[0])
 

@@ -104,8 +104,9 @@ def rope_attention_cp(
             one of them passed what cannot be served, or where they differ.
     """
     options = Options(
-        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
-        deterministic, backend,
+        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
+        deterministic=deterministic, backend=backend,
     )  # fmt: skip
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     members = group_of(group)
@@ -179,8 +180,9 @@ def rope_attention_varlen_cp(
     tokens.
     """
     options = Options(
-        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
-        deterministic, backend,
+        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
+        deterministic=deterministic, backend=backend,
     )  # fmt: skip
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     if not isinstance(plan, DocumentPlan):

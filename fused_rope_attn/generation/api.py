@@ -146,7 +146,8 @@ def rope_attention_with_kvcache(
         k_norm,
     )  # fmt: skip
     options = Options(
-        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset
+        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
+        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
     )  # fmt: skip
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)

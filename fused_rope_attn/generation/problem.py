@@ -54,13 +54,13 @@ def cache_of(problem: Problem) -> Cache:
 def step_of(tensors: Tensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
     """Return the ``Problem`` of a generation step whose ``Options`` were checked, its rotary dim found out."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(problem_of(seen, options, rotary_dim, cache=cache), tensors)
+    return _with_capacity(problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
 
 
 def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options: Any) -> Problem:
     """Return the ``Problem`` of a step; ``options`` as ``attention.problem.describe`` takes them."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(describe(seen, cache=cache, **options), tensors)
+    return _with_capacity(describe(seen, cache=cache, **options), cache, tensors)
 
 
 def _as_attention(tensors: Tensors, cache_is_rotated: bool) -> tuple[AttentionTensors, Cache]:
@@ -74,10 +74,11 @@ def _as_attention(tensors: Tensors, cache_is_rotated: bool) -> tuple[AttentionTe
     return seen, cache
 
 
-def _with_capacity(problem: Problem, tensors: Tensors) -> Problem:
-    """Return the problem with the number of keys that a sequence has room for in its pages."""
-    page_size = cache_of(problem).page_size
-    return problem if page_size is None else problem._replace(len_k=tensors.block_table.shape[1] * page_size)
+def _with_capacity(problem: Problem, cache: Cache, tensors: Tensors) -> Problem:
+    """Return the problem with the capacity of a sequence's pages for its number of keys."""
+    if cache.page_size is None:
+        return problem
+    return problem._replace(len_k=tensors.block_table.shape[1] * cache.page_size)
 
 
 def schema_of_caches(tensors: Any, options: Iterable[str]) -> str:
