@@ -9,7 +9,7 @@ import torch
 
 from fused_rope_attn.attention import known_calls, planning, reference
 from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
-from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of, score_options
+from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
@@ -17,7 +17,7 @@ from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
 from fused_rope_attn.runtime.options import AttentionOptions, Backend, PackedOptions, Strategy
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import eager
+
+_OF_ATTENTION = parameters_of(reference.attention)
+_OF_PACKED_ATTENTION = parameters_of(reference.packed_attention)
 
 
 @overload
@@ -369,10 +372,8 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
         "rope_attention", (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
     )
     tensors = tensors._replace(q=q, k=k, v=v, sinks=sinks, q_norm=q_norm, k_norm=k_norm)
-    q, k, v, cos, sin, _, kv_starts, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors[:10]
-    options = score_options(problem, tensors)
     if problem.sequences is None:
-        o, lse = reference.attention(q, k, v, cos, sin, kv_starts=kv_starts, kv_lens=kv_lens, **options)
+        o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
     else:
-        o, lse = reference.packed_attention(q, k, v, cos, sin, cu_seqlens_q, cu_seqlens_k, **options)
+        o, lse = reference.packed_attention(**arguments_by_name(_OF_PACKED_ATTENTION, problem, tensors))
     return from_heads_first(o, layout, contiguous=True), lse.detach()

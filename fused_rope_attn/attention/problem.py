@@ -16,7 +16,7 @@ import torch
 
 from fused_rope_attn.kernels.arguments import WIDEST_WINDOW, dot_precision
 from fused_rope_attn.runtime.checks import as_int
-from fused_rope_attn.runtime.options import CallOptions, ScoreOptions, rows_of
+from fused_rope_attn.runtime.options import CallOptions, rows_of
 
 
 class Tensors(NamedTuple):
@@ -273,12 +273,13 @@ def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | No
     )  # fmt: skip
 
 
-_OF_SCORES = ("causal", *ScoreOptions.__annotations__)
-
-
-def score_options(problem: Problem, tensors: Any) -> dict[str, Any]:
-    """Return what every function of attention takes, by name, as the references take it."""
-    return {name: getattr(tensors if name in Tensors._fields else problem, name) for name in _OF_SCORES}
+def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> dict[str, Any]:
+    """Return those arguments of a reference that a call's records have, by the names of the reference's parameters."""
+    return {
+        name: getattr(tensors if hasattr(tensors, name) else problem, name)
+        for name in names
+        if hasattr(tensors, name) or hasattr(problem, name)
+    }
 
 
 def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:

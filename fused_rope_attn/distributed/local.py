@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, score_options
+from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, arguments_by_name
 from fused_rope_attn.runtime.device import has_triton
+from fused_rope_attn.runtime.keywords import parameters_of
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import ops
+
+_OF_ATTENTION = parameters_of(reference.attention)
+_OF_PACKED_ATTENTION = parameters_of(reference.packed_attention)
 
 
 def plan_of(problem: Problem) -> planning.Plan | None:
@@ -77,8 +81,6 @@ class _Recording:
 
 
 def _reference(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v, cos, sin = tensors[:5]
-    options = score_options(problem, tensors)
     if problem.sequences is None:
-        return reference.attention(q, k, v, cos, sin, **options)
-    return reference.packed_attention(q, k, v, cos, sin, tensors.cu_seqlens_q, tensors.cu_seqlens_k, **options)
+        return reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    return reference.packed_attention(**arguments_by_name(_OF_PACKED_ATTENTION, problem, tensors))

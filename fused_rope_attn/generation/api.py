@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from fused_rope_attn.attention.planning import Plan
-from fused_rope_attn.attention.problem import Options, Problem, score_options
+from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.cache_validation import check_write
 from fused_rope_attn.generation.keywords import KVCACHE
@@ -18,7 +18,7 @@ from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
 from fused_rope_attn.runtime.options import StepOptions
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.generation import ops
+
+_OF_STEP = parameters_of(reference.attention_with_kvcache)
 
 
 @overload
@@ -294,10 +296,7 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)
         return from_heads_first(o, layout), lse
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, _, block_table, k_scale, v_scale, _, _ = tensors
     o, lse = reference.attention_with_kvcache(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, cache_is_rotated=cache_of(problem).is_rotated,
-        kv_starts=kv_starts, block_table=block_table, k_scale=k_scale, v_scale=v_scale,
-        **score_options(problem, tensors),
-    )  # fmt: skip
+        **arguments_by_name(_OF_STEP, problem, tensors), cache_is_rotated=cache_of(problem).is_rotated
+    )
     return from_heads_first(o, layout, contiguous=True), lse

@@ -56,6 +56,11 @@ def bind(function: Callable[..., Any], *arguments: Any, **options: Any) -> dict[
     return bound.arguments
 
 
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a function's parameters."""
+    return tuple(inspect.signature(function).parameters)
+
+
 def fill(record: Any, given: Mapping[str, Any]) -> Any:
     """Return a record, a NamedTuple, with those of its fields that are given."""
     return record(**{name: given[name] for name in record._fields if name in given})
