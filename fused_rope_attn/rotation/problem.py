@@ -1,8 +1,14 @@
-"""One call of the rotation alone: its options, and its tensors."""
+"""One call of the rotation alone: its options, and its tensors.
+
+A field with an ``Option`` row is an argument of the operators: ``SCHEMA``, ``flatten`` and ``rebuild`` are derived from
+these fields.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from fused_rope_attn.runtime.options import Option, rows_of
 
 # The function that messages about derivatives name for calls with norms.
 WITH_NORMS = "apply_rope_qk with norms"
@@ -15,13 +21,13 @@ class RotationOptions(NamedTuple):
     of the norms; None where the call has no weights, since a number, even a default, is an input to who traces it.
     """
 
-    rotary_dim: int
-    interleaved: bool
-    inverse: bool
-    layout: str
+    rotary_dim: Annotated[int, Option(operator="int")]
+    interleaved: Annotated[bool, Option(operator="bool")]
+    inverse: Annotated[bool, Option(operator="bool")]
+    layout: Annotated[str, Option(operator="str")]
     in_place: bool = False
-    norm_eps: float | None = None
-    norm_offset: float | None = None
+    norm_eps: Annotated[float | None, Option(operator="float?")] = None
+    norm_offset: Annotated[float | None, Option(operator="float?")] = None
 
 
 class RotationTensors(NamedTuple):
@@ -33,45 +39,24 @@ class RotationTensors(NamedTuple):
 
     xs: Any
     outs: Any
-    cos: Any
-    sin: Any
-    position_ids: Any
-    cu_seqlens: Any
-    weights: Any = ()
+    cos: Annotated[Any, Option(operator="Tensor")]
+    sin: Annotated[Any, Option(operator="Tensor")]
+    position_ids: Annotated[Any, Option(operator="Tensor?")]
+    cu_seqlens: Annotated[Any, Option(operator="Tensor?")]
+    weights: Annotated[Any, Option(operator="Tensor[]")] = ()
 
 
+_TENSORS, _OPTIONS = rows_of(RotationTensors), rows_of(RotationOptions)
 # The arguments of the operators behind their inputs and outputs, in the order of ``flatten``.
-SCHEMA = (
-    "Tensor cos, Tensor sin, Tensor? position_ids, Tensor? cu_seqlens, int rotary_dim, bool interleaved, bool inverse, "
-    "str layout, Tensor[] weights, float? norm_eps, float? norm_offset"
-)
+SCHEMA = ", ".join(f"{row.operator} {name}" for name, row in (_TENSORS | _OPTIONS).items())
 
 
 def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """The operators' arguments behind their inputs and outputs, as ``SCHEMA`` names them."""
-    return (
-        tensors.cos, tensors.sin, tensors.position_ids, tensors.cu_seqlens, options.rotary_dim, options.interleaved,
-        options.inverse, options.layout, tensors.weights, options.norm_eps, options.norm_offset,
-    )  # fmt: skip
+    return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
 
 
-def rebuild(
-    xs,
-    outs,
-    cos,
-    sin,
-    position_ids,
-    cu_seqlens,
-    rotary_dim,
-    interleaved,
-    inverse,
-    layout,
-    weights,
-    norm_eps,
-    norm_offset,
-) -> tuple[RotationOptions, RotationTensors]:
+def rebuild(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
     """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
-    options = RotationOptions(
-        rotary_dim, interleaved, inverse, layout, norm_eps=norm_eps, norm_offset=norm_offset
-    )  # fmt: skip
-    return options, RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens, weights)
+    options = RotationOptions(**dict(zip(_OPTIONS, arguments[len(_TENSORS) :])))
+    return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])

@@ -97,7 +97,7 @@ def test_double_backward_is_refused(way, monkeypatch):
 def test_opcheck():
     operators, tensors = torch.ops.fused_rope_attn, given(wanted=())
     xs, weights = [tensors["q"], tensors["k"]], [tensors["q_norm"], tensors["k_norm"]]
-    arguments = (tensors["cos"], tensors["sin"], None, None, 16, False, False, "bhsd", weights, 1e-6, 1.0)
+    arguments = (tensors["cos"], tensors["sin"], None, None, weights, 16, False, False, "bhsd", 1e-6, 1.0)
     torch.library.opcheck(operators.rope.default, (xs, *arguments))
     torch.library.opcheck(
         operators.rope_norm_backward.default, (xs, xs, [True, False, False, True], *arguments),

@@ -121,7 +121,7 @@ def test_opcheck(layout):
     else:
         xs = [normal(1, 2, 5, 16).float(), normal(1, 1, 5, 16).float()]
         positions = (torch.tensor([[[0, 1, 2, 3, 6]]]), None)
-    arguments = (cos, sin, *positions, 16, False, False, layout, [], None, None)
+    arguments = (cos, sin, *positions, [], 16, False, False, layout, None, None)
     torch.library.opcheck(operators.rope.default, (xs, *arguments))
     leaves = [x.clone().requires_grad_() for x in xs]
     torch.library.opcheck(operators.rope.default, (leaves, *arguments), test_utils="test_aot_dispatch_dynamic")
