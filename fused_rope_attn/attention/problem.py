@@ -118,9 +118,9 @@ class Problem(NamedTuple):
     window: (left, right) keys around the diagonal, -1 for unbounded, or None. has_sinks, has_kv_starts, has_kv_lens:
     whether the call has these tensors, for a generation step's cache_seqlens has_kv_lens. sequences: how many packed
     sequences there are, empty ones included, or None; max_seqlen: the longest of them, or more. cache: of a generation
-    step, whose len_k is the cache's capacity. norm_eps and norm_offset: of the norms of q and k, None without; a
+    step, where len_k is the cache's capacity. norm_eps and norm_offset: of the norms of q and k, None without; a
     number, even a default, would be an input to who traces the call. precision: of products, as ``with_precision``
-    finds it. sums_keys: dk and dv are parts of sums over several calls, and come in float32.
+    finds it. sums_keys: dk and dv are parts of sums over several calls, and are float32.
 
     The fields from causal on are options, each with a row in ``CallOptions``.
     """
@@ -246,7 +246,7 @@ def check_options(tensors: Any, options: Any) -> None:
 def problem_of(
     tensors: Tensors, options: Any, rotary_dim: int, max_seqlen: int = 0, cache: Cache | None = None
 ) -> Problem:
-    """Return the ``Problem`` of a call whose ``Options`` were checked, its rotary dim found out."""
+    """Return the ``Problem`` of checked ``Options`` and the rotary dim that the check has found."""
     values = [
         getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
@@ -287,7 +287,7 @@ def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:
     return ", ".join([*tensors, *(f"{_OPERATOR_TYPES[name]} {name}" for name in options)])
 
 
-# What an operator takes besides tensors: sizes that no tensor has, and the options.
+# Types of an operator's arguments besides tensors: sizes that no tensor has, and the options.
 _OPERATOR_TYPES = {"rotary_dim": "int", "max_seqlen": "SymInt"} | {name: ROWS[name].operator for name in DESCRIBED}
 _ARGUMENTS = ("rotary_dim", "max_seqlen", *DESCRIBED)
 # The arguments of the operators in the order of ``flatten``.

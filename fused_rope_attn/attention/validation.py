@@ -33,7 +33,7 @@ def check_attention(
 ) -> int:  # fmt: skip
     """Check a call of attention as its caller gave it, and return the rotary dim R.
 
-    tensors, options: ``Tensors`` and ``Options``; q, k and v come as (B, H, N, D) in any case.
+    tensors, options: ``Tensors``, with q, k and v as (B, H, N, D) in any case, and ``Options``.
     layout: the order of the axes that the caller has, for messages.
     max_seqlen_k: of packed sequences, which `check_packed` has seen: the table rows that they need.
 

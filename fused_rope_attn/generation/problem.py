@@ -52,7 +52,7 @@ def cache_of(problem: Problem) -> Cache:
 
 
 def step_of(tensors: Tensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
-    """Return the ``Problem`` of a generation step whose ``Options`` were checked, its rotary dim found out."""
+    """Return the ``Problem`` of a step, of checked ``Options`` and the rotary dim that the check has found."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
     return _with_capacity(problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
 
@@ -64,7 +64,7 @@ def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options: Any) -
 
 
 def _as_attention(tensors: Tensors, cache_is_rotated: bool) -> tuple[AttentionTensors, Cache]:
-    """Return a step's tensors as those of attention to the whole cache, and what attention has not."""
+    """Return a step's tensors as those of attention to the whole cache, and the ``Cache`` of its ``Problem``."""
     q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _, q_norm, k_norm = tensors
     page_size = None if block_table is None else k_cache.shape[2]
     cache = Cache(cache_is_rotated, k is not None, page_size, k_cache.dtype is torch.float8_e4m3fn)
@@ -88,7 +88,7 @@ def schema_of_caches(tensors: Any, options: Iterable[str]) -> str:
     return schema_of([f"{kind} {name}" for name, kind in (types | written).items()], options)
 
 
-# The options of the operator, whose names ``StepOptions`` has among others.
+# The options of the operator: ``StepOptions`` names them, among tensors.
 _OPTIONS = ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__))
 # The operator's arguments in the order of ``flatten``.
 SCHEMA = f"{schema_of_caches(Tensors, _OPTIONS)}, bool cache_is_rotated"

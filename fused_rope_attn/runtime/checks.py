@@ -208,7 +208,7 @@ def check_norm(name: str, weight: Any, tensors: Any) -> None:
 
 
 def check_norms(norms: Norms, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
-    """Check the norms of a rotation whose q has this dtype, device and head dim."""
+    """Check the norms of a rotation against the dtype, device and head dim of q."""
     if norms is NO_NORMS:
         return
     _check_eps("norm_eps", norms.norm_eps)

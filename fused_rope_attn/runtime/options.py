@@ -24,7 +24,7 @@ CpMethod = Literal["auto", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class Option:
-    """What the package knows of one option besides its name and the type that a caller sees.
+    """One option of a public function. Its name and the type that a caller sees are next to the row.
 
     default: the value that a caller need not give.
     check: raises where ``check(name, value, tensors)`` finds a wrong value. ``tensors`` is the call's record, which has
@@ -74,7 +74,7 @@ class ScoreOptions(TypedDict, total=False):
     """Options of every function of attention."""
 
     softmax_scale: Annotated[float | None, Option(None, checks.check_softmax_scale, _scale, "float")]
-    rotary_dim: Annotated[int | None, Option()]  # checked, and found out, together with the tables
+    rotary_dim: Annotated[int | None, Option()]  # ``check_tables`` finds it, because the tables' width decides
     interleaved: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
     window: Annotated[tuple[int, int] | None, Option(None, checks.check_window, _window, "SymInt[]?")]
     softcap: Annotated[float, Option(0.0, checks.check_softcap, _softcap, "float")]
@@ -102,7 +102,7 @@ class AttentionOptions(PackedOptions, total=False):
 
 
 class _EveryCall(TypedDict, total=False):
-    """Options that overloads spell out, because they are positional or decide what comes back."""
+    """Options that overloads spell out, because they are positional or decide the type of the result."""
 
     causal: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
     return_lse: Annotated[bool, Option(False, checks.check_bool)]

@@ -139,7 +139,7 @@ def test_opcheck():
     caches, given = [x.nan_to_num() for x in caches], [x.nan_to_num() for x in given]
     cos, sin = rope_tables(PAGES * PAGE, 16)
     lengths = options["cache_seqlens"], options["new_lens"]
-    flat = (*given, *caches, cos, sin, None, *lengths, None, None, None, True, 16, False)
+    flat = (*given, *caches, cos, sin, None, *lengths, None, None, None, 16, False, True)
     torch.library.opcheck(OPERATORS.write_kvcache.default, flat, test_utils=("test_schema", "test_faketensor"))
     versions = [x._version for x in caches]
     write(*given, *caches, cos, sin, **options, backend="triton")
