@@ -232,10 +232,12 @@ _NORMALISE = tuple((name, ROWS[name].normalise) for name in DESCRIBED)
 
 def check_options(tensors: Any, options: Any) -> None:
     """Check every option against its row; ``tensors`` as ``Option.check`` takes them, q, k and v checked before."""
-    # In a traced call a comparison would make an input of the graph even of a default.
+    # Defaults are skipped in eager calls. In a traced call the comparison would make an input of the graph of each.
     every = torch.compiler.is_compiling()
     for value, (name, check, default) in zip(options, _CHECKS):
-        if check is not None and (every or value is not default):
+        if not every and (value is default or (type(value) is type(default) and value == default)):
+            continue
+        if check is not None:
             check(name, value, tensors)
     for name, check in _CHECKS_OF_TENSORS:
         x = getattr(tensors, name, None)
