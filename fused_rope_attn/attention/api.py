@@ -85,7 +85,8 @@ def rope_attention(
 
     Args:
         q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides: the ``(B, N, H, D).transpose(1, 2)`` views
-            that models produce run without a copy.
+            that models produce run without a copy. Kernels copy rows that do not begin at multiples of 16 bytes, or
+            whose columns are not adjacent, once before the launches; k and v likewise.
         k: ``(B, HKV, NK, D)``, q's dtype and device; HQ must be a multiple of HKV (GQA, MQA).
         v: shape, dtype and device of k.
         cos: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype; ``S >= NK``. A
