@@ -169,7 +169,8 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
                 registers=usage.registers,
                 spill=usage.spill,
                 serialised=resources.says_serialised(remarks),
-                unwritten=_unwritten(metadata_group),
+                # The fault is known of sm_90 alone, and so is the meaning of instructions to the search.
+                unwritten=_unwritten(metadata_group) if arch == "sm_90" else "",
                 refusal=_refusal(src, metadata, metadata_group),
                 shared=metadata["shared"],
                 shared_limit=limit,

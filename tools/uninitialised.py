@@ -4,7 +4,7 @@ ptxas of CUDA 12.8, which Triton 3.6 and 3.7 use for sm_90, hoists the descripto
 loses the instruction that computes its base. The product then reads shared memory at an address that an earlier kernel
 left in the register: wrong results, or an illegal access (docs/experiments/checks.md, "ptxas 12.8 loses a register").
 
-This reads the disassembly, needs no GPU, and follows every path from the kernel's entry:
+This reads the disassembly of sm_90 binaries, needs no GPU, and follows every path from the kernel's entry:
 
     python -m tools.uninitialised KERNEL.cubin ...      exit status 1 if a kernel has such a read
 """
