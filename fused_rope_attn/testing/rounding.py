@@ -18,8 +18,8 @@ class RandomRounding(TorchDispatchMode):
 
     The backward pass of a softmax subtracts ``delta = rowsum(dp * p)``, which FlashAttention-2 computes as
     ``rowsum(do * o)``, from the rounded o. That is as right, and its error is not smaller where dp happens to be: a
-    draw takes it too. The mode knows ``p v`` for the product that follows a softmax, and do for the left factor of the
-    next product with o's shape, which is the order in which autograd goes.
+    draw takes it too. The mode takes the product that follows a softmax for ``p v``, and the next product with the same
+    v for ``dp = do v^T``.
 
     Args:
         generator: of the random numbers, on the tensors' device.
@@ -33,6 +33,7 @@ class RandomRounding(TorchDispatchMode):
         super().__init__()
         self.generator = generator
         self._softmax_was_last = False
+        self._v: Tensor | None = None
         self._error_of_o: Tensor | None = None  # of the last product with probabilities
         self._error_of_delta: Tensor | None = None
 
@@ -60,10 +61,11 @@ class RandomRounding(TorchDispatchMode):
         rounded = self._round(exact, left.dtype)
         if self._softmax_was_last:
             self._softmax_was_last = False
-            self._error_of_o = rounded.to(exact.dtype) - exact
-        elif self._error_of_o is not None and self._error_of_o.shape == left.shape:
+            self._v, self._error_of_o = right, rounded.to(exact.dtype) - exact
+        # do and the transposed p, the left factor of dv, have the same shape if there are D queries and D keys.
+        elif self._error_of_o is not None and self._v is not None and _same_memory(right, self._v):
             self._error_of_delta = (self._error_of_o * left).sum(-1).float()
-            self._error_of_o = None
+            self._v = self._error_of_o = None
         return rounded
 
     def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,6 +79,10 @@ class RandomRounding(TorchDispatchMode):
         dither = torch.rand(x.shape, generator=self.generator, dtype=torch.float64, device=x.device)
         rounded = torch.floor(exact / unit + dither) * unit
         return torch.where(torch.isfinite(exact), rounded, exact).to(dtype)
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 # Bits of the significand, and the exponent of the smallest normal number.
