@@ -13,15 +13,18 @@ import importlib
 import io
 import os
 import pkgutil
+import re
+import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_rope_attn.runtime.parameters import Unsupported, kernel_parameters
+from fused_rope_attn.runtime import driver
 from tools import resources, uninitialised
 
 KB = 1024
@@ -130,12 +133,30 @@ def _unwritten(files: dict[str, str]) -> str:
 
 
 def _refusal(src, metadata: dict, files: dict[str, str]) -> str:
+    """Say why ``runtime.driver`` would leave a kernel to Triton's launcher: the sizes of its parameters, or scratch."""
     ptx = next((Path(path).read_text() for name, path in files.items() if name.endswith(".ptx")), "")
-    try:
-        kernel_parameters(src.signature, metadata, ptx)
-    except Unsupported as reason:
-        return str(reason)
-    return ""
+    entry = re.search(rf"\.entry\s+{re.escape(metadata['name'])}\(([^)]*)\)", ptx)
+    declared = re.findall(
+        r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?", entry[1] if entry else ""
+    )
+    sizes = [int(bits) // 8 * int(count or 1) for bits, count in declared]
+    expected = [*_parameter_sizes(tuple(src.signature.values())), 8, 8]
+    if sizes != expected:
+        return f"the PTX declares parameters of {sizes} bytes, and not of {expected}"
+    scratch = metadata["global_scratch_size"] or metadata["profile_scratch_size"]
+    return "the kernel needs scratch memory" if scratch else ""
+
+
+def _parameter_sizes(kind: Any) -> Iterator[int]:
+    """Yield the bytes of a kernel's parameters from Triton's signature, by the rule of ``driver.parameters_of``."""
+    if isinstance(kind, tuple):
+        for each in kind:
+            yield from _parameter_sizes(each)
+    elif kind.startswith("tensordesc"):
+        rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
+        yield from (128, *[4] * rank, *[8] * rank)
+    elif kind != "constexpr":
+        yield 8 if kind.startswith("*") else struct.calcsize(driver.LETTERS[kind])
 
 
 @contextlib.contextmanager

@@ -314,7 +314,7 @@ def launch_attention(job: Job) -> None:
     problem = problem._replace(sums_keys=job.sums)
     if job.direction == "forward":
         kept = Saving.TILES if packed else Saving.ROWS
-        forward.prepared(problem, tensors, job.config, kept if job.rotated else Saving.NOTHING)(tensors)
+        forward.ForwardCall(problem, tensors, job.config, kept if job.rotated else Saving.NOTHING)(tensors)
     else:
         lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
         do, o = torch.empty_like(q), torch.empty_like(q)
@@ -322,7 +322,9 @@ def launch_attention(job: Job) -> None:
             shape = rotated_shape(problem)
             raw = {"raw_q": q, "raw_k": k} if job.norms else {}
             tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape), **raw)
-        backward.prepared(problem, (do, o, *tensors), job.config, job.rotated)(tensors, do, o, lse)
+        given = (do, o, lse, *tensors)
+        prepare = backward.BackwardCall if job.is_hopper else backward.backward_call
+        prepare(problem, given, job.config, job.rotated)(given)
 
 
 def _row(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, **fields) -> dict:

@@ -104,7 +104,7 @@ class WriteJob:
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
         from fused_rope_attn.generation.problem import Written, describe_write
-        from fused_rope_attn.generation.write_launch import prepared
+        from fused_rope_attn.generation.write_launch import WriteCall
 
         def tensor(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -126,7 +126,7 @@ class WriteJob:
         problem = describe_write(
             tensors, cache_is_rotated=self.rotated, rotary_dim=self.head_dim, interleaved=False
         )  # fmt: skip
-        prepared(problem, tensors)(tensors)
+        WriteCall(problem, tensors)(tensors)
 
 
 def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:

@@ -65,13 +65,13 @@ class RotationJob:
         options = RotationOptions(self.rotary_dim, self.interleaved, self.inverse, self.layout)
         tensors = RotationTensors(xs, outs, cos, cos, ids, ends)
         if not self.norm:
-            rotate(options, tensors, 0, self.config)
+            rotate(options, tensors, self.config)
             return
         tensors = tensors._replace(weights=[torch.empty(self.head_dim, device="meta") for _ in xs[:2]])
         if self.norm == "forward":
-            norm_rotate(options, tensors, 0, self.config)
+            norm_rotate(options, tensors, self.config)
         else:
-            norm_unrotate(options, tensors, xs[:2], (True, True)[: len(xs)], 0, self.config)
+            norm_unrotate(options, tensors, xs[:2], (True, True)[: len(xs)], self.config)
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:

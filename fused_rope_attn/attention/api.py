@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from fused_rope_attn.attention import known_calls, planning, reference
+from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
 from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
@@ -135,7 +135,7 @@ def rope_attention(
         causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
         deterministic, backend, strategy,
     )  # fmt: skip
-    known = known_calls.find(tensors, layout, options)
+    known = eager.find(tensors, layout, options) if has_triton() else None
     if known is not None:
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
@@ -145,8 +145,7 @@ def rope_attention(
     problem, described = _describe(tensors, Options(*options), layout)
     o, lse = _attend(problem, described, layout)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
-        problem = problem._replace(backend=chosen)
-        known_calls.remember(tensors, layout, options, lambda: eager.call_of(problem, described, return_lse))
+        eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
     return (o, lse) if return_lse else o
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fused_rope_attn.attention.problem import Problem, Rooms, Tensors
+from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import output_strides, table_strides
 
@@ -82,7 +82,6 @@ def gradient_strides(given: Tensors, o: torch.Tensor, is_rotated: bool) -> tuple
     return output_strides(q), output_strides(k), output_strides(given.v)
 
 
-def room_strides(rooms: Rooms, own: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
-    """Strides of results: those of the rooms that the caller gives, else their own."""
-    given = rooms or (None,) * len(own)
-    return tuple(strides if room is None else tuple(room.stride()) for room, strides in zip(given, own))
+def result_strides(outputs: Sequence[Any], own: Sequence[tuple[int, int, int, int]]) -> tuple[Any, ...]:
+    """Return strides of results: those of the output buffers that the caller gives, else their own."""
+    return tuple(strides if out is None else tuple(out.stride()) for out, strides in zip(outputs, own))

@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Eager calls of attention: past the dispatcher, with an autograd function of their own, and replayed when known."""
+"""Eager calls of attention: past the dispatcher, and known again by their signatures.
+
+A known call is neither checked nor described nor planned again, and its passes are replayed without a look at their
+tensors' layouts.
+"""
 
 from __future__ import annotations
 
@@ -9,157 +13,149 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import ops
-from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Tensors, flatten
+from fused_rope_attn.attention.ops import Attention, DifferentiableCall
+from fused_rope_attn.attention.problem import Options, Outputs, Problem, Saved, Tensors, flatten
+from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.calls import Replay
+from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from fused_rope_attn.runtime.differentiation import apply_of, in_forward_mode
 from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
-from fused_rope_attn.runtime.replay import Replayed
 
-# Of ``Tensors``: how many every call has.
-_ALWAYS = 5
-# What has a gradient beside q, k and v, with its place in ``Gradients``.
-_WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5}
-# Kinds of dO and of saved tensors for which a call keeps replays of its backward pass.
-_MOST_BACKWARDS = 4
+_MAX_KNOWN = 4096
+# Calls of one key, which differ in dtypes, devices, strides, tables or in what takes a gradient.
+_MAX_ALIKE = 8
+_WINDOW = Options._fields.index("window")
+# There are no transforms of torch.func in ordinary eager mode.
+_apply: Callable[..., torch.Tensor] = apply_of(Attention)
 
 
-class EagerCall:
+class EagerCall(DifferentiableCall):
     """``call(tensors)`` is attention by the kernels, (o, lse), in ordinary eager mode.
 
     Args:
         problem: as ``planning.choose_backend`` has admitted it to the kernels.
         tensors: of such a call.
+        is_known: the tensors of every call have the same dtypes, devices, shapes and strides.
     """
 
-    __slots__ = ("problem", "weights")
+    __slots__ = ("_is_known", "_forward", "_saving", "_backward")
 
-    def __init__(self, problem: Problem, tensors: Tensors):
-        self.problem = problem
-        self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
-
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, Any]:
-        if not ops.needs_gradient(tensors):
-            o, lse, _, _ = self.forward(tensors, False)
-            return o, lse
-        found: list[torch.Tensor] = []
-        weights = [getattr(tensors, name) for name, _ in self.weights]
-        o = _apply(self, tensors, found, tensors.q, tensors.k, tensors.v, *weights)
-        return o, found[0]
-
-    def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
-        """What ``ops.run_forward`` returns."""
-        return ops.run_forward(self.problem, tensors, saves_rotated)
-
-    def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
-        """The gradients that ``run`` returns, for what a forward pass has saved."""
-        return run()
-
-
-class KnownCall(EagerCall):
-    """The same for tensors of one kind: those of each call have the same dtypes, devices, shapes and strides, so that
-    its passes can be replayed. Not in float32: how its products are computed is a setting that may change.
-
-    returns_lse: False where nobody wants lse, which a forward pass without a gradient then returns as None.
-    """
-
-    __slots__ = ("_returns_lse", "_forward", "_saving", "_backwards")
-
-    def __init__(self, problem: Problem, tensors: Tensors, returns_lse: bool):
+    def __init__(self, problem: Problem, tensors: Tensors, is_known: bool = False):
         super().__init__(problem, tensors)
-        self._returns_lse = returns_lse
-        self._forward, self._saving = Replayed(), Replayed()
-        self._backwards: list[tuple[Callable[..., bool], Replayed]] = []
+        # How products in float32 are computed is a setting, and it may change.
+        self._is_known = is_known and problem.dtype is not torch.float32
+        self._forward: Replay | None = None
+        self._saving: Replay | None = None
+        # For tensors of one kind.
+        self._backward: tuple[Callable[..., bool], Replay] | None = None
 
-    def forward(self, tensors: Tensors, saves_rotated: bool) -> Sequence[Any]:
-        if saves_rotated:
-            return self._saving(tensors.given(), lambda: ops.run_forward(self.problem, tensors, True))
-        return self._forward(tensors.given(), lambda: self._run(tensors))
+    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        if ops.needs_gradient(tensors):
+            return self.apply(_apply, tensors)
+        results = None if self._forward is None else self._forward(tensors.given())
+        if results is None:
+            results, replay = self._run(tensors, saves_rotated=False)
+            self._forward = replay
+        return results[0], results[1]
 
-    def _run(self, tensors: Tensors) -> Outputs:
-        outputs = ops.run_forward(self.problem, tensors)
-        return outputs if self._returns_lse else outputs._replace(lse=None)
+    def _run(self, tensors: Tensors, *, saves_rotated: bool) -> tuple[Outputs, Replay | None]:
+        """Return (the results, the replay for the next call of this kind)."""
+        with device.guard(self.problem.device):
+            call = ops.forward_call(self.problem, tensors, saves_rotated)
+            return call(tensors), call.replay if self._is_known else None
 
-    def backward(self, do: torch.Tensor, saved: Sequence[torch.Tensor], run: Callable[[], Gradients]) -> Sequence[Any]:
-        inputs = (do, *saved)
-        for matches, replayed in self._backwards:
-            if matches(*inputs):
-                return replayed(inputs, run)
-        if len(self._backwards) == _MOST_BACKWARDS:
-            return run()
-        self._backwards.append((guard(inputs), Replayed()))
-        return self._backwards[-1][1](inputs, run)
+    def forward(self, tensors: Tensors) -> Saved:
+        results = None if self._saving is None else self._saving(tensors.given())
+        if results is None:
+            results, replay = self._run(tensors, saves_rotated=True)
+            self._saving = replay
+        o, lse, q_rot, k_rot = results
+        if q_rot is None:
+            return Saved(o, lse, tensors)
+        if self.problem.has_norms:  # their gradient needs q and k as they came
+            tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
+        return Saved(o, lse, tensors._replace(q=q_rot, k=k_rot), is_rotated=True)
 
-
-def call_of(problem: Problem, tensors: Tensors, returns_lse: bool) -> EagerCall:
-    """The call to remember for tensors of this kind, ``returns_lse`` as ``KnownCall`` has it."""
-    if problem.dtype is torch.float32:
-        return EagerCall(problem, tensors)
-    return KnownCall(problem, tensors, returns_lse)
-
-
-class _Attention(torch.autograd.Function):
-    """Saves q and k rotated where the kernels can make and take them so, with norms also as they came, which the
-    gradient of a norm needs; else only so. Gradients come back in the frame that the caller knows.
-
-    The function's result is o alone; lse, which has no gradient, is put into the list ``found``.
-    """
-
-    @staticmethod
-    def forward(ctx, call: EagerCall, tensors: Tensors, found: list, *differentiable):
-        o, lse, q_rot, k_rot = call.forward(tensors, True)
-        found.append(lse)
-        ctx.is_rotated = q_rot is not None
-        if q_rot is not None:
-            if call.problem.has_norms:
-                tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
-            tensors = tensors._replace(q=q_rot, k=k_rot)
-        saved = tensors.given()
-        ctx.call = call
-        # Which tensors were saved; None where they are the first ones, which every call has.
-        ctx.present = None if len(saved) == _ALWAYS else [x is not None for x in tensors]
-        ctx.save_for_backward(o, lse, *saved)
-        ctx.set_materialize_grads(False)
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        if do is None:
-            return (None,) * len(ctx.needs_input_grad)
-        call, saved = ctx.call, ctx.saved_tensors
+    def backward(self, do: torch.Tensor, kept: Sequence[torch.Tensor], unpack: Callable[[Sequence], Saved]) -> Sequence:
         # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
-        if type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
-            dq, dk, dv, *others = call.backward(do, saved, lambda: _run_backward(ctx, do, saved))
-        else:
-            o, lse, tensors = _tensors(ctx, saved)
-            dq, dk, dv, *others = ops.backward_operator(ctx.is_rotated)(
-                do, o, lse, *flatten(call.problem, tensors)
-            )  # fmt: skip
-        return None, None, None, dq, dk, dv, *[others[i - 3] for _, i in call.weights]
-
-
-def _run_backward(ctx, do: torch.Tensor, saved: Sequence[torch.Tensor]) -> Gradients:
-    o, lse, tensors = _tensors(ctx, saved)
-    return ops.run_backward(ctx.call.problem, tensors, do, o, lse, ctx.is_rotated)
-
-
-def _tensors(ctx, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-    """(o, lse, the others) of what was saved."""
-    o, lse, *rest = saved
-    if ctx.present is None:
-        return o, lse, Tensors(*rest)
-    values = iter(rest)
-    return o, lse, Tensors(*[next(values) if present else None for present in ctx.present])
-
-
-# There are no transforms of torch.func in ordinary eager mode.
-_apply: Callable[..., torch.Tensor] = apply_of(_Attention)
+        if type(do) is not torch.Tensor or torch.is_grad_enabled() or in_forward_mode():
+            return super().backward(do, kept, unpack)
+        if self._backward is not None and self._backward[0](do, *kept):
+            results = self._backward[1]((do, *kept))
+            if results is not None:
+                return results
+        with device.guard(self.problem.device):
+            call, tensors = ops.backward_call(self.problem, do, unpack(kept))
+            results = call(tensors)
+        if self._is_known and call.replay is not None:
+            self._backward = guard((do, *kept)), call.replay
+        return results
 
 
 def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels.
+    """Return (o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels.
 
-    Tracing, fake tensors and modes see one operator; ordinary calls save its dispatch.
+    Tracing, fake tensors and modes see one operator. Ordinary calls skip the dispatcher.
     """
     if not is_plain(*tensors):
         return ops.forward_operator(*flatten(problem, tensors))
     return EagerCall(problem, tensors)(tensors)
+
+
+# By keys: whether tensors are those of a call, and the call.
+_known: dict[tuple, list[tuple[Callable[..., bool], EagerCall]]] = {}
+
+
+def find(tensors: Tensors, layout: Any, options: tuple) -> EagerCall | None:
+    """Return the call that was remembered for this signature, or None.
+
+    Traced calls, modes and autocast have none.
+    """
+    if not is_plain() or in_context_parallel() or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    try:
+        alike = _known.get(_key(tensors, layout, options))
+        if alike is not None:
+            given = tensors.given()
+            for matches, call in alike:
+                if matches(*given):
+                    return call
+    # The checks will refuse what is no tensor, an option without a hash, and tensors without strides.
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    return None
+
+
+def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple:
+    """Return the options with their types, because ``1 == True``, and what else the guard does not compare."""
+    q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, _, _ = tensors
+    others: tuple | None = None
+    window = options[_WINDOW]
+    if not (window is sinks is starts is lens is q_norm is k_norm is None):
+        others = *map(type, window or ()), *[x is None for x in (sinks, starts, lens, q_norm, k_norm)]
+    return (
+        q.shape, k.shape, others, layout, options, (*map(type, options),), torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, described: Tensors) -> None:
+    """Keep a call for ``find``. described: the tensors as (B, H, N, D).
+
+    Forget all calls when they are more than any program uses in turn.
+    """
+    if not is_plain(*tensors) or in_context_parallel() or type(options[_WINDOW]) not in (tuple, type(None)):
+        return
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    alike = _known.setdefault(_key(tensors, layout, options), [])
+    del alike[: max(0, len(alike) + 1 - _MAX_ALIKE)]
+    alike.append((guard(tensors.given()), EagerCall(problem, described, is_known=True)))
+
+
+def forget() -> None:
+    """Examine every call again when it comes."""
+    _known.clear()

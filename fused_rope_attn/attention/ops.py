@@ -1,9 +1,9 @@
-"""The torch.library operators of attention and their autograd: what is saved and what is passed on, nothing else."""
+"""The torch.library operators of attention, their autograd, and the calls of the backends' launchers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,118 +14,134 @@ from fused_rope_attn.attention.problem import (
     Gradients,
     Outputs,
     Problem,
-    Rooms,
+    Saved,
     Saving,
     Tensors,
     flatten,
     rebuild,
+    split_outputs,
 )
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.calls import Call, Calls
 from fused_rope_attn.runtime.differentiation import apply_in_operator
-from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator
 
 
 @functools.cache
-def _doors(portable: bool) -> tuple[PreparedCalls, PreparedCalls]:
-    """(forward, backward) of the portable or of the sm_90 backend, imported when a call first needs it.
+def _launchers(portable: bool) -> tuple[Callable, Callable]:
+    """Return (forward, backward) of the portable or of the sm_90 backend, imported when a call first needs them.
 
-    Each gives the prepared call of (problem, tensors, configuration, how q and k are saved or come): forward takes a
+    Each prepares the launches of (problem, tensors, configuration, how q and k are saved or come): forward takes a
     ``Saving``, backward whether they are rotated.
     """
     if portable:
-        from fused_rope_attn.attention.portable.backward import prepared as portable_backward
-        from fused_rope_attn.attention.portable.forward import prepared as portable_forward
+        from fused_rope_attn.attention.portable.backward import backward_call as portable_backward
+        from fused_rope_attn.attention.portable.forward import ForwardCall as portable_forward
 
         return portable_forward, portable_backward
-    from fused_rope_attn.attention.hopper.backward import prepared as hopper_backward
-    from fused_rope_attn.attention.hopper.forward import prepared as hopper_forward
+    from fused_rope_attn.attention.hopper.backward import BackwardCall as hopper_backward
+    from fused_rope_attn.attention.hopper.forward import ForwardCall as hopper_forward
 
     return hopper_forward, hopper_backward
 
 
-def _prepare_forward(problem: Problem, tensors: tuple, saves_rotated: bool) -> Callable:
-    given = Tensors(*tensors)
-    aligned = _with_aligned_rows(given)
-    if aligned is not given:
-        run = _prepare_forward(problem, aligned, saves_rotated)
-        return lambda tensors: run(_with_aligned_rows(tensors))
-    plan = planning.plan_for(problem)
+def _readable(tensors: Tensors) -> Tensors:
+    """Return the tensors as kernels read them, which are copies of those that lie in another way.
+
+    Rows of q, k and v begin at multiples of 16 bytes. What only the device reads has unit stride.
+    """
+    changed = {name: with_aligned_rows(getattr(tensors, name)) for name in ("q", "k", "v")}
+    changed |= {name: x.contiguous() for name in READ_BY_THE_DEVICE if (x := getattr(tensors, name)) is not None}
+    changed = {name: x for name, x in changed.items() if x is not getattr(tensors, name)}
+    return tensors._replace(**changed) if changed else tensors
+
+
+def _readable_forward(tensors: Sequence) -> tuple:
+    given, outputs = split_outputs(tensors, 0)
+    return (*_readable(given), *outputs)
+
+
+def _readable_backward(tensors: Sequence) -> tuple:
+    do, o, lse, *of_forward = tensors
+    return (with_aligned_rows(do), with_aligned_rows(o), lse, *_readable_forward(of_forward))
+
+
+def _same(some: Sequence, others: Sequence) -> bool:
+    return all(x is y for x, y in zip(some, others))
+
+
+def _prepare_forward(
+    problem: Problem, tensors: Sequence, saves_rotated: bool, plan: planning.Plan | None = None
+) -> Callable[[Sequence], Outputs]:
+    readable = _readable_forward(tensors)
+    if not _same(readable, tensors):
+        run = _prepare_forward(problem, readable, saves_rotated, plan)
+        return lambda tensors: run(_readable_forward(tensors))
+    plan = plan or planning.plan_for(problem)
     saving = Saving.NOTHING
     if saves_rotated and plan.saves_rotated:
         reads_tiles = isinstance(plan.backward, configs.HopperBackwardConfig) and problem.is_packed
         saving = Saving.TILES if reads_tiles else Saving.ROWS
-    portable = isinstance(plan.forward, configs.ForwardConfig)
-    return _doors(portable)[0](problem.for_launch(), tensors, plan.forward, saving)
+    prepare = _launchers(isinstance(plan.forward, configs.ForwardConfig))[0]
+    return prepare(problem, tensors, plan.forward, saving)
 
 
-def _with_aligned_rows(tensors: Tensors) -> Tensors:
-    """Return the same record, or one with copies of those of q, k and v that kernels cannot read as they are."""
-    copies = {name: with_aligned_rows(x) for name, x in zip(("q", "k", "v"), tensors)}
-    if all(copies[name] is x for name, x in zip(copies, tensors)):
-        return tensors
-    return tensors._replace(**copies)
+def _prepare_backward(
+    problem: Problem, tensors: Sequence, is_rotated: bool, plan: planning.Plan | None = None
+) -> Callable[[Sequence], Gradients]:
+    readable = _readable_backward(tensors)
+    if not _same(readable, tensors):
+        run = _prepare_backward(problem, readable, is_rotated, plan)
+        return lambda tensors: run(_readable_backward(tensors))
+    config = (plan or planning.plan_for(problem)).backward
+    prepare = _launchers(isinstance(config, configs.BackwardConfig))[1]
+    return prepare(problem, tensors, config, is_rotated)
 
 
-def _prepare_backward(problem: Problem, tensors: tuple, is_rotated: bool) -> Callable:
-    do, o, given = *tensors[:2], Tensors(*tensors[2:])
-    aligned = with_aligned_rows(do), with_aligned_rows(o), _with_aligned_rows(given)
-    if not (aligned[0] is do and aligned[1] is o and aligned[2] is given):
-        run = _prepare_backward(problem, (*aligned[:2], *aligned[2]), is_rotated)
-        return lambda tensors, do, o, lse: run(
-            _with_aligned_rows(tensors), with_aligned_rows(do), with_aligned_rows(o), lse
-        )
-    config = planning.plan_for(problem).backward
-    portable = isinstance(config, configs.BackwardConfig)
-    return _doors(portable)[1](problem.for_launch(), tensors, config, is_rotated)
+_forward_calls = Calls(_prepare_forward)
+_backward_calls = Calls(_prepare_backward)
 
 
-_forward_calls = PreparedCalls(_prepare_forward)
-_backward_calls = PreparedCalls(_prepare_backward)
+def forward_call(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Call:
+    """Return the call of a forward pass, which takes ``Tensors`` and returns ``Outputs``.
 
-
-def _with_unit_strides(tensors: Tensors) -> Tensors:
-    """Kernels index what only the device reads with unit stride; it nearly always has it."""
-    read = ((name, getattr(tensors, name)) for name in READ_BY_THE_DEVICE)
-    strided = {name: x.contiguous() for name, x in read if x is not None and not x.is_contiguous()}
-    return tensors._replace(**strided) if strided else tensors
-
-
-def run_forward(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Outputs:
-    """saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can."""
-    if problem.has_masks or problem.has_norms:
-        tensors = _with_unit_strides(tensors)
-    with device.guard(problem.device):
-        return _forward_calls(problem.with_precision(), tensors, saves_rotated)(tensors)
-
-
-def run_backward(problem: Problem, tensors: Tensors, do, o, lse, is_rotated: bool = False) -> Gradients:
-    """is_rotated: q and k in ``tensors`` are the forward pass's q_rot and k_rot, and raw_q and raw_k those before."""
-    if problem.has_masks or problem.has_norms:
-        tensors = _with_unit_strides(tensors)
-    with device.guard(problem.device):
-        return _backward_calls(problem.with_precision(), (do, o, *tensors), is_rotated)(tensors, do, o, lse)
-
-
-def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, room: torch.Tensor | None = None) -> Outputs:
-    """A forward pass without autograd by the kernels of a plan, for what makes one call of several.
-
-    room: where o is to be written, None for memory of its own.
+    saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can.
     """
-    door = _doors(isinstance(plan.forward, configs.ForwardConfig))[0]
-    tensors = _with_aligned_rows(_with_unit_strides(tensors))
-    with device.guard(problem.device):
-        return door(problem.for_launch(), (*tensors, room), plan.forward, Saving.NOTHING)(tensors, room)
+    return _forward_calls(problem.for_launch(), tensors, saves_rotated)
 
 
-def backward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, do, o, lse, rooms: Rooms) -> Gradients:
-    """The backward pass of ``forward_by``. rooms: where dq, dk and dv are to be written."""
-    door = _doors(isinstance(plan.backward, configs.BackwardConfig))[1]
-    tensors, do, o = _with_aligned_rows(_with_unit_strides(tensors)), with_aligned_rows(do), with_aligned_rows(o)
+def backward_call(problem: Problem, do: torch.Tensor, saved: Saved) -> tuple[Call, tuple]:
+    """Return (the call of a backward pass, its tensors); it returns ``Gradients``."""
+    tensors = (do, saved.o, saved.lse, *saved.tensors)
+    return _backward_calls(problem.for_launch(), tensors, saved.is_rotated), tensors
+
+
+def run_forward(problem: Problem, tensors: Tensors) -> Outputs:
+    """Run a forward pass that saves nothing."""
     with device.guard(problem.device):
-        prepared = door(problem.for_launch(), (do, o, *tensors, *rooms), plan.backward, False)
-        return prepared(tensors, do, o, lse, rooms)
+        return forward_call(problem, tensors)(tensors)
+
+
+def run_backward(problem: Problem, do: torch.Tensor, saved: Saved) -> Gradients:
+    """Run a backward pass."""
+    with device.guard(problem.device):
+        call, tensors = backward_call(problem, do, saved)
+        return call(tensors)
+
+
+def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, out: torch.Tensor | None = None) -> Outputs:
+    """Run a forward pass without autograd by the kernels of a plan. out: a buffer for o, if not new memory."""
+    with device.guard(problem.device):
+        given = tensors if out is None else (*tensors, out)
+        return _forward_calls(problem.for_launch(), given, False, plan)(given)
+
+
+def backward_by(plan: planning.Plan, problem: Problem, do: torch.Tensor, saved: Saved, outputs: tuple) -> Gradients:
+    """Run the backward pass of ``forward_by``. outputs: buffers for dq, dk and dv, None for new memory."""
+    with device.guard(problem.device):
+        given = (do, saved.o, saved.lse, *saved.tensors, *outputs)
+        return _backward_calls(problem.for_launch(), given, saved.is_rotated, plan)(given)
 
 
 def _forward_impl(*arguments):
@@ -134,14 +150,15 @@ def _forward_impl(*arguments):
 
 
 def _backward_impl(do, o, lse, *arguments):
-    return _without_none(run_backward(*rebuild(*arguments), do, o, lse), do)
+    problem, tensors = rebuild(*arguments)
+    return _without_none(run_backward(problem, do, Saved(o, lse, tensors)), do)
 
 
 def _rotated_backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
     # Packed queries lie padded in q_rot.
     problem = problem._replace(len_q=o.shape[2])
-    return _without_none(run_backward(problem, tensors, do, o, lse, is_rotated=True), do)
+    return _without_none(run_backward(problem, do, Saved(o, lse, tensors, is_rotated=True)), do)
 
 
 def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
@@ -169,49 +186,100 @@ def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
     return [do.new_empty(0) if x is None else torch.empty_like(x) for x in given]
 
 
-class _Attention(torch.autograd.Function):
-    """The gradient of calls through the dispatcher, which save q and k as they came: which kernels will run, and
-    whether they could take them rotated, is not known to who traces a call.
-
-    ``keyset`` is the dispatcher's.
-    """
-
-    @staticmethod
-    def forward(ctx, keyset, problem: Problem, *arguments):
-        tensors = Tensors(*arguments)
-        o, lse = forward_operator.below_function(keyset, *flatten(problem, tensors))
-        ctx.problem = problem
-        ctx.save_for_backward(o, lse, *tensors)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, _):
-        gradients = Gradients(None, None, None)
-        needs = Tensors(*ctx.needs_input_grad[2:])
-        if do is not None:
-            o, lse, *saved = ctx.saved_tensors
-            gradients = Gradients(*_backward(do, o, lse, *flatten(ctx.problem, Tensors(*saved))))
-        dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
-        of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
-        return None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
+# What may have a gradient in addition to q, k and v, by its name in ``Tensors``, with its place in ``Gradients``.
+_WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5}
+_ALWAYS_GIVEN = len(Tensors._fields) - len(Tensors._field_defaults)
 
 
 def needs_gradient(tensors: Tensors) -> bool:
-    """Whether a call of these tensors must be differentiable."""
+    """Return whether a call of these tensors must be differentiable."""
     if not torch.is_grad_enabled():
         return False
     if tensors.q.requires_grad or tensors.k.requires_grad or tensors.v.requires_grad:
         return True
-    weights = (tensors.sinks, tensors.q_norm, tensors.k_norm)
-    return any(weight is not None and weight.requires_grad for weight in weights)
+    return any(x is not None and x.requires_grad for x in (tensors.sinks, tensors.q_norm, tensors.k_norm))
+
+
+class DifferentiableCall:
+    """A call as ``Attention`` differentiates it: ``forward(tensors)`` and ``backward(do, kept, saved_by)``."""
+
+    __slots__ = ("problem", "weights")
+
+    def __init__(self, problem: Problem, tensors: Tensors):
+        self.problem = problem
+        self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
+
+    def apply(self, apply: Callable[..., torch.Tensor], tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (o, lse) by ``apply``, which is that of ``Attention``."""
+        found: list[torch.Tensor] = []
+        weights = [getattr(tensors, name) for name, _ in self.weights]
+        o = apply(self, tensors, found, tensors.q, tensors.k, tensors.v, *weights)
+        return o, found[0]
+
+    def forward(self, tensors: Tensors) -> Saved:
+        raise NotImplementedError
+
+    def backward(self, do: torch.Tensor, kept: Sequence[torch.Tensor], unpack: Callable[[Sequence], Saved]) -> Sequence:
+        """Return ``Gradients`` through the dispatcher. kept: the tensors of a ``Saved``, which ``unpack`` returns."""
+        o, lse, tensors, is_rotated = unpack(kept)
+        return _backward_operator(is_rotated)(do, o, lse, *flatten(self.problem, tensors))
+
+
+class Attention(torch.autograd.Function):
+    """The gradient of attention. Its result is o alone; lse has no gradient, and is put into the list ``found``.
+
+    Every further argument and result costs the host time, so that only those tensors that may have a gradient are
+    arguments of their own.
+    """
+
+    @staticmethod
+    def forward(ctx, call: DifferentiableCall, tensors: Tensors, found: list, *differentiable):
+        saved = call.forward(tensors)
+        found.append(saved.lse)
+        given = saved.tensors.given()
+        # Which tensors were saved; None for those alone that every call has.
+        present = None if len(given) == _ALWAYS_GIVEN else [x is not None for x in saved.tensors]
+        ctx.call, ctx.unpack = call, functools.partial(_unpack, saved.is_rotated, present)
+        ctx.save_for_backward(saved.o, saved.lse, *given)
+        ctx.set_materialize_grads(False)
+        return saved.o
+
+    @staticmethod
+    def backward(ctx, do):
+        if do is None:
+            return (None,) * len(ctx.needs_input_grad)
+        dq, dk, dv, *others = ctx.call.backward(do, ctx.saved_tensors, ctx.unpack)
+        return None, None, None, dq, dk, dv, *[others[i - 3] for _, i in ctx.call.weights]
+
+
+def _unpack(is_rotated: bool, present: list[bool] | None, kept: Sequence[torch.Tensor]) -> Saved:
+    """Return the ``Saved`` of its tensors: o, lse, and those others that are ``present``."""
+    o, lse, *rest = kept
+    if present is None:
+        return Saved(o, lse, Tensors(*rest), is_rotated)
+    values = iter(rest)
+    return Saved(o, lse, Tensors(*[next(values) if x else None for x in present]), is_rotated)
+
+
+class _OperatorCall(DifferentiableCall):
+    """A call through the dispatcher, which saves q and k as they came: who traces a call does not know which kernels
+    will run, and whether they could take them rotated. ``keyset`` is the dispatcher's."""
+
+    __slots__ = ("_keyset",)
+
+    def __init__(self, keyset, problem: Problem, tensors: Tensors):
+        super().__init__(problem, tensors)
+        self._keyset = keyset
+
+    def forward(self, tensors: Tensors) -> Saved:
+        o, lse = forward_operator.below_function(self._keyset, *flatten(self.problem, tensors))
+        return Saved(o, lse, tensors)
 
 
 def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
     if needs_gradient(tensors):
-        return apply_in_operator(_Attention, keyset, problem, *tensors)
+        return _OperatorCall(keyset, problem, tensors).apply(functools.partial(apply_in_operator, Attention), tensors)
     return forward_operator.below_autograd(keyset, *arguments)
 
 
@@ -243,6 +311,6 @@ _rotated_backward = Operator(
 )
 
 
-def backward_operator(is_rotated: bool) -> Operator:
-    """The operator of the backward pass of q and k as they came, or of those that an eager forward pass rotated."""
+def _backward_operator(is_rotated: bool) -> Operator:
+    """Return the operator for q and k as they came, or for those that an eager forward pass has rotated."""
     return _rotated_backward if is_rotated else _backward

@@ -166,8 +166,10 @@ def _choose(
 def plan_for(problem: Problem) -> Plan:
     """Return the kernels' plan for a problem that ``choose_backend`` has admitted.
 
-    Plans are cached by properties of the call, not by exact lengths.
+    Plans are cached by properties of the call, not by exact lengths. The longest packed sequence counts as launches
+    count it, so that a plan is the same for all calls that share their launches.
     """
+    problem = problem.for_launch()
     length = problem.len_k
     longest = max(problem.len_q, length)
     short_sequences = problem.sequences is not None and longest < hopper_configs.LEAST_MEAN_LENGTH * problem.sequences

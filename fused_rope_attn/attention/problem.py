@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,17 +87,26 @@ class Gradients(NamedTuple):
     dk_norm: Any = None
 
 
-# Where a caller wants results written: o of a forward pass; dq, dk and dv of a backward pass; None for memory of their
-# own.
-Rooms = tuple[Any, ...]
-NO_ROOM: Rooms = (None,)
-NO_ROOMS: Rooms = (None, None, None)
+class Saved(NamedTuple):
+    """What a forward pass keeps for backward: its results and what it was given.
+
+    is_rotated: q and k are the forward pass's ``q_rot`` and ``k_rot``, and ``tensors.raw_q`` and ``raw_k`` are q and k
+    as they came, if there are norms.
+    """
+
+    o: Any
+    lse: Any
+    tensors: Tensors
+    is_rotated: bool = False
 
 
-def split_rooms(tensors: tuple) -> tuple[Tensors, Rooms]:
-    """(the call's tensors, the rooms behind them, if there are any) of the tensors by which launches are prepared."""
-    count = len(Tensors._fields)
-    return Tensors(*tensors[:count]), tensors[count:]
+def split_outputs(tensors: Sequence[Any], count: int) -> tuple[Tensors, tuple]:
+    """Split what a pass is called with: the call's ``Tensors``, and ``count`` output buffers that may follow them.
+
+    A buffer that the caller does not give is None.
+    """
+    fields = len(Tensors._fields)
+    return Tensors(*tensors[:fields]), (*tensors[fields:], *[None] * (fields + count - len(tensors)))
 
 
 class Cache(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, arguments_by_name
+from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors, arguments_by_name
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import parameters_of
 
@@ -39,14 +39,14 @@ def forward(
 
 def backward(
     plan: planning.Plan | None, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, *, sums: bool = True, rooms: Rooms = NO_ROOMS,
+    lse: torch.Tensor, *, sums: bool = True, rooms: tuple = (None, None, None),
 ) -> Gradients:  # fmt: skip
     """Gradients of one piece in q's dtype, but with ``sums`` dk and dv in float32 (float64 for float64).
 
     rooms: where dq, dk and dv are to be written; None for memory of its own.
     """
     if plan is not None:
-        return ops.backward_by(plan, problem._replace(sums_keys=sums), tensors, do, o, lse, rooms)
+        return ops.backward_by(plan, problem._replace(sums_keys=sums), do, Saved(o, lse, tensors), rooms)
     with _Recording():
         wide = torch.promote_types(problem.dtype, torch.float32)
         q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))

@@ -19,7 +19,7 @@ from fused_rope_attn.generation.planning import attention_problem
 from fused_rope_attn.generation.problem import Tensors, Written, cache_of
 from fused_rope_attn.generation.write_launch import WriteCall
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls
+from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, table_strides
 
 
@@ -118,6 +118,3 @@ class GatheredCall:
         if self.appends:
             self.clear(stream, lens_ptr=lens, o_ptr=o, lse_ptr=lse)
         return o, lse
-
-
-prepared = PreparedCalls(GatheredCall)

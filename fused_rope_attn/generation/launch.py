@@ -1,4 +1,4 @@
-"""The generation step: its door, and the launches behind it."""
+"""Launches of the generation step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
 from fused_rope_attn.generation.kernel import decode_kernel
 from fused_rope_attn.generation.problem import Tensors, cache_of
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls
+from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
@@ -151,7 +151,7 @@ class StepCall:
             BLOCK_PARTS=config.combine_parts,
         )
 
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, *norms = (
             tensors
         )
@@ -172,16 +172,3 @@ class StepCall:
             lse_ptr=lse, parts_ptr=parts,
         )  # fmt: skip
         return o, lse
-
-
-prepared = PreparedCalls(StepCall)
-
-
-def attention_with_kvcache(
-    problem: Problem, tensors: Tensors, config: DecodeConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append k and v to the caches at ``cache_seqlens``, and attend; ``problem`` is ``for_launch``.
-
-    Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log. Needs at least one query.
-    """
-    return prepared(problem, tensors, config)(tensors)

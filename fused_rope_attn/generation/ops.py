@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation import chunk_launch, launch, planning, write_launch
+from fused_rope_attn.generation import planning
+from fused_rope_attn.generation.chunk_launch import GatheredCall
 from fused_rope_attn.generation.configs import DecodeConfig
+from fused_rope_attn.generation.launch import StepCall
 from fused_rope_attn.generation.problem import (
     SCHEMA,
     WRITE_SCHEMA,
@@ -19,8 +21,9 @@ from fused_rope_attn.generation.problem import (
     rebuild,
     rebuild_write,
 )
+from fused_rope_attn.generation.write_launch import WriteCall
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import PreparedCalls
+from fused_rope_attn.runtime.calls import Calls
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
@@ -28,11 +31,12 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 def _prepare(problem: Problem, tensors: tuple, override: DecodeConfig | None) -> Callable:
     gathered = None if override is not None else planning.gathered_config(problem)
     if gathered is not None:
-        return chunk_launch.prepared(problem.for_launch(), tensors, gathered)
-    return launch.prepared(problem.for_launch(), tensors, override or planning.step_config(problem))
+        return GatheredCall(problem, tensors, gathered)
+    return StepCall(problem, tensors, override or planning.step_config(problem))
 
 
-_calls = PreparedCalls(_prepare)
+_step_calls = Calls(_prepare)
+_write_calls = Calls(WriteCall)
 
 
 def _run(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +49,7 @@ def _run(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor
         if x is not None and not x.is_contiguous():
             tensors = tensors._replace(**{name: x.contiguous()})
     with device.guard(problem.device):
-        out = _calls(problem.with_precision(), tensors, planning.override)(tensors)
+        out = _step_calls(problem.with_precision(), tensors, planning.override)(tensors)
     if k is not None and not k_cache.is_inference():
         # Autograd should know if it has saved a cache that is another one now.
         torch.autograd.graph.increment_version((k_cache, v_cache))
@@ -79,7 +83,7 @@ def _write(problem: Problem, tensors: Written) -> None:
         if x is not None and not x.is_contiguous():
             tensors = tensors._replace(**{name: x.contiguous()})
     with device.guard(problem.device):
-        write_launch.prepared(problem, tensors)(tensors)
+        _write_calls(problem, tensors)(tensors)
     if not tensors.k_cache.is_inference():
         torch.autograd.graph.increment_version((tensors.k_cache, tensors.v_cache))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fused_rope_attn.attention.problem import Problem
@@ -10,7 +12,7 @@ from fused_rope_attn.generation.problem import Written, cache_of
 from fused_rope_attn.generation.write_kernel import write_kernel
 from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls
+from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, table_strides
 
 
@@ -52,9 +54,7 @@ class WriteCall:
             USE_INT64_OFFSETS=is_long(*strides),
         )
 
-    def __call__(
-        self, tensors: Written, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None
-    ) -> None:  # fmt: skip
+    def __call__(self, tensors: Any, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
         """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
         k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale = tensors
         self.launch(
@@ -62,6 +62,3 @@ class WriteCall:
             sin_ptr=sin, table_ptr=block_table, seqlens_ptr=cache_seqlens, lens_ptr=new_lens, cu_ptr=cu_seqlens,
             k_scale_ptr=k_scale, v_scale_ptr=v_scale, k_norm_ptr=k_norm, sums_ptr=sums,
         )  # fmt: skip
-
-
-prepared = PreparedCalls(WriteCall)

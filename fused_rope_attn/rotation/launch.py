@@ -15,7 +15,8 @@ from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.tile import IDS, INDEX, PACKED
 from fused_rope_attn.rotation.validation import LAYOUTS
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls
+from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import table_strides
 
 # Columns that pass through, as a multiple of those that rotate, up to which a tile's size does not count them.
@@ -130,8 +131,9 @@ class RotationCall:
         tiles, arguments, launch_options = describe(options, tensors, config)
         self.launch = Launch(rotation_kernel, sum(tiles), launch_options, arguments)
 
-    def __call__(self, stream: int, call: RotationTensors) -> None:
+    def __call__(self, call: RotationTensors) -> None:
         xs, outs, cos, sin, position_ids, cu_seqlens, _ = call
+        stream = device.current_stream(cos.device)
         # A pointer that the kernel does not read must still be one.
         x0, x1, x2 = (*xs, xs[0], xs[0])[:3]
         out0, out1, out2 = (*outs, outs[0], outs[0])[:3]
@@ -156,20 +158,25 @@ def config_for(where: torch.device, xs: Sequence[torch.Tensor], norms: bool = Fa
     return rotation(device.arch(where), max(x.numel() * x.element_size() for x in xs), norms)
 
 
-def _prepare(key, flat: tuple, *config: RotationConfig) -> RotationCall:
+def _prepare(key, flat: tuple, *config: RotationConfig):
     where, options, count = key
-    tensors = RotationTensors(list(flat[:count]), list(flat[count : 2 * count]), *flat[2 * count :])
-    return RotationCall(options, tensors, *config or (config_for(where, tensors.xs),))
+
+    def unpack(flat: tuple) -> RotationTensors:
+        return RotationTensors(list(flat[:count]), list(flat[count : 2 * count]), *flat[2 * count :])
+
+    tensors = unpack(flat)
+    call = RotationCall(options, tensors, *config or (config_for(where, tensors.xs),))
+    return lambda flat: call(unpack(flat))
 
 
-_prepared = PreparedCalls(_prepare)
+_calls = Calls(_prepare)
 
 
-def rotate(options: RotationOptions, tensors: RotationTensors, stream: int, *config: RotationConfig) -> None:
+def rotate(options: RotationOptions, tensors: RotationTensors, *config: RotationConfig) -> None:
     """Fill ``outs`` with the rotated ``xs``, in one launch on the current device; none of them is empty.
 
     ``config`` is a ``RotationConfig`` to run instead of the table's.
     """
     xs, outs, cos, sin, position_ids, cu_seqlens, _ = tensors
     flat = (*xs, *outs, cos, sin, position_ids, cu_seqlens)
-    _prepared((cos.device, options, len(xs)), flat, *config)(stream, tensors)
+    _calls((cos.device, options, len(xs)), flat, *config)(flat)

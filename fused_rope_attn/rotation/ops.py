@@ -34,9 +34,9 @@ def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
     with device.guard(where):
         if weights:
             tensors = tensors._replace(weights=_contiguous(weights))
-            norm_launch.norm_rotate(options, tensors, device.current_stream(where))
+            norm_launch.norm_rotate(options, tensors)
         else:
-            launch.rotate(options, tensors, device.current_stream(where))
+            launch.rotate(options, tensors)
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
@@ -165,14 +165,13 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
         )  # fmt: skip
         where = tensors.xs[0].device
         with device.guard(where):
-            stream = device.current_stream(where)
             if some:
                 asked = tuple(wanted[count + i] for i in some)
-                found = norm_launch.norm_unrotate(options, tensors, [normed[i] for i in some], asked, stream)
+                found = norm_launch.norm_unrotate(options, tensors, [normed[i] for i in some], asked)
                 for i, gradient in zip(some, found):
                     dweights[i] = gradient
             else:
-                launch.rotate(options, tensors, stream)
+                launch.rotate(options, tensors)
     return [gradient for gradient, is_wanted in zip((*dxs, *dweights), wanted) if is_wanted]
 
 

@@ -95,6 +95,14 @@ def current_gpu() -> int:
     return torch.cuda.current_device()
 
 
+def make_current(device: torch.device) -> None:
+    """Make the context of a GPU current in this thread, which may not have used the GPU yet.
+
+    An allocation from PyTorch's cache does not do so. Any question to the CUDA runtime does.
+    """
+    torch.cuda.mem_get_info(device)
+
+
 def current_stream(device: torch.device) -> int:
     """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
     # A tensor's device has an index where it is a GPU; to ask for its type would cost more than all the rest.

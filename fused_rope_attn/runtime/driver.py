@@ -1,32 +1,48 @@
-"""The CUDA driver's own launch call, by ctypes: the C structures that it takes, and the errors that it gives.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Launch compiled kernels by the CUDA driver, from arguments that are prepared once.
 
-The structures are those of cuda.h since CUDA 12. Nothing here knows of a kernel.
+Triton compiles and loads a kernel, and makes its first launches. Its launcher examines each argument every time.
+``Kernel`` does so once: it takes the parameters from the signature and the metadata that Triton publishes with a
+compiled kernel, and the driver confirms their sizes. ``Block`` then launches several kernels with one call of the
+driver for each. Functions and structures are those of the CUDA driver API, version 12.4.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import itertools
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-INVALID_CONTEXT = 201
-_MAX_ATTRIBUTE_WORDS = 16
+from fused_rope_attn.runtime.triton_compat import LAUNCHER_IS_KNOWN
 
-# CUlaunchAttributeID
-_COOPERATIVE = 2
-_CLUSTER_DIMENSION = 4
-_CLUSTER_SCHEDULING = 5
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
-# CUclusterSchedulingPolicy
-_SPREAD = 1
+INVALID_CONTEXT = 201
+_WORD, _MAP_BYTES, _MAP_ALIGNMENT = 8, 128, 64
+# Tensor maps that one descriptor keeps. The layers of a model use the same few addresses in turn.
+_MAX_MAPS = 512
+_MOST_SHARED_BYTES = 228 << 10
+# Letters of Python's struct module for Triton's scalar types.
+LETTERS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+# CUtensorMapDataType, CUlaunchAttributeID and CUtensorMapL2promotion.
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_PROGRAMMATIC_STREAM_SERIALIZATION, _PROMOTE_TO_128_BYTES = 6, 2
+
+
+class Unsupported(Exception):
+    """The reason why a kernel stays with Triton's launcher."""
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: a number that says which, and a union of 64 bytes."""
+    """CUlaunchAttribute: the attribute's number, and a union of 64 bytes."""
 
-    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * _MAX_ATTRIBUTE_WORDS)]
+    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
 
 
 class LaunchConfig(ctypes.Structure):
@@ -42,78 +58,206 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-def launch_attributes(*, pdl: bool, cooperative: bool, cluster: int) -> list[LaunchAttribute]:
-    """What a launch is asked for beside its grid: an early start behind the kernel before it (programmatic dependent
-    launch), a cooperative grid, and blocks in clusters of this size."""
-    wanted: list[tuple[int, tuple[int, ...]]] = []
-    if pdl:
-        wanted.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
-    if cooperative:
-        wanted.append((_COOPERATIVE, (1,)))
-    if cluster > 1:
-        wanted += [(_CLUSTER_DIMENSION, (cluster, 1, 1)), (_CLUSTER_SCHEDULING, (_SPREAD,))]
-    return [LaunchAttribute(id=number, value=words) for number, words in wanted]
-
-
 class Driver:
-    """The functions of libcuda that launches need.
+    """The functions of libcuda that launches need. ``launch`` and ``encode`` return an error code, 0 for none.
 
-    ``launch(config, function, parameters, None)`` is cuLaunchKernelEx. It takes ``ctypes.c_void_p`` objects, which
-    ctypes hands on without a conversion, and returns an error code, 0 for none. It gives up the interpreter's lock
-    meanwhile, as Triton's launcher does: the driver waits where its queue is full, and what it waits for may be a
-    callback that needs the lock.
+    ctypes releases the interpreter's lock during a launch. The driver waits while its queue is full, and what it waits
+    for may be a callback that needs the lock.
     """
 
-    __slots__ = ("launch", "_library")
-
     def __init__(self, library: ctypes.CDLL):
-        self._library = library
-        self.launch: Callable[..., int] = library.cuLaunchKernelEx
+        self.launch, self.encode = library.cuLaunchKernelEx, library.cuTensorMapEncodeTiled
+        self._parameter_info, self._library = library.cuFuncGetParamInfo, library
 
-    def make_current(self, index: int) -> None:
-        """Make the primary context of GPU number ``index``, which PyTorch uses, current in this thread.
-
-        PyTorch does so with the first work that a thread gives to the GPU, which an allocation from its cache is not.
-        """
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        for code in (
-            self._library.cuDeviceGet(ctypes.byref(device), index),
-            self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-            self._library.cuCtxSetCurrent(context),
-        ):
-            if code:
-                raise RuntimeError(f"no context of GPU {index} could be made current: {self.message(code)}")
+    def parameter_sizes(self, function: ctypes.c_void_p) -> list[int]:
+        """Return the bytes of each parameter of a loaded kernel."""
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        info = self._parameter_info
+        while not info(function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+            sizes.append(size.value)
+        return sizes  # the driver returns an error past the last one
 
     def message(self, code: int) -> str:
-        """An error code as the driver names and explains it."""
-        words = []
-        for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
-            text = ctypes.c_char_p()
-            function(code, ctypes.byref(text))
-            words.append((text.value or b"unknown").decode())
-        return f"CUDA error {code}, {words[0]}: {words[1]}"
+        """Return the number and the driver's explanation of an error code."""
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        return f"CUDA error {code}: {(text.value or b'unknown').decode()}"
 
 
 @functools.cache
 def load() -> Driver | None:
-    """The driver of this process; None where there is none (a CPU, AMD) or where it is older than cuLaunchKernelEx."""
-    if torch.version.hip:
-        return None
+    """Return the driver of this process; None without one (a CPU, AMD), or if it lacks one of the functions."""
     try:
-        return Driver(ctypes.CDLL("libcuda.so.1"))
+        return None if torch.version.hip else Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None
 
 
-def make_current(index: int) -> None:
-    """``Driver.make_current`` of this process's driver."""
-    found = load()
-    if found is None:
-        raise RuntimeError(f"no context of GPU {index} could be made current: there is no CUDA driver")
-    found.make_current(index)
+class TensorMap:
+    """The tensor maps (CUtensorMap) of one descriptor of a kernel, by the address of its tensor.
+
+    fields: shape, strides in elements, and padding of Triton's ``TensorDescriptor``. encoding: the descriptor's entry
+    of ``tensordesc_meta`` in Triton's metadata.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, fields: Mapping[str, Any], encoding: Mapping[str, Any] | None):
+        if encoding is None or encoding["fp4_padded"] or encoding.get("is_im2col") or dtype not in _MAP_TYPES:
+            raise Unsupported(f"{name} has no plain tensor map")
+        if fields["padding"] != "zero" or fields.get("round_f32_to_tf32"):
+            raise Unsupported(f"{name} is a descriptor that pads with NaN or rounds")
+        self.name, self.fields, block = name, fields, encoding["block_size"]
+        rank, swizzle, none = len(block), encoding["swizzle"], 0
+        sizes = (ctypes.c_uint64 * rank)(*reversed(fields["shape"]))
+        pitches = (ctypes.c_uint64 * rank)(*(dtype.itemsize * n for n in reversed(fields["strides"][:-1])))
+        box, steps = (ctypes.c_uint32 * rank)(*reversed(block)), (ctypes.c_uint32 * rank)(*[1] * rank)
+        self._before_address = _MAP_TYPES[dtype], rank
+        self._after_address = sizes, pitches, box, steps, none, swizzle, _PROMOTE_TO_128_BYTES, none
+        self.maps: dict[int, bytes] = {}
+
+    def at(self, address: int) -> bytes:
+        """Return the 128 bytes of the map of a tensor at ``address``. Raise RuntimeError if the driver refuses."""
+        found = self.maps.get(address)
+        if found is None:
+            if len(self.maps) >= _MAX_MAPS:
+                self.maps.clear()
+            memory, begin = _aligned(_MAP_BYTES)
+            where = ctypes.c_void_p(ctypes.addressof(memory) + begin)
+            driver: Any = load()
+            code = driver.encode(where, *self._before_address, ctypes.c_void_p(address), *self._after_address)
+            if code:
+                raise RuntimeError(f"no tensor map of {self.name} could be made: {driver.message(code)}")
+            found = self.maps[address] = memory.raw[begin : begin + _MAP_BYTES]
+        return found
 
 
-def message(code: int) -> str:
-    """``Driver.message`` of this process's driver, or the bare number without one."""
-    found = load()
-    return f"CUDA error {code}" if found is None else found.message(code)
+# One parameter of a kernel: the name of a tensor, a descriptor's tensor map, or the bytes of anything else.
+Parameter = str | TensorMap | bytes
+
+
+class Kernel:
+    """What the driver needs for the launches of one compiled kernel. ``parameters`` are in the kernel's order.
+
+    Args:
+        compiled: as ``kernel[grid](...)`` of Triton returns it.
+        grid: three numbers of programs.
+        given: all arguments by name. A tensor with a descriptor is (tensor, ``Source``).
+
+    Raises:
+        Unsupported: if a launch needs more than this file knows, or if the driver counts other parameters.
+    """
+
+    def __init__(self, compiled: Any, grid: Sequence[int], given: Mapping[str, Any]):
+        metadata = compiled.metadata._asdict()
+        driver = load()
+        if driver is None:
+            raise Unsupported("there is no CUDA driver with the functions that launches need")
+        for reason, applies in (
+            ("this release of Triton is not known", not LAUNCHER_IS_KNOWN),
+            ("the kernel needs scratch memory", metadata["global_scratch_size"] or metadata["profile_scratch_size"]),
+            ("the kernel is instrumented", metadata.get("instrumentation_mode")),
+            ("the kernel needs too much shared memory", metadata["shared"] > _MOST_SHARED_BYTES),
+            ("the kernel needs clusters", metadata["num_ctas"] > 1 or metadata["launch_cooperative_grid"]),
+            ("the grid is empty", min(grid) < 1),
+            ("the kernel is not loaded", not isinstance(compiled.function, int) or not compiled.function),
+        ):
+            if applies:
+                raise Unsupported(reason)
+        self.function = ctypes.c_void_p(compiled.function)
+        self.parameters = parameters_of(compiled.src.signature, metadata.get("tensordesc_meta"), given)
+        sizes = [parameter_bytes(parameter) for parameter in self.parameters]
+        if driver.parameter_sizes(self.function) != sizes:
+            raise Unsupported(f"the driver does not find parameters of {sizes} bytes")
+        numbers = [p.ljust(_WORD, b"\0") for p in self.parameters if isinstance(p, bytes)]
+        self.numbers = ctypes.create_string_buffer(b"".join(numbers))
+        self.launch_early = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+        self.config = (
+            tuple(grid), (32 * metadata["num_warps"], 1, 1), metadata["shared"], 0,
+            ctypes.addressof(self.launch_early), int(metadata["launch_pdl"]),
+        )  # fmt: skip
+
+
+def parameters_of(
+    signature: Mapping[str, Any], encodings: Sequence[Mapping[str, Any]] | None, given: Mapping[str, Any]
+) -> list[Parameter]:
+    """Return a kernel's parameters by the rule of triton 3.6 to 3.9.
+
+    Constants are no parameters. A tuple gives those of its elements, a descriptor its map, shape and strides. Two
+    pointers to scratch memory come last.
+    """
+    found: list[Parameter] = []
+    left = iter(encodings or ())
+    for name, kind in signature.items():
+        if isinstance(kind, str) and kind.startswith("tensordesc"):
+            x, source = given[name]
+            found.append(TensorMap(name, x.dtype, source.fields, next(left, None)))
+            found += [struct.pack("<i", n) for n in source.fields["shape"]]
+            found += [struct.pack("<q", n) for n in source.fields["strides"]]
+        elif isinstance(kind, str) and kind.startswith("*"):
+            found.append(name)
+        else:
+            found += _numbers(name, kind, given.get(name))
+    return [*found, bytes(_WORD), bytes(_WORD)]
+
+
+def _numbers(name: str, kind: Any, value: Any) -> Iterator[bytes]:
+    if isinstance(kind, tuple):
+        for pair in zip(kind, value):
+            yield from _numbers(name, *pair)
+    elif kind != "constexpr":
+        try:
+            yield struct.pack(f"<{LETTERS[kind]}", value)
+        except (struct.error, OverflowError, TypeError, KeyError) as error:
+            raise Unsupported(f"{name}, of type {kind}, does not fit its parameter: {error}") from error
+
+
+def parameter_bytes(parameter: Parameter) -> int:
+    """Return the size of a parameter."""
+    return len(parameter) if isinstance(parameter, bytes) else _WORD if isinstance(parameter, str) else _MAP_BYTES
+
+
+def _aligned(size: int) -> tuple[Any, int]:
+    """Return memory, and where in it ``size`` bytes begin that are aligned as a tensor map must be."""
+    memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT)
+    return memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT
+
+
+class Block:
+    """Memory from which the driver reads the arguments of several launches, for one thread at a time.
+
+    ``write(*addresses, *maps)`` stores what changes from call to call.
+
+    Args:
+        launches: (kernel, its addresses, its maps) each. Both are indices of those that ``write`` takes, in the order
+            of the kernel's parameters.
+        addresses, maps: how many of each ``write`` takes.
+    """
+
+    def __init__(self, launches: Sequence[tuple[Kernel, Sequence[int], Sequence[int]]], addresses: int, maps: int):
+        first_map = _WORD * addresses + -_WORD * addresses % _MAP_ALIGNMENT
+        memory, shift = _aligned(first_map + _MAP_BYTES * maps)
+        begin = ctypes.addressof(memory) + shift
+        layout = f"<{addresses}Q{first_map - _WORD * addresses}x" + f"{_MAP_BYTES}s" * maps
+        self.write = functools.partial(struct.Struct(layout).pack_into, memory, shift)
+        self._stream, self._launches = 0, []
+        for kernel, own_addresses, own_maps in launches:
+            at: dict[type, Iterator[int]] = {
+                str: iter([begin + _WORD * i for i in own_addresses]),
+                TensorMap: iter([begin + first_map + _MAP_BYTES * i for i in own_maps]),
+                bytes: itertools.count(ctypes.addressof(kernel.numbers), _WORD),
+            }
+            pointers = (ctypes.c_void_p * len(kernel.parameters))(*[next(at[type(p)]) for p in kernel.parameters])
+            config = LaunchConfig(*kernel.config)
+            self._launches.append((config, ctypes.byref(config), kernel.function, ctypes.byref(pointers)))
+
+    def launch(self, launch: Any, stream: int) -> int:
+        """Launch all kernels on the current device by ``Driver.launch``. Return the first error code, 0 for none."""
+        if stream != self._stream:
+            for config, *_ in self._launches:
+                config.stream = stream
+            self._stream = stream
+        for _, *arguments in self._launches:
+            code = launch(*arguments, None)
+            if code:
+                return code
+        return 0

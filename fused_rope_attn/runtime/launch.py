@@ -1,31 +1,25 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Host side of a launch: everything that depends only on a call's signature is worked out once and kept.
+"""Launches of Triton kernels by the names of their arguments, and the tensor descriptors that they take.
 
-A Triton launch through ``kernel[grid](...)`` examines every argument again, about 35 us of Python for these kernels. A
-``Launch`` does that once per call signature (shapes, strides, dtypes, alignment, device, options) and afterwards hands
-the tensors to the compiled kernel. The signature is at least as fine as Triton's own specialisation.
+``kernel[grid](...)`` examines every argument again at each launch, which takes about 35 us for these kernels. A
+``Launch`` lets Triton do so once, when it compiles. ``Calls`` keeps launches by the signatures of their calls.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable
 
 import torch
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_rope_attn.runtime import device, driver
-from fused_rope_attn.runtime.direct_launch import DirectLaunch
-from fused_rope_attn.runtime.parameters import Unsupported
-
-_MAX_PREPARED = 4096
+from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.driver import Kernel, Unsupported
 
 
 class _Watched(threading.local):
-    """The launches of this thread that somebody writes down, or None."""
+    """The list to which launches of this thread are added, or None."""
 
     launches: list[tuple[Launch, dict]] | None = None
 
@@ -48,7 +42,7 @@ class Launch:
             value.
     """
 
-    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "direct", "refusal", "tail", "tensor_names")
+    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names")
 
     def __init__(self, kernel, programs: int, options: dict, shared: dict | None = None, **own):
         names = kernel.arg_names
@@ -68,9 +62,6 @@ class Launch:
         # purpose.
         self.options = {"enable_fp_fusion": True, "sanitize_overflow": False, **options}
         self.compiled = None
-        self.tail = tuple(self.arguments.values())
-        self.direct: DirectLaunch | None = None
-        self.refusal = "not launched yet"
 
     def __call__(self, stream: int, **tensors) -> None:
         """Launch on the current device with the kernel's tensors, all of them by name and in its order.
@@ -79,106 +70,48 @@ class Launch:
         ``Source`` makes of it.
 
         Raises:
-            RuntimeError: the CUDA driver's, with the kernel's name.
+            RuntimeError: as Triton raises it, for example with the CUDA driver's error.
         """
         if watched.launches is not None:
             watched.launches.append((self, tensors))
-        try:
-            code = self._launch(stream, tensors)
-        except RuntimeError as error:  # Triton's, which encodes tensor maps, and says in words what is wrong
-            if "invalid device context" not in str(error):
-                raise
-            code = driver.INVALID_CONTEXT
-        if code == driver.INVALID_CONTEXT:  # a thread that has not used its GPU yet
-            driver.make_current(device.current_gpu())
-            code = self._launch(stream, tensors)
-        if code:
-            raise RuntimeError(f"the kernel {self.kernel.fn.__name__} could not be launched: {driver.message(code)}")
-
-    def _launch(self, stream: int, tensors: dict) -> int:
-        """Launch by whichever way is open; returns the CUDA driver's error code, 0 for none."""
-        if self.direct is not None and not hooked():
-            return self.direct(stream, tensors)
-        self.launch_by_triton(stream, tensors)
-        return 0
-
-    def launch_by_triton(self, stream: int, tensors: dict) -> None:
-        """The same by Triton's own launcher: the first launch, after which ``direct`` is known, and what may not or
-        cannot do without it. ``refusal`` says why a kernel cannot, and is empty where it can."""
         if tuple(tensors) != self.tensor_names:
             raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}, not {tuple(tensors)}")
         given = {name: x[1].descriptor(x[0]) if type(x) is tuple else x for name, x in tensors.items()}
+        try:
+            self._launch(stream, given)
+        except RuntimeError as error:
+            if "invalid device context" not in str(error):
+                raise
+            device.make_current(torch.device("cuda", device.current_gpu()))
+            self._launch(stream, given)
+
+    def _launch(self, stream: int, given: dict) -> None:
         compiled = self.compiled
         if compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
             self.compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
-            if self.compiled is not None:
-                self._prepare(tensors)
         elif hooked():
-            compiled[self.grid](*given.values(), *self.tail)
+            compiled[self.grid](*given.values(), *self.arguments.values())
         else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
             compiled.run(
                 *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given.values(),
-                *self.tail,
+                *self.arguments.values(),
             )  # fmt: skip
 
-    def _prepare(self, tensors: dict) -> None:
-        try:
-            self.direct, self.refusal = DirectLaunch(self.compiled, self.grid, tensors, self.arguments), ""
-        except Unsupported as reason:
-            self.refusal = str(reason)
+    def for_driver(self, tensors: dict) -> tuple[Kernel, dict[str, torch.Tensor]]:
+        """Return this launch as the driver makes it, and the tensors by name without their sources.
+
+        tensors: as ``__call__`` took them. Raises Unsupported if the driver cannot make it.
+        """
+        if self.compiled is None:
+            raise Unsupported("nothing was compiled")
+        of_tensors = {name: x[0] if type(x) is tuple else x for name, x in tensors.items()}
+        return Kernel(self.compiled, self.grid, {**self.arguments, **tensors}), of_tensors
 
 
 def hooked() -> bool:
     """True while a profiler watches Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-class PreparedCalls:
-    """Calls by signature, built on first use; forgets everything when it grows past any reasonable working set.
-
-    ``prepare(problem, tensors)``, or ``prepare(problem, tensors, config)``, builds one; ``problem`` is a hashable
-    record of all that is not a tensor, a tensor that a call has not is None.
-    """
-
-    _instances: weakref.WeakSet[PreparedCalls] = weakref.WeakSet()
-    # How often everything was forgotten: what was made of prepared calls is of no use when this has changed.
-    generation = 0
-
-    def __init__(self, prepare: Callable):
-        self._prepare = prepare
-        self._calls: dict = {}
-        self._instances.add(self)
-
-    def __call__(self, problem, tensors: tuple[torch.Tensor | None, ...], *config):
-        # What launch arguments can depend on: layout, dtype, and alignment as Triton and the TMA see it. Written out,
-        # because a call of a function for each tensor would cost the host another microsecond.
-        key = (
-            problem,
-            *map(id, config),
-            *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors],
-        )
-        entry = self._calls.get(key)
-        if entry is None:
-            if len(self._calls) >= _MAX_PREPARED:
-                self.forget()
-            # The entry keeps the configuration alive, so that its id stays its own.
-            entry = self._calls[key] = (self._prepare(problem, tensors, *config), config)
-        return entry[0]
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def forget(self) -> None:
-        """Build every call again when it comes."""
-        self._calls.clear()
-
-    @classmethod
-    def forget_all(cls) -> None:
-        """The same for all instances: after a change of what launches are prepared from."""
-        PreparedCalls.generation += 1
-        for calls in cls._instances:
-            calls.forget()
 
 
 class Source:

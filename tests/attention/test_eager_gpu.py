@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.attention import known_calls
+from fused_rope_attn.attention import eager
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.testing import Case, make_inputs, masks_of, norms_of
 from tests.support.attention import assert_equal
@@ -56,7 +56,7 @@ def call(request):
         (assert_equal if backend == "triton" else assert_alike)(given, expected)
 
     yield make, compare
-    known_calls.forget()
+    eager.forget()
 
 
 def moved(x):
@@ -67,7 +67,7 @@ def moved(x):
 
 def expected_of(make, monkeypatch, seeds):
     with monkeypatch.context() as patched:
-        patched.setattr(known_calls, "find", lambda *arguments: None)
+        patched.setattr(eager, "find", lambda *arguments: None)
         return [[x.clone() for x in make(seed)()] for seed in seeds]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.attention import api, known_calls
+from fused_rope_attn.attention import api, eager
 from fused_rope_attn.testing import Case, make_inputs
 from tests.support.marks import interpreted
 
@@ -17,11 +17,11 @@ OTHERS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=4))
 @pytest.fixture
 def examined(monkeypatch):
     """A list that grows with every call that is examined; nothing is known at first."""
-    known_calls.forget()
+    eager.forget()
     seen, describe = [], api._describe
     monkeypatch.setattr(api, "_describe", lambda *a, **options: seen.append(options) or describe(*a, **options))
     yield seen
-    known_calls.forget()
+    eager.forget()
 
 
 def call(inputs=INPUTS, causal=True, **options):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fused_rope_attn.runtime.driver import LaunchAttribute, LaunchConfig
+from fused_rope_attn.runtime.driver import LaunchAttribute
 from fused_rope_attn.runtime.launch import Source
 from fused_rope_attn.runtime.triton_compat import gl
 
@@ -23,29 +23,16 @@ SIGNATURE = {
     "BLOCK": "constexpr",
 }
 ENCODING = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
-# (bytes, alignment) in the PTX: x, the tensor map with its shape and strides, z, two strides, scale, two of scratch.
-PARAMETERS = [(8, 8), (128, 64), *[(4, 4)] * 4, *[(8, 8)] * 4, (8, 8), (4, 4), (8, 8), (4, 4), (8, 8), (8, 8)]
+# Bytes of the parameters: x, the tensor map with its shape and strides, z, two strides, scale, two of scratch.
+SIZES = [8, 128, *[4] * 4, *[8] * 4, 8, 4, 8, 4, 8, 8]
 ARGUMENTS = {"strides": (640, 1 << 40, 1), "scale": 0.25, "BLOCK": 64}
 GRID = (12, 1, 1)
 
 
-def ptx(parameters=PARAMETERS, threads=128):
-    """The entry of a kernel as Triton's PTX declares it."""
-    lines = []
-    for i, (size, alignment) in enumerate(parameters):
-        if size == 128:
-            lines.append(f"\t.param .align {alignment} .b8 {NAME}_param_{i}[{size}]")
-        else:
-            pointer = " .ptr .global .align 1" if size == 8 else ""
-            lines.append(f"\t.param .u{8 * size}{pointer} {NAME}_param_{i}")
-    declared = ",\n".join(lines)
-    return f".visible .entry {NAME}(\n{declared}\n)\n.reqntid {threads}\n{{\n\tret;\n}}\n"
-
-
-def compiled_kernel(signature=SIGNATURE, text=None, function=0x5EED, asm=None, **changed):
+def compiled_kernel(signature=SIGNATURE, function=0x5EED, **changed):
     """What Triton gives after compiling, as far as launches look at it; ``changed`` fields of its metadata."""
     fields = {
-        "name": NAME, "target": SimpleNamespace(backend="cuda"), "num_warps": 4, "num_ctas": 1, "shared": 4096,
+        "name": NAME, "num_warps": 4, "num_ctas": 1, "shared": 4096,
         "global_scratch_size": 0, "profile_scratch_size": 0, "instrumentation_mode": "", "launch_pdl": True,
         "launch_cooperative_grid": False, "tensordesc_meta": [ENCODING],
     } | changed  # fmt: skip
@@ -53,8 +40,7 @@ def compiled_kernel(signature=SIGNATURE, text=None, function=0x5EED, asm=None, *
     runs = []
     return SimpleNamespace(
         src=SimpleNamespace(signature=signature), metadata=metadata, function=function, packed_metadata=(4, 1, 4096),
-        asm={"ptx": ptx() if text is None else text} if asm is None else asm, runs=runs,
-        run=lambda *arguments: runs.append(arguments),
+        runs=runs, run=lambda *arguments: runs.append(arguments),
     )  # fmt: skip
 
 
@@ -66,8 +52,8 @@ def toy_tensors():
     return {"x_ptr": torch.zeros(8), "y_desc": source(y), "no_ptr": None, "z_ptr": torch.zeros(8).bfloat16()}
 
 
-def toy_map(address, **encoding):
-    """The tensor map of ``encode_tensor_map``, recognisable."""
+def toy_map(address):
+    """The tensor map that ``RecordingDriver`` makes, recognisable."""
     return address.to_bytes(8, "little") + bytes(range(120))
 
 
@@ -90,31 +76,37 @@ class ToyKernel:
 
 
 class RecordingDriver:
-    """What ``driver.load`` gives; every launch adds to ``launches`` what lay in its block of arguments."""
+    """What ``driver.load`` gives; every launch adds to ``launches`` what its block of arguments held.
 
-    def __init__(self, code=0, parameters=PARAMETERS, seconds=0.0):
-        self.code, self.parameters, self.seconds = code, parameters, seconds
-        self.launches = []
-        self.current = []
+    code: the error code of launches, 0 for none. sizes: of the kernel's parameters. seconds: the time of a launch.
+    """
 
-    def make_current(self, index):
-        self.current.append(index)
-        self.code = 0
+    def __init__(self, code=0, sizes=SIZES, seconds=0.0):
+        self.code, self.sizes, self.seconds = code, sizes, seconds
+        self.launches, self.encoded, self.code_of_encode = [], [], 0
+
+    def parameter_sizes(self, function):
+        return self.sizes
+
+    def encode(self, memory, dtype, rank, address, sizes, pitches, box, steps, *others):
+        self.encoded.append((address.value, dtype, rank, list(sizes), list(pitches), list(box), list(steps), others))
+        ctypes.memmove(memory, toy_map(address.value), 128)
+        return self.code_of_encode
 
     def launch(self, config, function, parameters, extra):
         time.sleep(self.seconds)
-        given = LaunchConfig.from_address(config.value)
+        given = config._obj
         attributes = (LaunchAttribute * given.num_attributes).from_address(given.attributes)
-        pointers = (ctypes.c_uint64 * len(self.parameters)).from_address(parameters.value)
+        pointers = list(parameters._obj)
         self.launches.append(
             SimpleNamespace(
                 grid=tuple(given.grid), block=tuple(given.block), shared=given.shared_bytes, stream=given.stream,
                 attributes=[(each.id, *each.value) for each in attributes], function=function.value, extra=extra,
-                values=[ctypes.string_at(at, size) for at, (size, _) in zip(pointers, self.parameters)],
-                misaligned=[i for i, at in enumerate(pointers) if at % self.parameters[i][1]],
+                values=[ctypes.string_at(at, size) for at, size in zip(pointers, self.sizes, strict=True)],
+                misaligned=[i for i, at in enumerate(pointers) if at % min(64, self.sizes[i])],
             )
         )  # fmt: skip
         return self.code
 
     def message(self, code):
-        return f"CUDA error {code}, as the driver explains it"
+        return f"CUDA error {code}: as the driver explains it"

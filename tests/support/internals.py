@@ -2,19 +2,18 @@
 
 import torch
 
-from fused_rope_attn.attention import configs, eager, known_calls, ops, planning
+from fused_rope_attn.attention import configs, eager, ops, planning
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
-from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation.api import run_step, run_write
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime import checks, guards
+from fused_rope_attn.runtime.calls import Calls
 from fused_rope_attn.runtime.keywords import fill
-from fused_rope_attn.runtime.launch import PreparedCalls
 from fused_rope_attn.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
@@ -90,7 +89,7 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
 
     problem, tensors, _ = described_for_launch(inputs, case)
     config = configs.ForwardConfig("prepass", configs.Tile(block_m, 32, 4, 1))
-    return portable_forward.prepared(problem, tensors, config, saving)(tensors)
+    return portable_forward.ForwardCall(problem, tensors, config, saving)(tensors)
 
 
 def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks, block_table=None):
@@ -101,24 +100,23 @@ def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks,
 
 def go_through_the_dispatcher(monkeypatch):
     """Attention calls its operators by PyTorch's dispatcher, also where it could call the launchers directly."""
-    for module in (eager, known_calls):
-        monkeypatch.setattr(module, "is_plain", lambda *tensors: False)
+    monkeypatch.setattr(eager, "is_plain", lambda *tensors: False)
 
 
 def _replace_launchers(monkeypatch, portable, forward, backward):
-    given = ops._doors
+    given = ops._launchers
 
     def prepare_forward(problem, tensors, config, saving):
-        return lambda tensors: Outputs(*forward(problem, tensors, config, saving))
+        return lambda tensors: Outputs(*forward(problem, Tensors(*tensors), config, saving))
 
     def prepare_backward(problem, tensors, config, is_rotated):
-        return lambda tensors, do, o, lse: Gradients(*backward(problem, tensors, config, is_rotated))
+        return lambda tensors: Gradients(*backward(problem, Tensors(*tensors[3:]), config, is_rotated))
 
-    doors = prepare_forward, prepare_backward
-    monkeypatch.setattr(ops, "_doors", lambda asked: doors if asked is portable else given(asked))
+    launchers = prepare_forward, prepare_backward
+    monkeypatch.setattr(ops, "_launchers", lambda asked: launchers if asked is portable else given(asked))
     # What was prepared before, and what is prepared now, must not be taken for the other.
-    monkeypatch.setattr(ops, "_forward_calls", PreparedCalls(ops._prepare_forward))
-    monkeypatch.setattr(ops, "_backward_calls", PreparedCalls(ops._prepare_backward))
+    monkeypatch.setattr(ops, "_forward_calls", Calls(ops._prepare_forward))
+    monkeypatch.setattr(ops, "_backward_calls", Calls(ops._prepare_backward))
 
 
 def replace_portable_launchers(monkeypatch, forward, backward=None):
@@ -139,9 +137,13 @@ def replace_sm_90_launchers(monkeypatch, forward, backward=None):
 def forget_plans():
     """Plans are remembered: after a change of the tables they must be made again."""
     planning._plan.cache_clear()
-    known_calls.forget()
-    ops._forward_calls.forget()
-    ops._backward_calls.forget()
+    forget_calls()
+
+
+def forget_calls():
+    """Every call is examined, prepared and recorded again."""
+    eager.forget()
+    Calls.forget_all()
 
 
 def plan_of(given, **packed):
@@ -169,13 +171,12 @@ def set_decode_config(monkeypatch, config):
 
 def forget_prepared_steps():
     """The next generation step prepares its launches again."""
-    generation_ops._calls.forget()
-    generation_launch.prepared.forget()
+    generation_ops._step_calls.forget()
 
 
 def count_prepared_steps():
     """How many kinds of generation steps have had their launches prepared."""
-    return len(generation_launch.prepared)
+    return len(generation_ops._step_calls)
 
 
 def count_tables_that_turn_nothing(monkeypatch):
@@ -195,16 +196,16 @@ def rotate_without_the_kernel(monkeypatch):
 def forget_warnings():
     """What is said once per process is said again."""
     checks._said.clear()
-    known_calls.forget()
+    eager.forget()
 
 
 def described_problems(monkeypatch):
     """A list to which the forward operator of attention, which then runs as before, adds its problems."""
-    seen, run = [], ops.run_forward
+    seen, call = [], ops.forward_call
 
     def note(problem, tensors, saves_rotated=False):
         seen.append(problem)
-        return run(problem, tensors, saves_rotated)
+        return call(problem, tensors, saves_rotated)
 
-    monkeypatch.setattr(ops, "run_forward", note)
+    monkeypatch.setattr(ops, "forward_call", note)
     return seen

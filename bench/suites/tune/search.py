@@ -85,18 +85,21 @@ class Bench:
             self.o, self.lse = self._forward(forward)
 
     def _forward(self, config: configs.ForwardConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        from fused_rope_attn.attention.portable.forward import attention_forward
+        from fused_rope_attn.attention.portable.forward import ForwardCall
 
-        return attention_forward(self.problem, self.tensors, config)[:2]
+        return ForwardCall(self.problem, self.tensors, config)(self.tensors)[:2]
 
     def call(self, config: Config) -> Callable[[], Any]:
         """The zero-argument function that is timed."""
-        if self.point.part == "fwd":
-            return lambda: self._forward(config)
-        from fused_rope_attn.attention.portable.backward import attention_backward
+        from fused_rope_attn.attention.portable.backward import backward_call
+        from fused_rope_attn.attention.portable.forward import ForwardCall
 
-        gradient = {"do": self.inputs.do, "o": self.o, "lse": self.lse}
-        return lambda: attention_backward(self.problem, self.tensors, config, **gradient)[:3]
+        if self.point.part == "fwd":
+            forward = ForwardCall(self.problem, self.tensors, config)
+            return lambda: forward(self.tensors)[:2]
+        given = (self.inputs.do, self.o, self.lse, *self.tensors)
+        backward = backward_call(self.problem, given, config)
+        return lambda: backward(given)[:3]
 
     def screen(self, config: Config, round_ms: float) -> Timed | str:
         """Gate, then a short look; the reason where it cannot run or computes something else."""

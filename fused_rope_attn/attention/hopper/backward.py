@@ -10,7 +10,7 @@ from fused_rope_attn.attention.arguments import (
     gradient_strides,
     key_gradient_dtype,
     padded_rows,
-    room_strides,
+    result_strides,
     rotated_shape,
     shared_arguments,
 )
@@ -22,11 +22,11 @@ from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
+from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.device import is_interpreted
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
+from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
 
@@ -48,13 +48,15 @@ class BackwardCall:
     """
 
     def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
-        do, o, *of_forward = tensors
-        given, rooms = split_rooms(tuple(of_forward))
+        do, o, _, *of_forward = tensors
+        given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
         self.is_rotated = is_rotated
-        self.strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
+        self.strides = dq_strides, dk_strides, dv_strides = result_strides(
+            outputs, gradient_strides(given, o, is_rotated)
+        )
         self.key_dtype = key_gradient_dtype(problem)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
@@ -185,15 +187,15 @@ class BackwardCall:
         if not self.wide:
             self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
-    def __call__(
-        self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
-    ) -> Gradients:
-        """Launch the call. rooms: output buffers for dq, dk and dv, if the call was prepared for them."""
+    def __call__(self, given: tuple) -> Gradients:
+        """Launch the call. given: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
+        do, o, lse, *of_forward = given
+        tensors, outputs = split_outputs(of_forward, 3)
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
         # Allocate with known strides, because otherwise an allocation takes the host twice as long.
         dtype, where = v.dtype, v.device
         dq_strides, dk_strides, dv_strides = self.strides
-        dq, dk, dv = rooms
+        dq, dk, dv = outputs
         if dq is None:
             dq = torch.empty_strided(o.shape, dq_strides, dtype=dtype, device=where)
         if dk is None:
@@ -242,19 +244,3 @@ class BackwardCall:
         )  # fmt: skip
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
-
-
-prepared = PreparedCalls(BackwardCall)
-
-
-def attention_backward(
-    problem: Problem,
-    tensors: Tensors,
-    config: HopperBackwardConfig,
-    *,
-    do: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-) -> Gradients:
-    """Compute what the portable ``attention_backward`` does, with the kernels for sm_90. dq is summed in any order."""
-    return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import room_strides, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
 from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_rooms
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
+from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, layout_of_rows, output_strides
 from fused_rope_attn.runtime.triton_compat import gl
 
@@ -34,13 +34,13 @@ class ForwardCall:
         self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saving: Saving = Saving.NOTHING,
         keys_are_ready: bool = False,
     ):  # fmt: skip
-        given, rooms = split_rooms(tensors)
+        given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
         pad_d = max(64, block_d(problem.head_dim))
         block_m = config.consumers * ROWS.value
         reads_rotated = not config.rotates_queries
         self.empty = problem.batch * problem.len_q == 0
-        self.o_strides = room_strides(rooms, [output_strides(q)])[0]
+        self.o_strides = result_strides(outputs, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.packed = problem.is_packed
         self.saves_rotated = saving is not Saving.NOTHING
@@ -106,13 +106,13 @@ class ForwardCall:
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
 
-    def __call__(
-        self, tensors: Tensors, o: torch.Tensor | None = None, counter: torch.Tensor | None = None
-    ) -> Outputs:  # fmt: skip
+    def __call__(self, given: tuple, counter: torch.Tensor | None = None) -> Outputs:
         """Launch the call.
 
-        o: the output buffer, if the call was prepared for one; counter: given if and only if keys are ready.
+        given: ``Tensors``, and then o if the call was prepared for an output buffer. counter: given if and only if keys
+        are ready.
         """
+        tensors, (o,) = split_outputs(given, 1)
         q = tensors.q
         if o is None:
             o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
@@ -138,11 +138,3 @@ class ForwardCall:
             sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens,
         )  # fmt: skip
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
-
-
-prepared = PreparedCalls(ForwardCall)
-
-
-def attention_forward(problem: Problem, tensors: Tensors, config: HopperForwardConfig) -> Outputs:
-    """Compute what the portable ``attention_forward`` does, with the kernels for sm_90."""
-    return prepared(problem, tensors, config)(tensors)

@@ -1,4 +1,4 @@
-"""The portable backward pass: its door, and the launches behind it."""
+"""Launches of the portable backward pass."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, room_strides, shared_arguments
+from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, result_strides, shared_arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel, one_launch_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.attention.problem import NO_ROOMS, Gradients, Problem, Rooms, Tensors, split_rooms
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
+from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long
 
 
@@ -28,12 +28,12 @@ class _Results:
     dsinks_shape: tuple[int, int] | None  # of the parts of the sinks' gradient, one for each tile of queries and head
     norms: NormGradients | None
 
-    def rooms(self, o: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rooms: Rooms) -> list[torch.Tensor]:
-        """dq, dk and dv: the caller's, or new ones."""
+    def allocate(self, o: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple) -> list[torch.Tensor]:
+        """Return dq, dk and dv: the caller's output buffers, or new ones."""
         return [
-            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device) if room is None else room
-            for x, strides, dtype, room in zip(
-                (o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype), rooms
+            torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device) if out is None else out
+            for x, strides, dtype, out in zip(
+                (o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype), outputs
             )
         ]
 
@@ -44,7 +44,7 @@ class _Results:
     def gradients(
         self, stream: int, tensors: Tensors, written: list[torch.Tensor], parts: torch.Tensor | None
     ) -> Gradients:
-        """All gradients of a call, when its kernels of attention have been launched. written: what ``rooms`` gave."""
+        """Return all gradients of a call, after the kernels of attention. written: what ``allocate`` gave."""
         dq, dk, dv = written
         dsinks = dq_norm = dk_norm = None
         if parts is not None:
@@ -61,15 +61,15 @@ class BackwardCall:
     """
 
     def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False):
-        do, o, *of_forward = tensors
-        given, rooms = split_rooms(tuple(of_forward))
+        do, o, _, *of_forward = tensors
+        given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
         self.preprocess = self.dkdv = self.dq = norms = None
         query_tiles = tile_count(problem.len_q, sequences, config.dq.block_m)
         dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
-        strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
+        strides = dq_strides, dk_strides, dv_strides = result_strides(outputs, gradient_strides(given, o, is_rotated))
         # Whether q and k are what the products take: they are rotated in the loops, or have been.
         self.takes_given = inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)
@@ -149,17 +149,17 @@ class BackwardCall:
         self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the rotated q and k; q and k themselves where they are rotated inline, or have been before."""
+        """Return memory for the rotated q and k, or q and k if they are rotated inline or already."""
         if self.takes_given:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
-    def __call__(
-        self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
-    ) -> Gradients:
-        """rooms: where dq, dk and dv are to be written, if the call was prepared for such places."""
+    def __call__(self, given: tuple) -> Gradients:
+        """Launch the call. given: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
+        do, o, lse, *of_forward = given
+        tensors, outputs = split_outputs(of_forward, 3)
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
-        dq, dk, dv = written = self.results.rooms(o, k, v, rooms)
+        dq, dk, dv = written = self.results.allocate(o, k, v, outputs)
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
@@ -192,11 +192,11 @@ class OneLaunchCall:
     """
 
     def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False):
-        do, o, *of_forward = tensors
-        given, rooms = split_rooms(tuple(of_forward))
+        do, o, _, *of_forward = tensors
+        given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
-        strides = dq_strides, dk_strides, dv_strides = room_strides(rooms, gradient_strides(given, o, is_rotated))
+        strides = dq_strides, dk_strides, dv_strides = result_strides(outputs, gradient_strides(given, o, is_rotated))
         key_tiles = tile_count(problem.len_k, sequences, config.dkdv.block_n)
         query_tiles = tile_count(problem.len_q, sequences, config.dq.block_m)
         programs = batch * (key_tiles * problem.heads_kv + query_tiles * problem.heads_q)
@@ -240,12 +240,12 @@ class OneLaunchCall:
             norms = NormGradients(problem, given, shared, strides, is_rotated, pdl=False)
         self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
 
-    def __call__(
-        self, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, rooms: Rooms = NO_ROOMS
-    ) -> Gradients:
-        """As ``BackwardCall``'s."""
+    def __call__(self, given: tuple) -> Gradients:
+        """Launch the call, as ``BackwardCall`` does."""
+        do, o, lse, *of_forward = given
+        tensors, outputs = split_outputs(of_forward, 3)
         q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
-        dq, dk, dv = written = self.results.rooms(o, k, v, rooms)
+        dq, dk, dv = written = self.results.allocate(o, k, v, outputs)
         parts = self.results.sink_parts(q)
         stream = device.current_stream(q.device)
         if self.launch is not None:
@@ -258,23 +258,10 @@ class OneLaunchCall:
         return self.results.gradients(stream, tensors, written, parts)
 
 
-def _prepare(
+def backward_call(
     problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False
 ) -> BackwardCall | OneLaunchCall:
+    """Prepare a backward pass: by one launch if the configuration says so and nothing must be rotated before."""
     has_nothing_to_rotate_before = is_rotated or config.strategy == "inline"
     kind = OneLaunchCall if config.one_launch and has_nothing_to_rotate_before else BackwardCall
     return kind(problem, tensors, config, is_rotated)
-
-
-prepared = PreparedCalls(_prepare)
-
-
-def attention_backward(
-    problem: Problem, tensors: Tensors, config: BackwardConfig, *, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-) -> Gradients:
-    """Run the backward pass of a ``problem`` that is ``for_launch``.
-
-    do and o ``(B, HQ, NQ, D)``, lse ``(B, HQ, NQ)`` float32. Bitwise deterministic: every output element is summed by
-    one program in a fixed order.
-    """
-    return prepared(problem, (do, o, *tensors), config)(tensors, do, o, lse)

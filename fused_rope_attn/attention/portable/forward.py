@@ -1,17 +1,17 @@
-"""The portable forward pass: its door, and the launches behind it."""
+"""Launches of the portable forward pass."""
 
 from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, room_strides, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, result_strides, rotated_shape, shared_arguments
 from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
 from fused_rope_attn.attention.prepass import RotateKeys
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_rooms
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls, Source
+from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import (
     block_d,
     contiguous_strides,
@@ -26,9 +26,9 @@ class ForwardCall:
     """The launches of one forward signature: with a pre-pass, or without."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: ForwardConfig, saving: Saving = Saving.NOTHING):
-        given, rooms = split_rooms(tensors)
+        given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
-        self.o_strides = room_strides(rooms, [output_strides(q)])[0]
+        self.o_strides = result_strides(outputs, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.empty = problem.batch * problem.len_q == 0
         shared = shared_arguments(problem, given.cos, given.sin)
@@ -74,8 +74,9 @@ class ForwardCall:
             PDL=pdl,
         )
 
-    def __call__(self, tensors: Tensors, o: torch.Tensor | None = None) -> Outputs:
-        """o: where it is to be written, if the call was prepared for such a place."""
+    def __call__(self, given: tuple) -> Outputs:
+        """Launch the call. given: ``Tensors``, and then o if the call was prepared for an output buffer."""
+        tensors, (o,) = split_outputs(given, 1)
         q, k = tensors.q, tensors.k
         if o is None:
             o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
@@ -95,14 +96,3 @@ class ForwardCall:
             cu_q_ptr=tensors.cu_seqlens_q, cu_k_ptr=tensors.cu_seqlens_k,
         )  # fmt: skip
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
-
-
-prepared = PreparedCalls(ForwardCall)
-
-
-def attention_forward(problem: Problem, tensors: Tensors, config: ForwardConfig) -> Outputs:
-    """Run the forward pass of a ``problem`` that is ``for_launch``.
-
-    Returns o (shape of q, its memory order) and lse ``(B, HQ, NQ)`` float32, natural log.
-    """
-    return prepared(problem, tensors, config)(tensors)

@@ -15,7 +15,8 @@ from fused_rope_attn.experimental.corope.distances import TABLE_SIZE
 from fused_rope_attn.experimental.corope.kernels import backward_kernel, forward_kernel
 from fused_rope_attn.kernels.arguments import LOG2E, dot_precision
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, PreparedCalls
+from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
@@ -80,26 +81,51 @@ def _shared_arguments(
     }
 
 
-def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig) -> Launch:
-    q, k, v = tensors
-    o = torch.empty_strided(q.shape, output_strides(q), dtype=q.dtype, device="meta")
+def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig):
+    q, k, v, *_ = tensors
+    shape, strides = q.shape, output_strides(q)
+    o = torch.empty_strided(shape, strides, dtype=q.dtype, device="meta")
     programs, shared = _shared_arguments(options, {"q": q, "k": k, "v": v, "o": o}, config)
-    return Launch(forward_kernel, programs, config.launch_options, shared)
+    launch = Launch(forward_kernel, programs, config.launch_options, shared)
+
+    def run(tensors: tuple) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, multiples, revolutions = tensors
+        o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        mileage = torch.empty(k.shape[:3], dtype=torch.int64, device=q.device)
+        if q.numel():
+            launch(
+                device.current_stream(q.device), q_ptr=q, k_ptr=k, v_ptr=v, multiples_ptr=multiples,
+                revolutions_ptr=revolutions, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage,
+            )  # fmt: skip
+        return o, lse, mileage
+
+    return run
 
 
-def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig) -> Launch:
-    q, k, v, do, o = tensors
+def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig):
+    do, q, k, v, o, *_ = tensors
     programs, shared = _shared_arguments(options, {"q": q, "k": k, "v": v, "do": do, "o": o}, config)
     # Three tf32 products are as good as one in float32 where an operand comes from 16 bits, and need no FMA loop.
     exact = "ieee" if q.dtype is torch.float32 or torch.version.hip else "tf32x3"
-    return Launch(
+    launch = Launch(
         backward_kernel, programs, config.launch_options, shared, HEAD_SLOTS=max(16, config.heads),
         DISTANCE_PRECISION=exact,
     )  # fmt: skip
 
+    def run(tensors: tuple) -> None:
+        do, q, k, v, o, lse, mileage, multiples, revolutions, dq, dk, dv = tensors
+        launch(
+            device.current_stream(q.device), q_ptr=q, k_ptr=k, v_ptr=v, multiples_ptr=multiples,
+            revolutions_ptr=revolutions, do_ptr=do, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage, dq_ptr=dq, dk_ptr=dk,
+            dv_ptr=dv,
+        )  # fmt: skip
 
-_forward_launches = PreparedCalls(_prepare_forward)
-_backward_launches = PreparedCalls(_prepare_backward)
+    return run
+
+
+_forward_calls = Calls(_prepare_forward)
+_backward_calls = Calls(_prepare_backward)
 
 
 def corope_forward(q, k, v, *, base, softmax_scale, config=None):
@@ -110,18 +136,9 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     mileage ``(B, HKV, N)`` int64, in units of 2**-23.
     """
     config = config or forward_config(q.dtype, q.shape[1] // k.shape[1])
-    o = torch.empty_strided(q.shape, output_strides(q), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    mileage = torch.empty(k.shape[:3], dtype=torch.int64, device=q.device)
-    if q.numel():
-        options = Options(q.device, softmax_scale, dot_precision(q.dtype))
-        launch = _forward_launches(options, (q, k, v), config)
-        multiples, revolutions = frequency_tables(base, q.shape[3], q.device)
-        launch(
-            device.current_stream(q.device), q_ptr=q, k_ptr=k, v_ptr=v, multiples_ptr=multiples,
-            revolutions_ptr=revolutions, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage,
-        )  # fmt: skip
-    return o, lse, mileage
+    options = Options(q.device, softmax_scale, dot_precision(q.dtype))
+    tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device))
+    return _forward_calls(options, tensors, config)(tensors)
 
 
 def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config=None):
@@ -130,17 +147,12 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     Needs ``4 (HQ + 2 HKV) B N D`` bytes for float32 sums besides the results.
     """
     config = config or backward_config(q.dtype, q.shape[1] // k.shape[1])
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
+    sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     if q.numel():
         options = Options(q.device, softmax_scale, dot_precision(q.dtype))
-        launch = _backward_launches(options, (q, k, v, do, o), config)
-        multiples, revolutions = frequency_tables(base, q.shape[3], q.device)
-        launch(
-            device.current_stream(q.device), q_ptr=q, k_ptr=k, v_ptr=v, multiples_ptr=multiples,
-            revolutions_ptr=revolutions, do_ptr=do, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage, dq_ptr=dq, dk_ptr=dk,
-            dv_ptr=dv,
-        )  # fmt: skip
+        tensors = (do, q, k, v, o, lse, mileage, *frequency_tables(base, q.shape[3], q.device), *sums)
+        _backward_calls(options, tensors, config)(tensors)
     results = [torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    for result, total in zip(results, (dq, dk, dv)):
+    for result, total in zip(results, sums):
         result.copy_(total)
     return tuple(results)
