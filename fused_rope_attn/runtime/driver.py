@@ -24,7 +24,6 @@ INVALID_CONTEXT = 201
 _WORD, _MAP_BYTES, _MAP_ALIGNMENT = 8, 128, 64
 # Tensor maps that one descriptor keeps. The layers of a model use the same few addresses in turn.
 _MAX_MAPS = 512
-_MOST_SHARED_BYTES = 228 << 10
 # Letters of Python's struct module for Triton's scalar types.
 LETTERS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -40,7 +39,7 @@ class Unsupported(Exception):
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: the attribute's number, and a union of 64 bytes."""
+    """CUlaunchAttribute: its number, and a union of 64 bytes."""
 
     _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
 
@@ -67,16 +66,16 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL):
         self.launch, self.encode = library.cuLaunchKernelEx, library.cuTensorMapEncodeTiled
-        self._parameter_info, self._library = library.cuFuncGetParamInfo, library
+        self._info, self._library = library.cuFuncGetParamInfo, library
 
     def parameter_sizes(self, function: ctypes.c_void_p) -> list[int]:
         """Return the bytes of each parameter of a loaded kernel."""
         sizes: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        info = self._parameter_info
-        while not info(function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+        # The driver returns an error past the last one.
+        while not self._info(function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
             sizes.append(size.value)
-        return sizes  # the driver returns an error past the last one
+        return sizes
 
     def message(self, code: int) -> str:
         """Return the number and the driver's explanation of an error code."""
@@ -133,6 +132,7 @@ class TensorMap:
 
 # One parameter of a kernel: the name of a tensor, a descriptor's tensor map, or the bytes of anything else.
 Parameter = str | TensorMap | bytes
+_BYTES: dict[type, int] = {str: _WORD, TensorMap: _MAP_BYTES}
 
 
 class Kernel:
@@ -149,37 +149,30 @@ class Kernel:
 
     def __init__(self, compiled: Any, grid: Sequence[int], given: Mapping[str, Any]):
         metadata = compiled.metadata._asdict()
-        driver = load()
-        if driver is None:
-            raise Unsupported("there is no CUDA driver with the functions that launches need")
+        driver: Any = load()
         for reason, applies in (
+            ("there is no CUDA driver with the functions that launches need", driver is None),
             ("this release of Triton is not known", not LAUNCHER_IS_KNOWN),
             ("the kernel needs scratch memory", metadata["global_scratch_size"] or metadata["profile_scratch_size"]),
             ("the kernel is instrumented", metadata.get("instrumentation_mode")),
-            ("the kernel needs too much shared memory", metadata["shared"] > _MOST_SHARED_BYTES),
+            ("the kernel needs too much shared memory", metadata["shared"] > 228 << 10),
             ("the kernel needs clusters", metadata["num_ctas"] > 1 or metadata["launch_cooperative_grid"]),
-            ("the grid is empty", min(grid) < 1),
-            ("the kernel is not loaded", not isinstance(compiled.function, int) or not compiled.function),
         ):
             if applies:
                 raise Unsupported(reason)
         self.function = ctypes.c_void_p(compiled.function)
         self.parameters = parameters_of(compiled.src.signature, metadata.get("tensordesc_meta"), given)
-        sizes = [parameter_bytes(parameter) for parameter in self.parameters]
+        sizes = [len(p) if isinstance(p, bytes) else _BYTES[type(p)] for p in self.parameters]
         if driver.parameter_sizes(self.function) != sizes:
             raise Unsupported(f"the driver does not find parameters of {sizes} bytes")
         numbers = [p.ljust(_WORD, b"\0") for p in self.parameters if isinstance(p, bytes)]
         self.numbers = ctypes.create_string_buffer(b"".join(numbers))
         self.launch_early = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
-        self.config = (
-            tuple(grid), (32 * metadata["num_warps"], 1, 1), metadata["shared"], 0,
-            ctypes.addressof(self.launch_early), int(metadata["launch_pdl"]),
-        )  # fmt: skip
+        size = tuple(grid), (32 * metadata["num_warps"], 1, 1), metadata["shared"]
+        self.config = *size, 0, ctypes.addressof(self.launch_early), int(metadata["launch_pdl"])
 
 
-def parameters_of(
-    signature: Mapping[str, Any], encodings: Sequence[Mapping[str, Any]] | None, given: Mapping[str, Any]
-) -> list[Parameter]:
+def parameters_of(signature: Mapping[str, Any], encodings: Any, given: Mapping[str, Any]) -> list[Parameter]:
     """Return a kernel's parameters by the rule of triton 3.6 to 3.9.
 
     Constants are no parameters. A tuple gives those of its elements, a descriptor its map, shape and strides. Two
@@ -209,11 +202,6 @@ def _numbers(name: str, kind: Any, value: Any) -> Iterator[bytes]:
             yield struct.pack(f"<{LETTERS[kind]}", value)
         except (struct.error, OverflowError, TypeError, KeyError) as error:
             raise Unsupported(f"{name}, of type {kind}, does not fit its parameter: {error}") from error
-
-
-def parameter_bytes(parameter: Parameter) -> int:
-    """Return the size of a parameter."""
-    return len(parameter) if isinstance(parameter, bytes) else _WORD if isinstance(parameter, str) else _MAP_BYTES
 
 
 def _aligned(size: int) -> tuple[Any, int]:
@@ -257,7 +245,6 @@ class Block:
                 config.stream = stream
             self._stream = stream
         for _, *arguments in self._launches:
-            code = launch(*arguments, None)
-            if code:
+            if code := launch(*arguments, None):
                 return code
         return 0
