@@ -109,10 +109,10 @@ def make_call(case: Case, package: ModuleType, device: str = "cuda") -> tuple[Ca
         leaves = [normal(total, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv)]
         return lambda *x: function(*x, cos, sin, ends, ends, longest, longest, True, **case.options), leaves
     if case.function == "rope_attention_with_kvcache":
-        q, new = normal(batch, heads_q, 1, head_dim), normal(batch, heads_kv, 1, head_dim)
+        q, new, new_v = (normal(batch, heads, 1, head_dim) for heads in (heads_q, heads_kv, heads_kv))
         caches = [normal(batch, heads_kv, length, head_dim) for _ in range(2)]
         lengths = torch.full((batch,), length - 8, dtype=torch.int32, device=device)
-        return lambda *x: function(x[0], *caches, cos, sin, new, new, cache_seqlens=lengths), [q]
+        return lambda *x: function(x[0], *caches, cos, sin, new, new_v, cache_seqlens=lengths), [q]
     leaves = [normal(batch, length, heads, head_dim).transpose(1, 2) for heads in (heads_q, heads_kv, heads_kv)]
     if case.function == "apply_rope_qk":
         return lambda *x: function(*x, cos, sin)[0], leaves[:2]
