@@ -43,7 +43,7 @@ class EagerCall(DifferentiableCall):
 
     def __init__(self, problem: Problem, tensors: Tensors, is_known: bool = False):
         super().__init__(problem, tensors)
-        # How products in float32 are computed is a setting, and it may change.
+        # A setting decides the precision of products in float32, and it may change between calls.
         self._is_known = is_known and problem.dtype is not torch.float32
         self._forward: Replay | None = None
         self._saving: Replay | None = None
@@ -52,7 +52,8 @@ class EagerCall(DifferentiableCall):
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         if ops.needs_gradient(tensors):
-            return self.apply(_apply, tensors)
+            found: list[torch.Tensor] = []
+            return _apply(self, tensors, found, *self.differentiable(tensors)), found[0]
         results = None if self._forward is None else self._forward(tensors.given())
         if results is None:
             results, replay = self._run(tensors, saves_rotated=False)
@@ -110,7 +111,7 @@ _known: dict[tuple, list[tuple[Callable[..., bool], EagerCall]]] = {}
 def find(tensors: Tensors, layout: Any, options: tuple) -> EagerCall | None:
     """Return the call that was remembered for this signature, or None.
 
-    Traced calls, modes and autocast have none.
+    It is None for traced calls, in modes and under autocast.
     """
     if not is_plain() or in_context_parallel() or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
         return None
@@ -157,5 +158,5 @@ def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, de
 
 
 def forget() -> None:
-    """Examine every call again when it comes."""
+    """Forget all calls, so that each is examined again."""
     _known.clear()

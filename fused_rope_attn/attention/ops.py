@@ -47,9 +47,9 @@ def _launchers(portable: bool) -> tuple[Callable, Callable]:
 
 
 def _readable(tensors: Tensors) -> Tensors:
-    """Return the tensors as kernels read them, which are copies of those that lie in another way.
+    """Return the tensors as kernels read them: those with another layout as copies.
 
-    Rows of q, k and v begin at multiples of 16 bytes. What only the device reads has unit stride.
+    Rows of q, k and v begin at multiples of 16 bytes. Tensors that only the device reads have unit stride.
     """
     changed = {name: with_aligned_rows(getattr(tensors, name)) for name in ("q", "k", "v")}
     changed |= {name: x.contiguous() for name in READ_BY_THE_DEVICE if (x := getattr(tensors, name)) is not None}
@@ -156,7 +156,7 @@ def _backward_impl(do, o, lse, *arguments):
 
 def _rotated_backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
-    # Packed queries lie padded in q_rot.
+    # q_rot holds packed queries with padding.
     problem = problem._replace(len_q=o.shape[2])
     return _without_none(run_backward(problem, do, Saved(o, lse, tensors, is_rotated=True)), do)
 
@@ -181,7 +181,7 @@ def _rotated_backward_fake(do, o, lse, *arguments):
 
 
 def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
-    """What ``_without_none`` makes of the gradients of sinks and of the norms' weights."""
+    """Return the gradients of sinks and of the weights of norms in the form of ``_without_none``."""
     given = (tensors.sinks, tensors.q_norm, tensors.k_norm)
     return [do.new_empty(0) if x is None else torch.empty_like(x) for x in given]
 
@@ -209,12 +209,9 @@ class DifferentiableCall:
         self.problem = problem
         self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
 
-    def apply(self, apply: Callable[..., torch.Tensor], tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o, lse) by ``apply``, which is that of ``Attention``."""
-        found: list[torch.Tensor] = []
-        weights = [getattr(tensors, name) for name, _ in self.weights]
-        o = apply(self, tensors, found, tensors.q, tensors.k, tensors.v, *weights)
-        return o, found[0]
+    def differentiable(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Return the tensors that may have a gradient, in the order of ``Gradients``."""
+        return [tensors.q, tensors.k, tensors.v, *[getattr(tensors, name) for name, _ in self.weights]]
 
     def forward(self, tensors: Tensors) -> Saved:
         raise NotImplementedError
@@ -237,7 +234,7 @@ class Attention(torch.autograd.Function):
         saved = call.forward(tensors)
         found.append(saved.lse)
         given = saved.tensors.given()
-        # Which tensors were saved; None for those alone that every call has.
+        # One flag a tensor: it was saved. None if only those were saved that every call has.
         present = None if len(given) == _ALWAYS_GIVEN else [x is not None for x in saved.tensors]
         ctx.call, ctx.unpack = call, functools.partial(_unpack, saved.is_rotated, present)
         ctx.save_for_backward(saved.o, saved.lse, *given)
@@ -279,11 +276,13 @@ class _OperatorCall(DifferentiableCall):
 def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
     if needs_gradient(tensors):
-        return _OperatorCall(keyset, problem, tensors).apply(functools.partial(apply_in_operator, Attention), tensors)
+        call, found = _OperatorCall(keyset, problem, tensors), []  # type: ignore[var-annotated]
+        o = apply_in_operator(Attention, call, tensors, found, *call.differentiable(tensors))
+        return o, found[0]
     return forward_operator.below_autograd(keyset, *arguments)
 
 
-# Which kernels backend="auto" means is decided inside the operators.
+# The operators decide inside which kernels backend="auto" takes.
 forward_operator = Operator(
     f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
     run=_forward_impl,

@@ -78,7 +78,7 @@ class Replay:
     """``replay(inputs)`` does with these tensors what the recorded call did with those of ``given``.
 
     Args:
-        recorded: of a call whose kernels had been compiled before.
+        recorded: from a call after its kernels were compiled.
         given: the tensors that the call was given. Those of a replay must have the same dtypes, devices, shapes and
             strides.
         results: what the call returned: None, or a tuple of allocations of its own, of given tensors, and of None.
@@ -125,7 +125,7 @@ class Replay:
         self._names = ", ".join(launch.kernel.fn.__name__ for launch, _ in recorded.launches)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Return the results, () for a call that has none. Launch nothing and return None if this cannot be a replay.
+        """Return the results, () if the call returns none. Launch nothing and return None if this cannot be a replay.
 
         Raises:
             RuntimeError: the CUDA driver's, with the kernels' names.
@@ -188,9 +188,9 @@ def _packed(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
 
 
 class Call:
-    """What is kept of a signature. ``run(tensors)`` allocates, launches and returns a tuple of tensors, or None.
+    """The launches of one signature. ``run(tensors)`` allocates, launches and returns a tuple of tensors, or None.
 
-    replay: what ``run`` did, as soon as it was recorded. refusal: the reason why there is none, or "".
+    replay: the recording of ``run``, or None before there is one. refusal: the reason why there is none, or "".
     """
 
     __slots__ = ("run", "replay", "refusal", "_times")
@@ -203,7 +203,7 @@ class Call:
         self.refusal, self._times = "not recorded yet", 0
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """Call with tensors of this signature; None stands for one that is not given."""
+        """Call with tensors of this signature, None for a tensor that is not given."""
         replay = self.replay
         if replay is not None:
             results = replay([x for x in tensors if x is not None])

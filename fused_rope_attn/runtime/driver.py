@@ -136,7 +136,7 @@ _BYTES: dict[type, int] = {str: _WORD, TensorMap: _MAP_BYTES}
 
 
 class Kernel:
-    """What the driver needs for the launches of one compiled kernel. ``parameters`` are in the kernel's order.
+    """One compiled kernel as the driver launches it. ``parameters`` are in the kernel's order.
 
     Args:
         compiled: as ``kernel[grid](...)`` of Triton returns it.
@@ -175,8 +175,8 @@ class Kernel:
 def parameters_of(signature: Mapping[str, Any], encodings: Any, given: Mapping[str, Any]) -> list[Parameter]:
     """Return a kernel's parameters by the rule of triton 3.6 to 3.9.
 
-    Constants are no parameters. A tuple gives those of its elements, a descriptor its map, shape and strides. Two
-    pointers to scratch memory come last.
+    Constants are no parameters. A tuple gives those of its elements, a descriptor its map, shape and strides. The last
+    two are pointers to scratch memory.
     """
     found: list[Parameter] = []
     left = iter(encodings or ())

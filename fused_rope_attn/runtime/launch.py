@@ -31,15 +31,14 @@ class Launch:
     """One kernel launch with everything but its tensors fixed, all arguments by the names of the kernel's parameters.
 
     Args:
-        kernel: a function of ``triton.jit`` or ``gluon.jit`` whose tensors are its first parameters.
+        kernel: a function of ``triton.jit`` or ``gluon.jit``. Its first parameters are its tensors.
         programs: size of the grid.
         options: of Triton's launch: ``num_warps``, ``num_stages``, ``maxnreg``, ``launch_pdl``.
-        shared: arguments by name, of which the kernel's own are taken: what several kernels of a call have in common.
+        shared: arguments by name that several kernels of a call have in common. The kernel takes those that it has.
         own: arguments of this kernel.
 
     Raises:
-        TypeError: where ``own`` names something that the kernel has not, or a parameter behind the tensors gets no
-            value.
+        TypeError: if the kernel lacks a parameter that ``own`` names, or a parameter after the tensors gets no value.
     """
 
     __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names")
@@ -91,7 +90,7 @@ class Launch:
             self.compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
         elif hooked():
             compiled[self.grid](*given.values(), *self.arguments.values())
-        else:  # What compiled[grid](...) does without hooks, the same in triton 3.6 to 3.9.
+        else:  # as compiled[grid](...) launches without hooks in triton 3.6 to 3.9
             compiled.run(
                 *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given.values(),
                 *self.arguments.values(),
@@ -115,7 +114,7 @@ def hooked() -> bool:
 
 
 class Source:
-    """What ``tiles.head_tiles`` takes for a tensor of one signature: itself, or with tma a tensor descriptor.
+    """The form in which ``tiles.head_tiles`` takes tensors of one layout: as they are, or with tma as descriptors.
 
     Reads past N or D give zeros. Gluon kernels name the ``layout`` of the tile in shared memory. The descriptor is
     checked once; each call gets a copy around its own tensor.
@@ -136,7 +135,7 @@ class Source:
             self.fields = {**vars(self.kind(*arguments)), "base": None}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Source]:
-        """What a ``Launch`` takes for x: itself, or with this source the pair of which a descriptor can be made."""
+        """Return x as a ``Launch`` takes it: itself, or the pair (x, self) that it makes a descriptor of."""
         return x if self.fields is None else (x, self)
 
     def descriptor(self, x: torch.Tensor) -> TensorDescriptor | GluonTensorDescriptor:
