@@ -1,4 +1,4 @@
-"""``python -m fused_rope_attn.env`` says what a bug report needs, wherever it runs."""
+"""``python -m fused_rope_attn.env`` prints the facts that a bug report needs, on every machine."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 
 def run(*arguments: str, **variables: str) -> str:
-    """What a process of its own prints, with no GPU to be seen and outside Triton's interpreter unless told."""
+    """Return the output of a process that sees no GPU, outside Triton's interpreter unless `variables` say otherwise."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | variables
     result = subprocess.run(

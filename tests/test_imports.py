@@ -1,28 +1,28 @@
-"""Which module may know which: the arrows of the architecture point one way, and an import costs a user nothing."""
+"""Imports follow the architecture's arrows, the references stand alone, and importing the package is cheap."""
 
 import ast
-import graphlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.paths import ROOT
 
 PACKAGE = "fused_rope_attn"
-# The rooms from the top floor down: a module imports from its own room or from rooms below it. A generation step is an
-# attention call with a cache, and attention's reference rotates with rotation's: hence their order.
+FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
+# From top to bottom: a room imports the rooms after it. Generation is above attention because a generation step is an
+# attention call with a cache, and attention is above rotation because its reference rotates with rotation's.
 ROOMS = ("integrations", "distributed", "generation", "attention", "rotation", "kernels", "runtime")
-# Context-free rooms that anybody may leave out: nobody in the package imports them.
-APART = ("testing", "env", "experimental")
-OUTSIDE = {"baselines", "verification", "bench", "tests", "tools"}
-EXTRAS = ("transformers", "flash_attn", "liger_kernel", "matplotlib", "tqdm", "pytest", "hypothesis", "numpy")
-
-
-def package_files() -> list[Path]:
-    return sorted((ROOT / PACKAGE).rglob("*.py"))
+MAY_IMPORT = {room: {room, *ROOMS[place + 1 :]} for place, room in enumerate(ROOMS)}
+MAY_IMPORT["integrations"].add("__init__")  # the public names
+MAY_IMPORT |= {
+    "__init__": {*ROOMS, "experimental"},  # lazily; the tests of imports below hold that
+    "experimental": {"experimental", "kernels", "runtime", "__init__"},
+    "testing": {"testing", *ROOMS, "__init__"},
+    "env": {*ROOMS, "__init__"},
+}
+AROUND = {"baselines", "verification", "bench", "tests", "tools"}
+EXTRAS = {"transformers", "flash_attn", "liger_kernel", "matplotlib", "tqdm", "pytest", "hypothesis", "numpy"}
 
 
 def module_of(path: Path) -> str:
@@ -31,149 +31,87 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> list[tuple[str, bool]]:
-    """Absolute names that a file imports, each with whether that happens when the file itself is imported."""
-    tree = ast.parse(path.read_text())
-    at_top = {id(node) for node in tree.body}
+MODULES = {module_of(path) for path in FILES}
+
+
+def imports_of(path: Path) -> list[str]:
+    """Return the full names that a file imports anywhere, `.` in front of a relative one."""
     names = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names += [(alias.name, id(node) in at_top) for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: relative import; the package writes absolute ones"
-            names += [(f"{node.module}.{alias.name}", id(node) in at_top) for alias in node.names]
+            names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
     return names
 
 
-def internal_imports(path: Path, top_only: bool = False) -> set[str]:
-    """Modules of the package that a file imports, named as by `module_of`."""
-    modules = {module_of(file) for file in package_files()}
-    found = set()
-    for name, at_top in imports_of(path):
-        parts = name.split(".")
-        if parts[0] != PACKAGE or (top_only and not at_top):
-            continue
-        tail = parts[1:]
-        while tail and ".".join(tail) not in modules:
-            tail = tail[:-1]
-        found.add(".".join(tail) or "__init__")
-    return found
+def internal(name: str) -> str | None:
+    """Return the module of the package that an imported name leads to, named as by `module_of`, or None."""
+    top, *parts = name.split(".")
+    if top != PACKAGE:
+        return None
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts) or "__init__"
 
 
-def room(module: str) -> str:
-    return module.split(".")[0]
+def test_imports_follow_the_arrows():
+    """Hold the order of the rooms, that the package needs nothing around it, and that tests share helpers only."""
+    wrong = []
+    for path in FILES:
+        room = module_of(path).split(".")[0]
+        for name in imports_of(path):
+            top, module = name.split(".")[0], internal(name)
+            forbidden = top in AROUND or top == "" or (top in EXTRAS and room != "integrations")
+            if forbidden or (module and module.split(".")[0] not in MAY_IMPORT[room]):
+                wrong.append(f"{module_of(path)} imports {name}")
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for name in imports_of(path):
+            if any(part.startswith("test_") or part == "conftest" for part in name.split(".")[:-1]):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}: move it to tests/support")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", package_files(), ids=module_of)
-def test_arrows_point_down(path):
-    module = module_of(path)
-    here = room(module)
-    for target in internal_imports(path):
-        there = room(target)
-        if here == there:
-            continue
-        if (here, there) == ("__init__", "experimental"):
-            continue  # for type checkers alone: test_import_loads_nothing holds that
-        if there == "__init__":  # the public names, for those who stand above all rooms
-            assert here in (*APART, "integrations"), f"{module} imports the public names, which are above it"
-            continue
-        assert there not in APART, f"{module} imports {target}, which stands apart"
-        assert there in ROOMS, f"{target} has no place in the architecture"
-        if here == "experimental":
-            assert there in ("kernels", "runtime"), f"{module} imports {target}"
-        elif here not in ("__init__", *APART):
-            assert here in ROOMS, f"{module} has no place in the architecture"
-            assert ROOMS.index(here) < ROOMS.index(there), f"{module} imports {target}, which is above it"
+def test_references_stand_alone():
+    """A reference that shares code with a kernel shares its faults."""
+    wrong = []
+    for path in FILES:
+        targets = filter(None, map(internal, imports_of(path))) if path.stem == "reference" else ()
+        wrong += [f"{module_of(path)} imports {target}" for target in targets if not target.endswith("reference")]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [p for p in package_files() if p.stem == "reference"], ids=module_of)
-def test_references_stand_alone(path):
-    """An oracle that shared code with what it judges would share its faults."""
-    for target in internal_imports(path):
-        assert target.endswith("reference"), f"{module_of(path)} imports {target}"
-
-
-@pytest.mark.parametrize("path", package_files(), ids=module_of)
-def test_only_public_functions_and_tests_use_the_references(path):
-    for target in internal_imports(path):
-        if target.endswith("reference"):
-            # One rank's attention, wherever it runs, is what context parallelism calls in the place of the public one.
-            public = path.stem in ("api", "reference") or module_of(path) == "distributed.local"
-            allowed = public or module_of(path).startswith("testing.")
-            assert allowed, f"{module_of(path)} imports {target}"
-
-
-def test_no_cycles_at_import():
-    graph = {module_of(path): internal_imports(path, top_only=True) for path in package_files()}
-    for module, targets in graph.items():
-        targets.discard(module)
-    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
-
-
-@pytest.mark.parametrize("path", package_files(), ids=module_of)
-def test_the_package_knows_nothing_around_it(path):
-    for name, _ in imports_of(path):
-        top = name.split(".")[0]
-        assert top not in OUTSIDE, f"{module_of(path)} imports {name}"
-        if not module_of(path).startswith("integrations"):
-            assert top not in EXTRAS, f"{module_of(path)} imports {name}, which is in an extra"
-        if top == PACKAGE and ".experimental" in name:
-            assert room(module_of(path)) in ("experimental", "__init__"), f"{module_of(path)} imports {name}"
-
-
-@pytest.mark.parametrize("path", package_files(), ids=module_of)
-def test_only_device_asks_cuda(path):
-    if module_of(path) == "runtime.device":
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda."):
-            raise AssertionError(f"{path.name}:{node.lineno}: {ast.unparse(node)} belongs into runtime/device.py")
-
-
-@pytest.mark.parametrize("path", [p for p in package_files() if ".jit" in p.read_text()], ids=module_of)
-def test_kernel_files_hold_kernels(path):
-    source = path.read_text()
-    for word in ("torch.autograd", "torch.library", "do_bench", "def test_"):
-        assert word not in source, f"{path.name} mentions {word}"
-
-
-@pytest.mark.parametrize("path", [p for p in package_files() if "jit" in p.read_text()], ids=module_of)
-def test_kernels_return_no_none(path):
-    """Triton 3.6 can neither assign what such a call gives nor return it in a tuple, and only 3.9 compiles in CI."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list):
-            returned = [x.value for x in ast.walk(node) if isinstance(x, ast.Return)]
-            parts = [part for x in returned for part in (x.elts if isinstance(x, ast.Tuple) else [x])]
-            # A bare return leaves a kernel, whose other returns are bare, too.
-            assert not any(isinstance(x, ast.Constant) and x.value is None for x in parts), (node.name, node.lineno)
-            assert len({x is None for x in returned}) < 2, (node.name, node.lineno)
-
-
-def test_import_needs_no_gpu_and_no_extra():
-    """Only the core dependencies exist, no GPU is visible; importing loads no kernel cache and starts no CUDA."""
-    program = f"""
-import sys
-for name in {EXTRAS + tuple(OUTSIDE)!r}:
-    sys.modules[name] = None
-import {PACKAGE}
-import torch
-assert not torch.cuda.is_initialized()
-assert callable({PACKAGE}.rope_attention) and callable({PACKAGE}.plan) and isinstance({PACKAGE}.__version__, str)
-loaded = [name for name in sys.modules if name.startswith("{PACKAGE}.")]
-forbidden = [name for name in loaded if name.split(".")[1] in ("testing", "integrations", "experimental")]
-assert not forbidden, forbidden
-"""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | hidden
+def run(program: str, **variables: str) -> None:
+    """Run a program in a Python process of its own, outside Triton's interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | variables
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
 
 
+def test_import_needs_no_gpu_and_no_extra():
+    """The core dependencies are enough: no GPU, no extra, and neither CUDA nor torch's compiler is started."""
+    program = f"""
+import sys
+for name in {sorted(EXTRAS | AROUND)}:
+    sys.modules[name] = None
+import torch, triton
+had_compiler = "torch._dynamo" in sys.modules
+import {PACKAGE}
+assert callable({PACKAGE}.rope_attention) and callable({PACKAGE}.plan) and isinstance({PACKAGE}.__version__, str)
+assert not torch.cuda.is_initialized()
+assert had_compiler or "torch._dynamo" not in sys.modules, "importing it takes seconds"
+loaded = [name for name in sys.modules if name.startswith("{PACKAGE}.")]
+forbidden = [name for name in loaded if name.split(".")[1] in ("testing", "integrations", "experimental")]
+assert not forbidden, forbidden
+"""
+    run(program, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+
+
 def test_import_loads_nothing():
     """Neither importing the package nor listing its names loads torch. Its packages are loaded on first access."""
-    program = f"""
+    run(f"""
 import sys
 import {PACKAGE}
 names = dir({PACKAGE})
@@ -185,21 +123,4 @@ for name in names:
     getattr({PACKAGE}, name)
 assert dir({PACKAGE}) == names
 assert not hasattr({PACKAGE}, "rope_atention")
-"""
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-
-
-def test_public_names():
-    import fused_rope_attn
-
-    assert {"rope_attention", "plan", "rope_tables"} <= set(fused_rope_attn.__all__)
-
-
-def test_importing_does_not_bring_the_compiler():
-    """torch._dynamo takes seconds to import; a call under torch.compile brings it, importing us must not."""
-    script = (
-        "import sys, torch, triton; had = 'torch._dynamo' in sys.modules; import fused_rope_attn;"
-        " assert had or 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+""")

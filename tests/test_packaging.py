@@ -1,4 +1,4 @@
-"""What `pip install .` gives: a pure-Python wheel of the package alone, with its metadata."""
+"""`pip install .` gives a pure-Python wheel of the package alone, with its metadata."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Built from a copy, so that the checkout stays clean; without isolation, so that no network is needed."""
+    """Build from a copy, so that the checkout stays clean, and without isolation, which would need a network."""
     source = tmp_path_factory.mktemp("source") / "project"
     copied = ("fused_rope_attn", "bench", "baselines", "verification", "tools", "tests")
     for name in copied:
@@ -25,10 +25,8 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
     out = tmp_path_factory.mktemp("wheel")
-    result = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     (file,) = out.glob("*.whl")
     return zipfile.ZipFile(file)
