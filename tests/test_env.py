@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 
 def run(*arguments: str, **variables: str) -> str:
-    """Return the output of a process that sees no GPU, outside Triton's interpreter unless `variables` say otherwise."""
+    """Return the output of a process without a GPU, outside Triton's interpreter unless `variables` say otherwise."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | variables
     result = subprocess.run(
