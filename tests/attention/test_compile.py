@@ -60,9 +60,20 @@ def test_compile_serves_every_feature_through_auto():
 
     def run(q, k, v, sinks, starts, lens):
         return rope_attention(
-            q, k, v, inputs.cos, inputs.sin, True, interleaved=True, window=(3, 0), softcap=20.0, sinks=sinks,
-            kv_starts=starts, kv_lens=lens, return_lse=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            inputs.cos,
+            inputs.sin,
+            True,
+            interleaved=True,
+            window=(3, 0),
+            softcap=20.0,
+            sinks=sinks,
+            kv_starts=starts,
+            kv_lens=lens,
+            return_lse=True,
+        )
 
     arguments = *inputs[:3], MASKS["sinks"], MASKS["kv_starts"], MASKS["kv_lens"]
     o, lse = torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments)
@@ -79,9 +90,19 @@ def test_compile_with_masks_equals_eager():
 
     def run(q, k, v, sinks, starts, lens):
         return rope_attention(
-            q, k, v, inputs.cos, inputs.sin, True, window=window, softcap=softcap, sinks=sinks, kv_starts=starts,
-            kv_lens=lens, backend="triton",
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            inputs.cos,
+            inputs.sin,
+            True,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            kv_starts=starts,
+            kv_lens=lens,
+            backend="triton",
+        )
 
     results = []
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):

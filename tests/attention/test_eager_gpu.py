@@ -42,8 +42,9 @@ def call(request):
 
         def step(do=inputs.do):
             def run(*given, **more):
-                return rope_attention(*given, inputs.cos, inputs.sin, True, backend=backend, strategy=strategy,
-                                      **options, **more)  # fmt: skip
+                return rope_attention(
+                    *given, inputs.cos, inputs.sin, True, backend=backend, strategy=strategy, **options, **more
+                )
 
             alone = run(*inputs[:3])
             q, k, v = (x.detach().requires_grad_() for x in inputs[:3])

@@ -25,11 +25,11 @@ FUNCTIONS = {
     "apply_rope_qk": (ROTATION, "apply_rope_qk"),
 }
 # What users of each library write first.
-OTHERS = {
-    "attn_mask", "is_causal", "scale", "dropout_p", "enable_gqa", "window_size", "sliding_window", "position_ids",
-    "alibi_slopes", "logits_soft_cap", "softmax_temp", "s_aux", "rotary_cos", "rotary_sin", "block_table",
-    "rotary_interleaved", "num_splits", "key_padding_mask", "attention_mask",
-}  # fmt: skip
+OTHERS = set(
+    "attn_mask is_causal scale dropout_p enable_gqa window_size sliding_window position_ids alibi_slopes "
+    "logits_soft_cap softmax_temp s_aux rotary_cos rotary_sin block_table rotary_interleaved num_splits "
+    "key_padding_mask attention_mask".split()
+)
 
 
 def arguments(name):
@@ -120,11 +120,11 @@ def test_signatures_are_the_functions_own():
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         assert function.__name__ == name and function.__doc__ and pickle.loads(pickle.dumps(function)) is function
         assert name.startswith("plan_") or inspect.Parameter.VAR_KEYWORD not in kinds
-    assert list(inspect.signature(package.rope_attention).parameters) == [
-        "q", "k", "v", "cos", "sin", "causal", "softmax_scale", "rotary_dim", "interleaved", "window", "softcap",
-        "sinks", "kv_starts", "kv_lens", "q_norm", "k_norm", "norm_eps", "norm_offset", "layout",
-        "return_lse", "deterministic", "backend", "strategy",
-    ]  # fmt: skip
+    names = (
+        "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
+        "q_norm k_norm norm_eps norm_offset layout return_lse deterministic backend strategy"
+    )
+    assert list(inspect.signature(package.rope_attention).parameters) == names.split()
 
 
 @pytest.mark.unpoisoned

@@ -120,7 +120,7 @@ def test_compiles_to_one_graph(backend):
         ({"cos": (11, 8), "sin": (11, 8)}, ValueError, "a row for each of k's 12 positions, but has 11"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
-)  # fmt: skip
+)
 def test_messages_show_what_the_caller_has(changes, error, message):
     shapes = {"q": (2, 9, 4, 16), "k": (2, 12, 2, 16), "v": (2, 12, 2, 16), "cos": (12, 8), "sin": (12, 8)}
     given = {"causal": True, "layout": "bshd"} | shapes | changes

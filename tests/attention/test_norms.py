@@ -30,8 +30,9 @@ def given(case=CASE, wanted=NAMES, dtype=None):
     """(q, k, v and the norms' weights by name, of which ``wanted`` want gradients; the call's other arguments)."""
     inputs, norms = make_inputs(case), norms_of(case)
     tensors = dict(zip(NAMES, (*inputs[:3], norms.pop("q_norm"), norms.pop("k_norm"))))
-    tensors = {name: x.detach().to(dtype or x.dtype).clone().requires_grad_(name in wanted)
-               for name, x in tensors.items()}  # fmt: skip
+    tensors = {
+        name: x.detach().to(dtype or x.dtype).clone().requires_grad_(name in wanted) for name, x in tensors.items()
+    }
     return tensors, {"cos": inputs.cos, "sin": inputs.sin, "causal": True, **norms}
 
 
@@ -50,9 +51,20 @@ def test_gradcheck(options):
 
     def run(q, k, v, q_norm, k_norm):
         return reference.attention(
-            q, k, v, cos, sin, True, softmax_scale=0.6, rotary_dim=4, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-2,
-            norm_offset=0.5, **options,
-        )[0]  # fmt: skip
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            True,
+            softmax_scale=0.6,
+            rotary_dim=4,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=1e-2,
+            norm_offset=0.5,
+            **options,
+        )[0]
 
     assert torch.autograd.gradcheck(run, leaves) and torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
 
@@ -82,9 +94,19 @@ def test_transformers(name, offset, backend):
     expected = scaled_dot_product_attention(*turned, v.transpose(1, 2), is_causal=True, enable_gqa=True)
     weights = [norm.weight for norm in norms]
     o = rope_attention(
-        q, k, v, cos, sin, True, q_norm=weights[0], k_norm=weights[1], norm_eps=1e-3, norm_offset=offset,
-        layout="bshd", backend=backend,
-    ).transpose(1, 2)  # fmt: skip
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        True,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        norm_eps=1e-3,
+        norm_offset=offset,
+        layout="bshd",
+        backend=backend,
+    ).transpose(1, 2)
     leaves, do = (q, k, v, *weights), normal(*o.shape, seed=7).float()
     found = (o, *torch.autograd.grad(o, leaves, do))
     for x, y in zip(found, (expected, *torch.autograd.grad(expected, leaves, do)), strict=True):
@@ -96,8 +118,11 @@ def test_the_reference_of_packed_sequences_is_that_of_each():
     out = run_op(make_inputs(case), case, backend="reference")
     first = replace(CASE, len_q=5, len_k=5)
     inputs = make_inputs(case)
-    alone = run_op(inputs._replace(**{name: getattr(inputs, name)[:, :, :5] for name in ("q", "k", "v", "do")}), first,
-                   backend="reference")  # fmt: skip
+    alone = run_op(
+        inputs._replace(**{name: getattr(inputs, name)[:, :, :5] for name in ("q", "k", "v", "do")}),
+        first,
+        backend="reference",
+    )
     torch.testing.assert_close(out.o[:, :, :5], alone.o)
     torch.testing.assert_close(out.dk[:, :, :5], alone.dk)
     assert out.dq_norm.abs().sum() > 0 and out.dk_norm.abs().sum() > 0
@@ -186,8 +211,10 @@ def test_opcheck():
     o, lse = forward(*arguments)
     torch.library.opcheck(forward, arguments)
     torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
-    leaves = [x.detach().clone().requires_grad_() if i < 3 or x is not None and x.shape == (16,) else x
-              for i, x in enumerate(arguments[:14])]  # fmt: skip
+    leaves = [
+        x.detach().clone().requires_grad_() if i < 3 or x is not None and x.shape == (16,) else x
+        for i, x in enumerate(arguments[:14])
+    ]
     torch.library.opcheck(forward, (*leaves, *arguments[14:]), test_utils="test_aot_dispatch_dynamic")
 
 
@@ -233,8 +260,11 @@ def test_a_backward_pass_through_the_dispatcher():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant):
     tensors, options = given()
-    o = checkpoint(lambda *some: rope_attention(**dict(zip(NAMES, some)), **options, backend="triton"),
-                   *tensors.values(), use_reentrant=use_reentrant)  # fmt: skip
+    o = checkpoint(
+        lambda *some: rope_attention(**dict(zip(NAMES, some)), **options, backend="triton"),
+        *tensors.values(),
+        use_reentrant=use_reentrant,
+    )
     expected = gradients(rope_attention(**tensors, **options, backend="triton"), tensors)
     (o * normal(*o.shape, seed=7).to(o.dtype)).sum().backward()
     assert_equal([x.grad for x in tensors.values()], expected)

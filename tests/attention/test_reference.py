@@ -78,9 +78,19 @@ def test_sinks_and_everything_at_once():
     sinks = torch.tensor([0.5, -1.0, 3.0, -40.0], dtype=torch.float64)
     check_reference(q, k, v, *tables(7, 8), True, rotary_dim=8, sinks=sinks)
     check_reference(
-        q, k, v, *tables(7, 6, batch=2), True, rotary_dim=6, interleaved=True, sinks=sinks, window=(2, 0), softcap=2.0,
-        kv_starts=torch.tensor([1, 0], dtype=torch.int32), kv_lens=torch.tensor([6, 3], dtype=torch.int32),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *tables(7, 6, batch=2),
+        True,
+        rotary_dim=6,
+        interleaved=True,
+        sinks=sinks,
+        window=(2, 0),
+        softcap=2.0,
+        kv_starts=torch.tensor([1, 0], dtype=torch.int32),
+        kv_lens=torch.tensor([6, 3], dtype=torch.int32),
+    )
 
 
 def test_more_queries_than_keys():
@@ -119,14 +129,20 @@ def test_inputs_are_not_modified_and_groups_are_not_expanded():
     cos, sin = tables(16, 8, dtype=torch.float32)
     before = [x.clone() for x in (q, k, v, cos, sin)]
     o, _ = reference.attention(
-        q, k, v, cos, sin, True, softmax_scale=1.0, rotary_dim=8,
-        kv_lens=torch.tensor([12], dtype=torch.int32),
-    )  # fmt: skip
+        q, k, v, cos, sin, True, softmax_scale=1.0, rotary_dim=8, kv_lens=torch.tensor([12], dtype=torch.int32)
+    )
     assert all(torch.equal(x, y) for x, y in zip(before, (q, k, v, cos, sin)))
     expanded, _ = reference.attention(
-        q, k.expand(1, 8, 16, 8), v.expand(1, 8, 16, 8), cos, sin, True, softmax_scale=1.0, rotary_dim=8,
+        q,
+        k.expand(1, 8, 16, 8),
+        v.expand(1, 8, 16, 8),
+        cos,
+        sin,
+        True,
+        softmax_scale=1.0,
+        rotary_dim=8,
         kv_lens=torch.tensor([12], dtype=torch.int32),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(o, expanded)
 
 

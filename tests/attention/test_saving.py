@@ -180,9 +180,15 @@ def test_packed_queries_are_read_by_the_kernels_that_they_were_saved_for(arch, m
     table = torch.ones(tokens, 128)
     tensors = Tensors(*leaves, table, table, cu_seqlens_q=lengths, cu_seqlens_k=lengths)
     problem = describe(
-        tensors, causal=True, softmax_scale=0.1, rotary_dim=256, interleaved=False, max_seqlen=tokens,
-        deterministic=deterministic, backend="hopper",
-    )  # fmt: skip
+        tensors,
+        causal=True,
+        softmax_scale=0.1,
+        rotary_dim=256,
+        interleaved=False,
+        max_seqlen=tokens,
+        deterministic=deterministic,
+        backend="hopper",
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
         o, _ = attention(problem, tensors)
     torch.autograd.grad(o, leaves, torch.ones_like(o))

@@ -292,9 +292,18 @@ def test_traces_with_dynamic_shapes():
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def run(q, k, v, cos, sin, lens):
         rotary_dim = check_call(
-            q=q, k=k, v=v, cos=cos, sin=sin, causal=True, softmax_scale=0.5, window=(3, 0), softcap=2.0, kv_lens=lens,
+            q=q,
+            k=k,
+            v=v,
+            cos=cos,
+            sin=sin,
+            causal=True,
+            softmax_scale=0.5,
+            window=(3, 0),
+            softcap=2.0,
+            kv_lens=lens,
             return_lse=True,
-        )  # fmt: skip
+        )
         return q * rotary_dim
 
     for n in (5, 7, 12):

@@ -18,8 +18,11 @@ def test_cu_seqlens_from_position_ids():
     assert cu_seqlens_from_position_ids(torch.tensor([5, 6, 7, 3, 4]))[0].tolist() == [0, 3, 5]
     assert cu_seqlens_from_position_ids(torch.zeros(2, 0, dtype=torch.int64))[0].tolist() == [0]
     for wrong, error in (
-        (ids.float(), TypeError), (ids[None], ValueError), (ids[0, 0], ValueError), ([0, 1], TypeError),
-    ):  # fmt: skip
+        (ids.float(), TypeError),
+        (ids[None], ValueError),
+        (ids[0, 0], ValueError),
+        ([0, 1], TypeError),
+    ):
         with pytest.raises(error, match="^position_ids "):
             cu_seqlens_from_position_ids(wrong)
     for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)):
@@ -31,8 +34,17 @@ def test_packed_refusals():
     q, k, v, cos, sin, _ = make_inputs(Case(1, 2, 1, 6, 6, 16))
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
-    good = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 4,
-            "max_seqlen_k": 4}  # fmt: skip
+    good = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos": cos,
+        "sin": sin,
+        "cu_seqlens_q": cu,
+        "cu_seqlens_k": cu,
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
+    }
     assert rope_attention_varlen(**good).shape == q.shape
     for name, value, error, pattern in (
         ("q", q[None], ValueError, "T_q, HQ, D.*4 dimensions"),

@@ -114,9 +114,17 @@ def test_lengths_of_keys_that_cannot_be_are_clamped(causal, backend):
     def run(lens, starts):
         q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
         o, lse = rope_attention(
-            q, k, v, inputs.cos, inputs.sin, causal, kv_lens=int32(lens), kv_starts=int32(starts), backend=backend,
+            q,
+            k,
+            v,
+            inputs.cos,
+            inputs.sin,
+            causal,
+            kv_lens=int32(lens),
+            kv_starts=int32(starts),
+            backend=backend,
             return_lse=True,
-        )  # fmt: skip
+        )
         return o, lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
 
     found = run([-1, -(2**31), 10, 2**31 - 1], [-7, 0, -(2**31), 0])

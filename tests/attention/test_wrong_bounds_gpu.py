@@ -52,9 +52,12 @@ def test_every_row_is_written(ends, wrong, backend):
 def test_an_assertion_can_be_asked_for():
     """In a process of its own, because the assertion ends the use of the GPU."""
     result = subprocess.run(
-        [sys.executable, "-c", _ASSERTS], env=os.environ | {"TRITON_DEBUG": "1", "PYTHONPATH": str(ROOT)}, cwd=ROOT,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", _ASSERTS],
+        env=os.environ | {"TRITON_DEBUG": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode != 0
     # The text of the assertion is lost if the process ends before the driver prints it.
     assert "device-side assert" in result.stderr

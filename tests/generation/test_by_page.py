@@ -14,9 +14,7 @@ from tests.support.marks import ignore_overflow, interpreted
 from verification.decode import CHECKS, DecodeCheck, hold, make_inputs
 
 BY_PAGE = DecodeConfig(64, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16, by_page=True)
-NAMES = (
-    "q", "k_cache", "v_cache", "cos", "sin", "k", "v", "cache_seqlens", "sinks", "block_table", "k_scale", "v_scale"
-)  # fmt: skip
+NAMES = "q k_cache v_cache cos sin k v cache_seqlens sinks block_table k_scale v_scale".split()
 LONGER = (
     DecodeCheck("three tiles", (4, 2), 1, 192, 16, (170, 64, 65), page_size=16),
     DecodeCheck("a window that begins within a page", (4, 2), 3, 192, 16, (150, 90), page_size=16, window=(70, 0)),
@@ -74,8 +72,14 @@ def test_a_page_outside_the_pool(page, wrong):
 
 @pytest.mark.parametrize(
     ("page_size", "block_n", "by_page", "alignment"),
-    [(None, 64, True, 1), (64, 64, False, 64), (128, 64, True, 64), (16, 64, True, 16), (16, 64, False, 1),
-     (48, 64, True, 1)],
-)  # fmt: skip
+    [
+        (None, 64, True, 1),
+        (64, 64, False, 64),
+        (128, 64, True, 64),
+        (16, 64, True, 16),
+        (16, 64, False, 1),
+        (48, 64, True, 1),
+    ],
+)
 def test_where_tiles_begin(page_size, block_n, by_page, alignment):
     assert tile_alignment(page_size, block_n, by_page) == alignment

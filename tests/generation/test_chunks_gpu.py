@@ -18,8 +18,20 @@ BATCH, HEADS, TOKENS, CAPACITY = 2, (32, 8), 300, 4096
 LENGTHS = (900, 0)
 
 
-def chunk(head_dim=128, page=None, float8=False, rotated=True, appends=True, lengths=LENGTHS, capacity=CAPACITY,
-          masked=False, norms=False, rotary_dim=None, interleaved=False, window=None):  # fmt: skip
+def chunk(
+    head_dim=128,
+    page=None,
+    float8=False,
+    rotated=True,
+    appends=True,
+    lengths=LENGTHS,
+    capacity=CAPACITY,
+    masked=False,
+    norms=False,
+    rotary_dim=None,
+    interleaved=False,
+    window=None,
+):
     """(arguments, options) of ``rope_attention_with_kvcache``; what nobody needs is NaN, or an entry outside the
     pool."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -31,13 +43,21 @@ def chunk(head_dim=128, page=None, float8=False, rotated=True, appends=True, len
     caches = [normal(HEADS[1], capacity).transpose(1, 2) for _ in range(2)]
     tables = rope_tables(capacity, rotary_dim or head_dim, device="cuda")
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    options = {"cache_seqlens": lens, "cache_is_rotated": rotated, "interleaved": interleaved, "window": window,
-               "rotary_dim": rotary_dim or head_dim}  # fmt: skip
+    options = {
+        "cache_seqlens": lens,
+        "cache_is_rotated": rotated,
+        "interleaved": interleaved,
+        "window": window,
+        "rotary_dim": rotary_dim or head_dim,
+    }
     starts = torch.zeros_like(lens)
     if masked:
         starts = torch.tensor((70, 0), dtype=torch.int32, device="cuda")
-        options |= {"kv_starts": starts, "sinks": torch.randn(HEADS[0], generator=generator, device="cuda"),
-                    "softcap": 20.0}  # fmt: skip
+        options |= {
+            "kv_starts": starts,
+            "sinks": torch.randn(HEADS[0], generator=generator, device="cuda"),
+            "softcap": 20.0,
+        }
     if norms:
         weights = torch.rand(2, head_dim, generator=generator, device="cuda") + 0.5
         options |= {"q_norm": weights[0], "k_norm": weights[1]}

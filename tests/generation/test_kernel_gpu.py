@@ -33,9 +33,15 @@ class Step:
 
     def __call__(self):
         o, lse = rope_attention_with_kvcache(
-            self.q, *self.caches, *self.tables, self.k, self.v, cache_seqlens=self.lens, cache_is_rotated=self.rotated,
+            self.q,
+            *self.caches,
+            *self.tables,
+            self.k,
+            self.v,
+            cache_seqlens=self.lens,
+            cache_is_rotated=self.rotated,
             return_lse=True,
-        )  # fmt: skip
+        )
         self.lens += 1
         return o, lse
 
@@ -107,7 +113,7 @@ def test_reruns_are_equal_and_capacity_does_not_matter():
     def run(k_cache, v_cache):
         return rope_attention_with_kvcache(
             inputs.q, k_cache, v_cache, cos, sin, inputs.k, inputs.v, cache_seqlens=inputs.cache_seqlens
-        )  # fmt: skip
+        )
 
     first = run(*inputs[1:3])
     assert all(torch.equal(first, run(*inputs[1:3])) for _ in range(100))
@@ -123,9 +129,7 @@ def test_compile():
 
     @torch.compile(fullgraph=True)
     def run(q, k_cache, v_cache, k, v, lens):
-        return 2 * rope_attention_with_kvcache(
-            q, k_cache, v_cache, *compiled.tables, k, v, cache_seqlens=lens
-        )  # fmt: skip
+        return 2 * rope_attention_with_kvcache(q, k_cache, v_cache, *compiled.tables, k, v, cache_seqlens=lens)
 
     for _ in range(3):
         expected = 2 * eager()[0]

@@ -19,9 +19,15 @@ def arguments(check=PLAIN):
     """What a step in the default layout takes, as a dictionary; the rows behind the cache's lengths are zero."""
     q, k_cache, v_cache, cos, sin, k, v, lens, *_ = make_inputs(check, F32)
     return {
-        "q": q, "k_cache": k_cache.nan_to_num(), "v_cache": v_cache.nan_to_num(), "cos": cos, "sin": sin, "k": k,
-        "v": v, "cache_seqlens": lens,
-    }  # fmt: skip
+        "q": q,
+        "k_cache": k_cache.nan_to_num(),
+        "v_cache": v_cache.nan_to_num(),
+        "cos": cos,
+        "sin": sin,
+        "k": k,
+        "v": v,
+        "cache_seqlens": lens,
+    }
 
 
 def tokens_first(given):

@@ -44,9 +44,7 @@ def test_nothing_to_do(empty):
     cos, sin = rope_tables(8, 16)
     lens = torch.zeros(batch, dtype=torch.int32)
     for backend in ("reference", "triton"):
-        o, lse = with_kvcache(
-            q, k_cache, v_cache, cos, sin, cache_seqlens=lens, return_lse=True, backend=backend
-        )  # fmt: skip
+        o, lse = with_kvcache(q, k_cache, v_cache, cos, sin, cache_seqlens=lens, return_lse=True, backend=backend)
         assert o.shape == q.shape and lse.shape == q.shape[:3]
         assert bool((o == 0).all()) and bool((lse == -math.inf).all())
 
@@ -74,7 +72,7 @@ def test_kernels_and_reference_agree_on_padded_prompts():
                 kv_starts=starts,
                 return_lse=True,
                 backend=backend,
-            )  # fmt: skip
+            )
         )
     torch.testing.assert_close(*results)
 
@@ -98,9 +96,8 @@ def test_compile_writes_the_caches():
 
     def step(q, k_cache, v_cache, k, v, lens):
         o, lse = with_kvcache(
-            2 * q, k_cache, v_cache, inputs.cos, inputs.sin, k, v, cache_seqlens=lens, return_lse=True,
-            backend="triton",
-        )  # fmt: skip
+            2 * q, k_cache, v_cache, inputs.cos, inputs.sin, k, v, cache_seqlens=lens, return_lse=True, backend="triton"
+        )
         return o + 1, lse, k_cache.nan_to_num().sum()
 
     results = []
@@ -122,7 +119,7 @@ def test_compile_of_the_reference():
     def step(q, k_cache, v_cache, k, v, lens):
         return rope_attention_with_kvcache(
             q, k_cache, v_cache, inputs.cos, inputs.sin, k, v, cache_seqlens=lens, return_lse=True
-        )  # fmt: skip
+        )
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -135,8 +132,6 @@ def test_autocast_casts_the_new_tokens():
     inputs = make_inputs(PLAIN, torch.bfloat16)
     wide = [x.float() for x in (inputs.q, inputs.k, inputs.v)]
     with torch.autocast("cpu", torch.bfloat16):
-        o = rope_attention_with_kvcache(
-            wide[0], *inputs[1:5], *wide[1:], cache_seqlens=inputs.cache_seqlens
-        )  # fmt: skip
+        o = rope_attention_with_kvcache(wide[0], *inputs[1:5], *wide[1:], cache_seqlens=inputs.cache_seqlens)
     expected, *_ = run_reference(PLAIN, make_inputs(PLAIN, torch.bfloat16), torch.bfloat16)
     assert o.dtype == torch.bfloat16 and torch.equal(o, expected)

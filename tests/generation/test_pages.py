@@ -16,8 +16,7 @@ FLOAT8 = DecodeCheck("float8", (4, 2), 2, 40, 16, (30, 0), float8="head")
 
 
 def arguments(check=PAGED, **changes):
-    names = ("q", "k_cache", "v_cache", "cos", "sin", "k", "v", "cache_seqlens", "sinks", "block_table", "k_scale",
-             "v_scale")  # fmt: skip
+    names = "q k_cache v_cache cos sin k v cache_seqlens sinks block_table k_scale v_scale".split()
     return dict(zip(names, make_inputs(check, F32))) | changes
 
 

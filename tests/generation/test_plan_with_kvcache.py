@@ -52,9 +52,14 @@ def test_it_refuses_what_the_call_refuses():
 
 @pytest.mark.parametrize(
     ("changes", "is_copied"),
-    [({}, True), ({"tokens": 256}, False), ({"causal": False}, False), ({"capacity": 1 << 19}, False),
-     ({"dtype": torch.float32}, False)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"tokens": 256}, False),
+        ({"causal": False}, False),
+        ({"capacity": 1 << 19}, False),
+        ({"dtype": torch.float32}, False),
+    ],
+)
 def test_large_chunks_are_attentions(monkeypatch, changes, is_copied):
     """On sm_90, with tiles of queries for most multiprocessors, and caches that are not too large for a copy."""
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
@@ -68,9 +73,7 @@ def test_large_chunks_are_attentions(monkeypatch, changes, is_copied):
     new = [tensor(heads, made["tokens"]) for heads in (32, 8, 8)]
     table = torch.empty(made["capacity"], 64, device="meta")
     lengths = torch.empty(1, device="meta", dtype=torch.int32)
-    chosen = plan_with_kvcache(
-        new[0], *caches, table, table, *new[1:], cache_seqlens=lengths, causal=made["causal"]
-    )  # fmt: skip
+    chosen = plan_with_kvcache(new[0], *caches, table, table, *new[1:], cache_seqlens=lengths, causal=made["causal"])
     assert (chosen.backend == "hopper") == is_copied
     assert ("contiguous copy" in chosen.reason) == is_copied
     assert isinstance(chosen.forward, HopperForwardConfig) == is_copied

@@ -23,9 +23,11 @@ def rows_of(inputs, check, rotated):
             if rotated:
                 position = slice(length + i, length + i + 1)
                 k = reference.rotate(
-                    k[:, None], inputs.cos[position].double(), inputs.sin[position].double(),
+                    k[:, None],
+                    inputs.cos[position].double(),
+                    inputs.sin[position].double(),
                     interleaved=check.interleaved,
-                )[:, 0]  # fmt: skip
+                )[:, 0]
             k_cache[b, :, length + i] = k
             v_cache[b, :, length + i] = inputs.v[b, :, i].double()
         lens[b] = length + check.len_q
@@ -36,20 +38,41 @@ def rows_of(inputs, check, rotated):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_the_reference_is_attention_to_the_written_cache(interleaved, causal):
     """With raw keys it is ``rope_attention`` with ``kv_lens``, and with rotated keys the same."""
-    check = DecodeCheck("", (4, 2), 3, 40, 16, (30, 2), rotated=False, interleaved=interleaved, causal=causal,
-                        window=(8, 1), sinks=True, softcap=3.0)  # fmt: skip
+    check = DecodeCheck(
+        "",
+        (4, 2),
+        3,
+        40,
+        16,
+        (30, 2),
+        rotated=False,
+        interleaved=interleaved,
+        causal=causal,
+        window=(8, 1),
+        sinks=True,
+        softcap=3.0,
+    )
     inputs = make_inputs(check, F64)
     k_cache, v_cache, lens = rows_of(inputs, check, rotated=False)
     expected = rope_attention(
-        inputs.q, k_cache, v_cache, inputs.cos, inputs.sin, causal, interleaved=interleaved, window=(8, 1),
-        sinks=inputs.sinks, softcap=3.0, kv_lens=lens, return_lse=True, backend="reference",
-    )  # fmt: skip
+        inputs.q,
+        k_cache,
+        v_cache,
+        inputs.cos,
+        inputs.sin,
+        causal,
+        interleaved=interleaved,
+        window=(8, 1),
+        sinks=inputs.sinks,
+        softcap=3.0,
+        kv_lens=lens,
+        return_lse=True,
+        backend="reference",
+    )
     raw = run_reference(check, inputs, F64)
     torch.testing.assert_close(raw[:2], expected)
     torch.testing.assert_close(raw[2:], (k_cache, v_cache), equal_nan=True, rtol=0, atol=0)
-    turned = reference.rotate(
-        inputs.k_cache, inputs.cos.double(), inputs.sin.double(), interleaved=interleaved
-    )  # fmt: skip
+    turned = reference.rotate(inputs.k_cache, inputs.cos.double(), inputs.sin.double(), interleaved=interleaved)
     rotated = run_reference(replace(check, rotated=True), inputs._replace(k_cache=turned), F64)
     torch.testing.assert_close(rotated[:2], expected)
     k_cache, _, _ = rows_of(inputs._replace(k_cache=turned), check, rotated=True)
@@ -60,9 +83,7 @@ def test_without_new_tokens_the_queries_stand_at_the_end():
     check = replace(PLAIN, append=False, rotated=False, lengths=(30, 1))
     inputs = make_inputs(check, F64)
     o, lse, k_cache, v_cache = run_reference(check, inputs, F64)
-    expected = rope_attention(
-        *inputs[:5], True, kv_lens=inputs.cache_seqlens, return_lse=True, backend="reference"
-    )  # fmt: skip
+    expected = rope_attention(*inputs[:5], True, kv_lens=inputs.cache_seqlens, return_lse=True, backend="reference")
     torch.testing.assert_close((o, lse), expected)
     assert bool((o[1, :, 0] == 0).all()) and bool((lse[1, :, 0] == -math.inf).all())  # before position 0
     torch.testing.assert_close((k_cache, v_cache), inputs[1:3], equal_nan=True, rtol=0, atol=0)
@@ -82,9 +103,16 @@ def test_token_by_token_is_all_at_once():
         for start, step in ((0, 5), *((n, 1) for n in range(5, length))):
             part = slice(start, start + step)
             o = rope_attention_with_kvcache(
-                q[:, :, part], k_cache, v_cache, cos, sin, k[:, :, part], v[:, :, part], cache_seqlens=lens,
+                q[:, :, part],
+                k_cache,
+                v_cache,
+                cos,
+                sin,
+                k[:, :, part],
+                v[:, :, part],
+                cache_seqlens=lens,
                 cache_is_rotated=rotated,
-            )  # fmt: skip
+            )
             torch.testing.assert_close(o, whole[:, :, part])
             assert bool((lens == start).all())
             lens += step

@@ -16,9 +16,15 @@ from verification.decode import make_inputs
 def call(**changes):
     q, k_cache, v_cache, cos, sin, k, v, lens, *_ = make_inputs(PLAIN, F32)
     valid = {
-        "q": q, "k_cache": k_cache.nan_to_num(), "v_cache": v_cache.nan_to_num(), "cos": cos, "sin": sin, "k": k,
-        "v": v, "cache_seqlens": lens,
-    }  # fmt: skip
+        "q": q,
+        "k_cache": k_cache.nan_to_num(),
+        "v_cache": v_cache.nan_to_num(),
+        "cos": cos,
+        "sin": sin,
+        "k": k,
+        "v": v,
+        "cache_seqlens": lens,
+    }
     return rope_attention_with_kvcache(**(valid | changes))
 
 
@@ -91,9 +97,19 @@ def test_large_steps_pass(new):
     tokens = zeros(300, 300, 900, 512, device="meta") if new else None
     table, ends = zeros(900, 256, device="meta"), zeros(300, device="meta", dtype=torch.int32)
     rotary_dim = check_step(
-        q=q, k_cache=cache, v_cache=cache.clone(), cos=table, sin=table, k=tokens, v=tokens, cache_seqlens=ends,
-        cache_is_rotated=True, window=(3, 0), sinks=zeros(600, device="meta"), kv_starts=ends,
-    )  # fmt: skip
+        q=q,
+        k_cache=cache,
+        v_cache=cache.clone(),
+        cos=table,
+        sin=table,
+        k=tokens,
+        v=tokens,
+        cache_seqlens=ends,
+        cache_is_rotated=True,
+        window=(3, 0),
+        sinks=zeros(600, device="meta"),
+        kv_starts=ends,
+    )
     assert rotary_dim == 512
 
 

@@ -16,13 +16,23 @@ from tests.support.marks import interpreted
 
 
 @triton.jit
-def schedule_kernel(lens_ptr, total_ptr, found_ptr, B, NQ, S, left, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-                    ONE_PASS: tl.constexpr):  # fmt: skip
+def schedule_kernel(
+    lens_ptr, total_ptr, found_ptr, B, NQ, S, left, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, ONE_PASS: tl.constexpr
+):
     """The total of tiles, and for each tile its sequence and the tiles before that, by both functions."""
     caches = Caches(
-        lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B, ALIGNMENT=1,
+        lens_ptr,
+        None,
+        B,
+        NQ,
+        S,
+        left,
+        HAS_NEW_KEYS=True,
+        BLOCK_N=BLOCK_N,
+        BLOCK_B=BLOCK_B,
+        ALIGNMENT=1,
         ONE_PASS=ONE_PASS,
-    )  # fmt: skip
+    )
     total, _ = tiles_before(caches, 0)
     tl.store(total_ptr, total)
     for tile in range(total):

@@ -57,8 +57,10 @@ def expected_rows(new, options, cos, sin, rotated):
         if rotated:
             k = apply_rope(k[None], cos[first : first + rows], sin[first : first + rows], rotary_dim=16)[0]
         if "k_scale" in options:
-            k, v = (dequantise(quantise(x[None], s), s, F32)[0]
-                    for x, s in ((k, options["k_scale"]), (v, options["v_scale"])))  # fmt: skip
+            k, v = (
+                dequantise(quantise(x[None], s), s, F32)[0]
+                for x, s in ((k, options["k_scale"]), (v, options["v_scale"]))
+            )
         found.append((k, v))
     return found
 
@@ -111,12 +113,12 @@ def test_a_prompt_in_chunks_and_a_step_behind_it():
         if first == 20:
             o = rope_attention_with_kvcache(
                 q[:, :, part], *pools, cos, sin, *new, cache_seqlens=used, block_table=table
-            )  # fmt: skip
+            )
         else:
             write_kvcache(*new, *pools, cos, sin, cache_seqlens=used, block_table=table)
             o = rope_attention_with_kvcache(
                 q[:, :, part], *pools, cos, sin, cache_seqlens=used + (last - first), block_table=table
-            )  # fmt: skip
+            )
         torch.testing.assert_close(o, expected[:, :, part])
 
 

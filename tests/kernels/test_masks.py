@@ -52,8 +52,17 @@ class Bounds(NamedTuple):
 
 
 @triton.jit
-def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, READS_LENGTHS: tl.constexpr,
-                  ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def write_visible(
+    out_ptr,
+    starts_ptr,
+    q_offset,
+    num_keys,
+    left,
+    right,
+    READS_LENGTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """(ROWS, KEYS) of batch entry 1, then its first key and the first query that sees one."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
     rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
@@ -65,9 +74,20 @@ def write_visible(out_ptr, starts_ptr, q_offset, num_keys, left, right, READS_LE
 
 
 @triton.jit
-def write_ranges(out_ptr, starts_ptr, q_offset, num_keys, left, right, NQ, READS_LENGTHS: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-                 OF_QUERIES: tl.constexpr):  # fmt: skip
+def write_ranges(
+    out_ptr,
+    starts_ptr,
+    q_offset,
+    num_keys,
+    left,
+    right,
+    NQ,
+    READS_LENGTHS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+):
     """(BLOCKS, 4) float32, which shows a bound that is no whole number: the bounds of what each block visits."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
     for i in tl.static_range(BLOCKS):
@@ -84,9 +104,16 @@ def run(kernel, out, bounds, *behind, **options):
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
     right = tl.constexpr(0) if bounds.causal else bounds.right
     kernel[(1,)](
-        out, starts, bounds.q_offset, bounds.num_keys, bounds.left, right, *behind,
-        READS_LENGTHS=bounds.reads_lengths, **options,
-    )  # fmt: skip
+        out,
+        starts,
+        bounds.q_offset,
+        bounds.num_keys,
+        bounds.left,
+        right,
+        *behind,
+        READS_LENGTHS=bounds.reads_lengths,
+        **options,
+    )
     return out.tolist()
 
 
@@ -98,10 +125,14 @@ def drawn(count, seed):
         num_keys = draw.randint(0 if reads_lengths else 1, 37)
         num_queries = draw.randint(1, 37) if reads_lengths or causal else draw.randint(1, num_keys)
         yield Bounds(
-            num_queries, num_keys, causal, draw.choice([None, None, 0, 2, 5, 9, 18]),
+            num_queries,
+            num_keys,
+            causal,
+            draw.choice([None, None, 0, 2, 5, 9, 18]),
             None if causal else draw.choice([None, 0, 1, 4, 11, 14]),
-            draw.choice([None, None, -3, 0, 3, 7, 10, 30]) if reads_lengths else None, reads_lengths,
-        )  # fmt: skip
+            draw.choice([None, None, -3, 0, 3, 7, 10, 30]) if reads_lengths else None,
+            reads_lengths,
+        )
 
 
 ROWS, KEYS = 64, 64
@@ -130,8 +161,16 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
     block_m, block_n = blocks
     count = -(-bounds.num_queries // block_m)
-    found = run(write_ranges, torch.full((count, 4), -1.0), bounds, bounds.num_queries,
-                BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=count, OF_QUERIES=False)  # fmt: skip
+    found = run(
+        write_ranges,
+        torch.full((count, 4), -1.0),
+        bounds,
+        bounds.num_queries,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCKS=count,
+        OF_QUERIES=False,
+    )
     for i, (first, full_first, full_last, last) in enumerate(found):
         rows = range(i * block_m, (i + 1) * block_m)
         seen = [key for key in range(bounds.num_keys) if any(bounds.sees(row, key) for row in rows)]
@@ -155,8 +194,16 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
-    found = run(write_ranges, torch.full((count, 4), -1.0), bounds, bounds.num_queries,
-                BLOCK_M=block_m, BLOCK_N=block_n, BLOCKS=count, OF_QUERIES=True)  # fmt: skip
+    found = run(
+        write_ranges,
+        torch.full((count, 4), -1.0),
+        bounds,
+        bounds.num_queries,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCKS=count,
+        OF_QUERIES=True,
+    )
     of = [range(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
     for i, (first, full_first, full_last, last) in enumerate(found):
         keys = range(i * block_n, (i + 1) * block_n)

@@ -15,19 +15,43 @@ from fused_rope_attn.kernels.sequences import (
 from tests.support.marks import interpreted
 
 BLOCK, BATCH, HEADS, SECTION = 8, 2, 3, 2
-NAMES = ("number", "index", "num_rows", "sequence", "batch", "head", "row", "batch_head", "of_batch", "first_q",
-         "num_queries", "first_k", "num_keys", "q_offset", "first_key")  # fmt: skip
+NAMES = (
+    "number index num_rows sequence batch head row batch_head of_batch first_q num_queries first_k num_keys q_offset "
+    "first_key"
+).split()
 
 
 @triton.jit
-def write_programs(out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, NQ, NK, HEADS,
-                   num_heads, section, OF_QUERIES: tl.constexpr, READS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
-                   WORDS: tl.constexpr):  # fmt: skip
+def write_programs(
+    out_ptr,
+    starts_ptr,
+    lens_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    num_sequences,
+    left,
+    right,
+    NQ,
+    NK,
+    HEADS,
+    num_heads,
+    section,
+    OF_QUERIES: tl.constexpr,
+    READS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """What NAMES say of each program, at its place in (programs, WORDS)."""
     masks = MaskArguments(
-        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
-    )  # fmt: skip
+        starts_ptr=starts_ptr,
+        lens_ptr=lens_ptr,
+        cu_q_ptr=cu_q_ptr,
+        cu_k_ptr=cu_k_ptr,
+        num_sequences=num_sequences,
+        left=left,
+        right=right,
+        READS_LENGTHS=READS_LENGTHS,
+    )
     if OF_QUERIES:
         tile = scheduled_queries(tl.program_id(0), NQ, NK, HEADS, num_heads, section, masks, BLOCK)
         sequence = sequence_of_queries(tile, NK, masks)
@@ -54,17 +78,29 @@ def write_programs(out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequen
         tl.store(out + 14, sequence.mask.first_key)
 
 
-def programs(count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None,
-             left=None):  # fmt: skip
+def programs(
+    count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None, left=None
+):
     """A dict of NAMES for each of ``count`` programs; -1 where there is none."""
     given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (starts, lens, ends, ends_k)]
     right = tl.constexpr(0) if causal else None
     out = torch.full((count, len(NAMES)), -1, dtype=torch.int64)
     write_programs[(count,)](
-        out, *given, None if ends is None else len(ends) - 1, left, right, len_q, len_k, HEADS, batch * HEADS, SECTION,
-        OF_QUERIES=of_queries, READS_LENGTHS=any(x is not None for x in given), BLOCK=BLOCK,
+        out,
+        *given,
+        None if ends is None else len(ends) - 1,
+        left,
+        right,
+        len_q,
+        len_k,
+        HEADS,
+        batch * HEADS,
+        SECTION,
+        OF_QUERIES=of_queries,
+        READS_LENGTHS=any(x is not None for x in given),
+        BLOCK=BLOCK,
         WORDS=len(NAMES),
-    )  # fmt: skip
+    )
     return [dict(zip(NAMES, row)) for row in out.tolist()]
 
 
@@ -82,8 +118,17 @@ def test_tiles_of_batch_entries(of_queries, causal):
     """Each of every head once: of queries the last ones first under a causal mask, of keys the first ones."""
     len_q, len_k, lens, starts = 19, 21, [21, 9], [0, 4]
     tiles = 3
-    found = programs(tiles * BATCH * HEADS, len_q, len_k, of_queries=of_queries, causal=causal, batch=BATCH,
-                     starts=starts, lens=lens, left=11)  # fmt: skip
+    found = programs(
+        tiles * BATCH * HEADS,
+        len_q,
+        len_k,
+        of_queries=of_queries,
+        causal=causal,
+        batch=BATCH,
+        starts=starts,
+        lens=lens,
+        left=11,
+    )
     expected = order(tiles, BATCH * HEADS, of_queries and causal)
     assert [(x["number"], x["batch_head"]) for x in found] == expected
     for x in found:

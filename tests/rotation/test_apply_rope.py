@@ -183,8 +183,11 @@ def test_any_shape(batch, heads, length, head_dim, share, full, interleaved, inv
     if positions:
         shape = (length,) if positions == "shared" else (batch, length)
         ids = torch.randint(0, length + 3, shape, generator=generator, dtype=torch.int32)
-    shapes = {"bhsd": lambda h: (batch, h, length, head_dim), "bshd": lambda h: (batch, length, h, head_dim),
-              "sbhd": lambda h: (length, batch, h, head_dim)}  # fmt: skip
+    shapes = {
+        "bhsd": lambda h: (batch, h, length, head_dim),
+        "bshd": lambda h: (batch, length, h, head_dim),
+        "sbhd": lambda h: (length, batch, h, head_dim),
+    }
     xs = [normal(*shapes[layout](h), seed=seed + i).to(dtype) for i, h in enumerate(heads)]
     options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse, "layout": layout}
     options["position_ids"] = ids

@@ -148,7 +148,12 @@ def test_oneflow(mode, ids, rotary_size, x_layout, dtype):
     layout = {"BHMK": "bhsd", "BMHK": "bshd", "MBHK": "sbhd"}[x_layout]
     compare_with_float64(
         lambda x: apply_rope(
-            x, cos, sin, rotary_dim=rotary_size, interleaved=mode == "interval", layout=layout,
+            x,
+            cos,
+            sin,
+            rotary_dim=rotary_size,
+            interleaved=mode == "interval",
+            layout=layout,
             position_ids=None if position_ids is None else position_ids[:, 0] if sections == 1 else position_ids,
         ),
         lambda x: oneflow(
@@ -156,7 +161,7 @@ def test_oneflow(mode, ids, rotary_size, x_layout, dtype):
         ).permute(axes),
         [normal(2, 3, 7, 16).permute(axes).contiguous()],
         dtype,
-    )  # fmt: skip
+    )
 
 
 @dtypes

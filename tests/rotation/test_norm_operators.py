@@ -100,9 +100,10 @@ def test_opcheck():
     arguments = (tensors["cos"], tensors["sin"], None, None, weights, 16, False, False, "bhsd", 1e-6, 1.0)
     torch.library.opcheck(operators.rope.default, (xs, *arguments))
     torch.library.opcheck(
-        operators.rope_norm_backward.default, (xs, xs, [True, False, False, True], *arguments),
+        operators.rope_norm_backward.default,
+        (xs, xs, [True, False, False, True], *arguments),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
+    )
     torch.library.opcheck(operators.rope_out.default, (xs, [torch.empty_like(x) for x in xs], *arguments))
 
 
@@ -148,9 +149,11 @@ def test_fake_tensors_match_the_real_ones():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant, dtype):
     tensors = given(dtype)
-    outs = checkpoint(lambda *some: apply_rope_qk(*some[:4], q_norm=some[4], k_norm=some[5]),
-                      *(tensors[name] for name in ("q", "k", "cos", "sin", "q_norm", "k_norm")),
-                      use_reentrant=use_reentrant)  # fmt: skip
+    outs = checkpoint(
+        lambda *some: apply_rope_qk(*some[:4], q_norm=some[4], k_norm=some[5]),
+        *(tensors[name] for name in ("q", "k", "cos", "sin", "q_norm", "k_norm")),
+        use_reentrant=use_reentrant,
+    )
     expected = gradients(apply_rope_qk(**tensors), tensors)
     # Reentrant checkpoints are for backward() alone.
     sum((out * out).sum() for out in outs).backward()

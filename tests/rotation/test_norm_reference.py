@@ -28,9 +28,17 @@ def test_gradients_of_norm_and_rotation():
 
         def run(q, k, q_norm, k_norm):
             return apply_rope_qk(
-                q, k, cos, sin, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-2, norm_offset=0.5, rotary_dim=6,
+                q,
+                k,
+                cos,
+                sin,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                norm_eps=1e-2,
+                norm_offset=0.5,
+                rotary_dim=6,
                 inverse=inverse,  # noqa: B023
-            )  # fmt: skip
+            )
 
         assert torch.autograd.gradcheck(run, leaves)
 
@@ -78,9 +86,15 @@ def test_transformers(name, offset, kernel, monkeypatch):
     cos, sin = (torch.cat((t, t), -1)[None] for t in rope_tables(7, 16))
     expected = rotate(*(norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k))), cos, sin)
     outs = apply_rope_qk(
-        q.transpose(1, 2), k.transpose(1, 2), cos, sin, q_norm=weights[0], k_norm=weights[1], norm_eps=1e-3,
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        cos,
+        sin,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        norm_eps=1e-3,
         norm_offset=offset,
-    )  # fmt: skip
+    )
     dos = [normal(*out.shape, seed=7).float() for out in outs]
     found = (*outs, *torch.autograd.grad(outs, (q, k, *weights), dos))
     for x, y in zip(found, (*expected, *torch.autograd.grad(expected, (q, k, *weights), dos)), strict=True):

@@ -55,11 +55,15 @@ def hold(ours, theirs, xs, weights, dos, dtype, weight_dtype):
 @pytest.mark.parametrize(
     ("layout", "head_dim", "rotary_dim", "interleaved", "dtype"),
     [
-        ("bhsd", 16, 16, False, F16), ("bhsd", 16, 16, True, F32), ("bshd", 24, 10, False, F32),
-        ("bshd", 24, 10, True, F16), ("sbhd", 7, 6, False, F32), ("sbhd", 7, 6, True, F16),
+        ("bhsd", 16, 16, False, F16),
+        ("bhsd", 16, 16, True, F32),
+        ("bshd", 24, 10, False, F32),
+        ("bshd", 24, 10, True, F16),
+        ("sbhd", 7, 6, False, F32),
+        ("sbhd", 7, 6, True, F16),
         ("bshd", 12, 12, False, F32),
     ],
-)  # fmt: skip
+)
 def test_against_float64(layout, head_dim, rotary_dim, interleaved, dtype):
     """Whole and partial rotation, odd head dims, GQA, a length that fills no tile, tables that are not unit-norm."""
     length, inverse = 11, layout == "sbhd"
@@ -71,9 +75,7 @@ def test_against_float64(layout, head_dim, rotary_dim, interleaved, dtype):
         q_norm, k_norm = weights
         options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse, "layout": layout}
         q, k = (x.permute(AXES[layout]).contiguous() for x in xs)
-        outs = apply_rope_qk(
-            q, k, cos, sin, q_norm=q_norm, k_norm=k_norm, norm_eps=eps, norm_offset=offset, **options
-        )  # fmt: skip
+        outs = apply_rope_qk(q, k, cos, sin, q_norm=q_norm, k_norm=k_norm, norm_eps=eps, norm_offset=offset, **options)
         axes = AXES[layout]
         return [out.permute([axes.index(axis) for axis in range(4)]) for out in outs]
 
@@ -194,8 +196,9 @@ def test_tokens_that_do_not_exist_add_nothing_to_a_weights_gradient():
     bad[0] = math.nan
     found = []
     for table in (cos, bad):
-        out, _ = apply_rope_qk(x, x.detach(), table, sin, q_norm=weight, k_norm=weight,
-                               position_ids=torch.tensor([5, 6, 7]))  # fmt: skip
+        out, _ = apply_rope_qk(
+            x, x.detach(), table, sin, q_norm=weight, k_norm=weight, position_ids=torch.tensor([5, 6, 7])
+        )
         found.append(torch.autograd.grad(out.sum(), weight)[0])
     assert found[1].isfinite().all() and torch.equal(*found)
 

@@ -99,7 +99,7 @@ def test_compile():
     def run(q, k, q_norm, k_norm):
         return apply_rope_qk(
             2 * q, k, cos, sin, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, norm_offset=1.0, layout="bshd"
-        )  # fmt: skip
+        )
 
     compiled = torch.compile(run, fullgraph=True)
     for length in (60, 64, 100):

@@ -147,8 +147,11 @@ def test_refusals_of_pairs(error, name, changes, pattern):
 )
 def test_large_tensors_of_every_layout_pass(layout, shape, changes):
     """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
-    given = {name: torch.empty(changes[name], dtype=torch.int32, device="meta")
-             for name in ("position_ids", "cu_seqlens") if name in changes}  # fmt: skip
+    given = {
+        name: torch.empty(changes[name], dtype=torch.int32, device="meta")
+        for name in ("position_ids", "cu_seqlens")
+        if name in changes
+    }
     table = torch.empty(changes.get("tables", (900, 256)), device="meta")
     x, out = (torch.empty(shape, device="meta") for _ in range(2))
     heads = shape.index(600)
@@ -156,10 +159,20 @@ def test_large_tensors_of_every_layout_pass(layout, shape, changes):
     rotary_dim = changes.get("rotary_dim")
     outs = {"out[0]": out, "out[1]": torch.empty_like(fewer)}
     rest = {"position_ids": None, "cu_seqlens": None} | given
-    assert check_rotation(
-        {"q": x, "k": fewer}, table, table.clone(), rotary_dim=rotary_dim, interleaved=False, inverse=True,
-        layout=layout, outs=outs, **rest,
-    ) == 512  # fmt: skip
+    assert (
+        check_rotation(
+            {"q": x, "k": fewer},
+            table,
+            table.clone(),
+            rotary_dim=rotary_dim,
+            interleaved=False,
+            inverse=True,
+            layout=layout,
+            outs=outs,
+            **rest,
+        )
+        == 512
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,14 +183,26 @@ def test_each_axis_is_found_in_every_layout(layout, shape):
 
     def rotary_dim(*table):
         return check_rotation(
-            {"x": zeros(*shape)}, zeros(*table), zeros(*table), rotary_dim=None, interleaved=False, inverse=False,
-            layout=layout, position_ids=None, cu_seqlens=None, outs=None,
-        )  # fmt: skip
+            {"x": zeros(*shape)},
+            zeros(*table),
+            zeros(*table),
+            rotary_dim=None,
+            interleaved=False,
+            inverse=False,
+            layout=layout,
+            position_ids=None,
+            cu_seqlens=None,
+            outs=None,
+        )
 
     assert rotary_dim(3, 5, 10) == 10 and rotary_dim(5, 8) == 16
     for table, pattern in (
-        ((2, 5, 8), "B = 3"), ((5, 5, 8), "B = 3"), ((7, 5, 8), "B = 3"), ((4, 8), "5 positions"), ((5, 17), "D = 16"),
-    ):  # fmt: skip
+        ((2, 5, 8), "B = 3"),
+        ((5, 5, 8), "B = 3"),
+        ((7, 5, 8), "B = 3"),
+        ((4, 8), "5 positions"),
+        ((5, 17), "D = 16"),
+    ):
         with pytest.raises(ValueError, match=f"^cos .*{pattern}"):
             rotary_dim(*table)
 
@@ -211,8 +236,12 @@ def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
         x = {"x": zeros(1, 1, 3, head_dim)}
         assert check_rotation(x, table, table, rotary_dim=rotary_dim, position_ids=ids, **given) == rotary_dim
     # Tokens that say where they stand need no rows of their own.
-    assert check_rotation({"x": zeros(1, 1, 0, 8)}, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0],
-                          **given) == 4  # fmt: skip
+    assert (
+        check_rotation(
+            {"x": zeros(1, 1, 0, 8)}, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0], **given
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize("head_dim", [2, 3])

@@ -41,9 +41,7 @@ def generation(seed):
 
     def step():
         caches = k.clone(), v.clone()
-        o = rope_attention_with_kvcache(
-            q[:, :, :1], *caches, cos, sin, k[:, :, :1], v[:, :, :1], cache_seqlens=lens
-        )  # fmt: skip
+        o = rope_attention_with_kvcache(q[:, :, :1], *caches, cos, sin, k[:, :, :1], v[:, :, :1], cache_seqlens=lens)
         return o, *caches
 
     return step

@@ -39,9 +39,15 @@ def assert_matches_float64(case, inputs, out, label=""):
             tensors.append((name, *(getattr(x, name)[None] for x in (out, ref64, eager))))
     for name, actual, exact, rounded in tensors:
         result = compare(
-            name, actual, exact, rounded, grad=name[0] == "d", dtype=case.dtype,
-            zero=noise_of_zero(name, case, inputs), draws=draws_of(name, inputs, case),
-        )  # fmt: skip
+            name,
+            actual,
+            exact,
+            rounded,
+            grad=name[0] == "d",
+            dtype=case.dtype,
+            zero=noise_of_zero(name, case, inputs),
+            draws=draws_of(name, inputs, case),
+        )
         assert result.ok, f"{case.name}{label}: {result}"
 
 

@@ -9,8 +9,15 @@ from bench.runner import Options, Run
 from fused_rope_attn import testing
 from tests.support.clocks import WallClock
 
-FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05", "commit": "abc",
-         "packages": {"transformers": "5"}}  # fmt: skip
+FACTS = {
+    "gpu": "toy",
+    "driver": "1",
+    "torch": "2",
+    "triton": "3",
+    "date": "2026-01-02T03:04:05",
+    "commit": "abc",
+    "packages": {"transformers": "5"},
+}
 
 
 TINY = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))

@@ -23,9 +23,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _inputs(
-    ranks: tuple[int, ...], dtype: torch.dtype = torch.float32, length: int = 24, device: str = "cpu",
+    ranks: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    length: int = 24,
+    device: str = "cpu",
     heads: tuple[int, int] = (4, 2),
-) -> tuple[Any, list, tuple]:  # fmt: skip
+) -> tuple[Any, list, tuple]:
     generator = torch.Generator().manual_seed(5)
     group = group_of(ranks)
     whole = [torch.randn(1, n, length, 16, generator=generator).to(device, dtype) for n in (*heads, heads[1])]

@@ -49,10 +49,12 @@ def step(
         given["cp_plan"] = plan_varlen_cp(limits, group=cut["group"], sharding=planned)
         cut["sharding"] = given["cp_plan"].sharding
     given |= {
-        "input_ids": cp_shard(ids, 1, **cut), "position_ids": cp_shard(positions, 1, **cut).expand(rows, -1),
-        "labels": cp_shard(ids, 1, **cut), "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
+        "input_ids": cp_shard(ids, 1, **cut),
+        "position_ids": cp_shard(positions, 1, **cut).expand(rows, -1),
+        "labels": cp_shard(ids, 1, **cut),
+        "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
         "num_items_in_batch": int((labels_of(ids, documents) != -100).sum()),
-    }  # fmt: skip
+    }
     if by_torch:  # as transformers' Trainer cuts a batch, with accelerate's ParallelismConfig
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.experimental import context_parallel

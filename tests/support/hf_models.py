@@ -51,9 +51,13 @@ _DELTA_NET = RECURRENT | {
     "linear_num_value_heads": 4,
 }
 _MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 16,
     "attn_layer_indices": [1],
-}  # fmt: skip
+}
 # Name, the classes' common beginning, and what the config says besides SIZES: every peculiarity is switched on.
 _ROWS: dict[str, tuple[str, dict]] = {
     "afmoe": ("Afmoe", MOE | WINDOWED | {"head_dim": 16}),
@@ -175,9 +179,9 @@ MODELS = {
 }
 # One of each peculiarity.
 THOROUGH = (
-    "llama", "llama-yarn", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt_neox", "cohere",
-    "cohere-norm", "glm4", "olmo2", "granite", "smollm3", "gpt_oss",
-)  # fmt: skip
+    "llama llama-yarn mistral mixtral qwen2 qwen3 phi3 gemma2 gemma3 gpt_neox cohere cohere-norm glm4 olmo2 granite "
+    "smollm3 gpt_oss"
+).split()
 
 
 def make_model(name: str, seed: int = 0, **options) -> transformers.PreTrainedModel:

@@ -15,17 +15,27 @@ _TEXT = {name: value for name, value in SIZES.items() if name != "initializer_ra
 _QWEN = _TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
 _QWEN3_TOWER = _QWEN_TOWER | {
-    "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 64, "num_position_embeddings": 16,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
-}  # fmt: skip
+}
 _QWEN_TOKENS = {
-    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
-}  # fmt: skip
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _TOWER = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": PIXELS,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": PIXELS,
     "patch_size": PATCH,
-}  # fmt: skip
+}
 _WINDOW_IN_SOME = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _SCALED_DOWN = {"image_token_id": IMAGE, "scale_factor": 2}
 # Prefix of the classes, and what the config of the text, of the vision tower and of the whole say.

@@ -24,8 +24,11 @@ with_kvcache = run_step
 write = run_write
 # The names by which a patched model calls the package, in integrations.transformers.attention and .paged.
 OPERATORS_OF_A_PATCHED_MODEL = (
-    "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "write_kvcache",
-)  # fmt: skip
+    "rope_attention",
+    "rope_attention_varlen",
+    "rope_attention_with_kvcache",
+    "write_kvcache",
+)
 
 
 def check_call(layout="bhsd", max_seqlen_k=None, **given):

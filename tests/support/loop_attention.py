@@ -38,9 +38,22 @@ def complex_rotation(x, cos, sin, interleaved):
 
 
 def loop_attention(
-    q, k, v, cos, sin, causal=False, *, softmax_scale, rotary_dim, interleaved=False, window=None, softcap=0.0,
-    sinks=None, kv_starts=None, kv_lens=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    causal=False,
+    *,
+    softmax_scale,
+    rotary_dim,
+    interleaved=False,
+    window=None,
+    softcap=0.0,
+    sinks=None,
+    kv_starts=None,
+    kv_lens=None,
+):
     """The contract, sentence by sentence, one score at a time. cos and sin: (S, R/2) or (B, S, R/2)."""
     batch, heads_q, len_q, head_dim = q.shape
     heads_kv, len_k = k.shape[1], k.shape[2]

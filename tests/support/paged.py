@@ -33,9 +33,16 @@ class Server:
     def __call__(self):
         q, k, v = self.tokens
         return rope_attention_with_kvcache(
-            q, *self.pools, *self.tables, k, v, cache_seqlens=self.lens, block_table=self.table, return_lse=True,
+            q,
+            *self.pools,
+            *self.tables,
+            k,
+            v,
+            cache_seqlens=self.lens,
+            block_table=self.table,
+            return_lse=True,
             **self.options,
-        )  # fmt: skip
+        )
 
     def advance(self, step):
         """The second sequence moves a page elsewhere now and then; all grow."""

@@ -125,11 +125,16 @@ def second_opinions(out, ref64, eager, inputs, case):
     draws = eager_draws(inputs, case)
     return {
         name: compare(
-            name, getattr(out, name), getattr(ref64, name), getattr(eager, name), grad=name[0] == "d",
-            dtype=case.dtype, draws=draws[name],
+            name,
+            getattr(out, name),
+            getattr(ref64, name),
+            getattr(eager, name),
+            grad=name[0] == "d",
+            dtype=case.dtype,
+            draws=draws[name],
         )
         for name in TENSORS
-    }  # fmt: skip
+    }
 
 
 def test_draws_excuse_a_lucky_eager():
@@ -277,10 +282,19 @@ def test_names_tell_cases_apart():
     base = Case(2, 4, 2, 5, 7, 16)
     assert base.name == "B2 H4/2 N5x7 D16 causal fp16"
     changes = {
-        "causal": False, "rotary_dim": 8, "interleaved": True, "dtype": torch.float32, "softmax_scale": 0.0,
-        "tables": "yarn", "table_dtype": torch.bfloat16, "table_batch": True, "full_width": True, "layout": "odd",
-        "extra_rows": 1, "seed": 3,
-    }  # fmt: skip
+        "causal": False,
+        "rotary_dim": 8,
+        "interleaved": True,
+        "dtype": torch.float32,
+        "softmax_scale": 0.0,
+        "tables": "yarn",
+        "table_dtype": torch.bfloat16,
+        "table_batch": True,
+        "full_width": True,
+        "layout": "odd",
+        "extra_rows": 1,
+        "seed": 3,
+    }
     names = {dataclasses.replace(base, **{field: value}).name for field, value in changes.items()}
     assert len(names | {base.name}) == len(changes) + 1
 

@@ -23,7 +23,10 @@ def test_every_field_of_a_convention_is_described():
     assert families.describe(Convention()) == ""
     gated = Convention(gate_proj, interleaved=True, softcap=True, sinks=True, finish=gated_o_proj)
     assert families.describe(gated).split("; ")[1:] == [
-        "the output times the gate's sigmoid", "interleaved pairs", "softcap", "sinks"
-    ]  # fmt: skip
+        "the output times the gate's sigmoid",
+        "interleaved pairs",
+        "softcap",
+        "sinks",
+    ]
     with pytest.raises(KeyError):
         families.describe(Convention(window=len))

@@ -37,9 +37,11 @@ def test_mutants_are_changes_of_what_a_module_does():
 
     found = mutants_of("pair.py", MODULE)
     lines = MODULE.splitlines()
-    assert {lines[mutant.line - 1].strip() for mutant in found} == {mutant.before for mutant in found} == {
-        "first: int | None = 1", 'if mode == "fast" and a.dtype == b.dtype:', "return a < b",
-    }  # fmt: skip
+    assert (
+        {lines[mutant.line - 1].strip() for mutant in found}
+        == {mutant.before for mutant in found}
+        == {"first: int | None = 1", 'if mode == "fast" and a.dtype == b.dtype:', "return a < b"}
+    )
     assert len({mutant.source for mutant in found}) == len(found)
     for mutant in found:
         assert [x.strip() for x in mutant.source.splitlines()] == [
@@ -121,8 +123,11 @@ def test_the_tables_name_what_exists():
             file, _, test = path.partition("::")
             assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8"), path
     assert [subject.module for subject in chosen(["kernels", "generation/planning.py"])] == [
-        "generation/planning.py", "kernels/masks.py", "kernels/lengths.py", "kernels/sequences.py",
-    ]  # fmt: skip
+        "generation/planning.py",
+        "kernels/masks.py",
+        "kernels/lengths.py",
+        "kernels/sequences.py",
+    ]
     with pytest.raises(ValueError, match=r"^module must be one of .*kernels/masks\.py.*, but is kernel/masks"):
         chosen(["kernel/masks"])
 

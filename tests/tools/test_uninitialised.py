@@ -19,9 +19,10 @@ LOST = """
         /*0080*/                   EXIT ;
 """
 KEPT = LOST.replace(
-    "        /*0030*/", "        /*0028*/                   R2UR UR34, R100 ;\n"
-    "        /*002c*/                   UMOV UR35, URZ ;\n        /*0030*/"
-)  # fmt: skip
+    "        /*0030*/",
+    "        /*0028*/                   R2UR UR34, R100 ;\n"
+    "        /*002c*/                   UMOV UR35, URZ ;\n        /*0030*/",
+)
 
 
 def test_a_lost_register_is_found():

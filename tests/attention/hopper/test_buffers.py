@@ -163,8 +163,21 @@ def test_the_padded_buffers_of_packed_sequences(case):
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
     group = case.heads_q // case.heads_kv
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, k_norm_ptr, raw_k_ptr,
-             k_sums_ptr, **rest):  # fmt: skip
+    def main(
+        stream,
+        *,
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        stats_desc,
+        dq_accumulator,
+        dk_ptr,
+        k_norm_ptr,
+        raw_k_ptr,
+        k_sums_ptr,
+        **rest,
+    ):
         q_rot, k_rot, v, do, stats = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc))
         dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
         added = dq.view(case.heads_q, -1)
@@ -214,8 +227,21 @@ def test_the_buffers_of_wide_heads(case):
     problem, tensors, _ = described_for_launch(inputs, case)
     run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
 
-    def main(stream, *, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, dk_ptr, k_norm_ptr, raw_k_ptr,
-             k_sums_ptr, **rest):  # fmt: skip
+    def main(
+        stream,
+        *,
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        stats_desc,
+        dq_accumulator,
+        dk_ptr,
+        k_norm_ptr,
+        raw_k_ptr,
+        k_sums_ptr,
+        **rest,
+    ):
         dq = dq_accumulator
         q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
         lse, delta = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]

@@ -82,9 +82,7 @@ def test_compile():
     weights, options = weights_of(NORMED)
 
     def block(q, k, v, cos, sin, q_norm, k_norm):
-        return 0.5 * rope_attention(
-            2.0 * q, k, v, cos, sin, True, q_norm=q_norm, k_norm=k_norm, **options, **ON_SM_90
-        )  # fmt: skip
+        return 0.5 * rope_attention(2.0 * q, k, v, cos, sin, True, q_norm=q_norm, k_norm=k_norm, **options, **ON_SM_90)
 
     compiled = torch.compile(block, fullgraph=True)
     for length in (333, 200):

@@ -50,9 +50,20 @@ def test_a_sink_and_one_key_need_a_second_opinion():
     """The whole error of dq is that of ``delta = rowsum(do * o)``, taken from the rounded o: 5e-4, where an exact delta
     leaves 1e-6. Eager takes no delta from o, and its own errors are 3e-6 in this row by luck."""
     case = Case(
-        3, 8, 2, 65, 65, 64, dtype=F16, interleaved=True, full_width=True, sinks=True, seed=1640,
-        kv_starts=(1, 29, 11), kv_lens=(8, 52, 59),
-    )  # fmt: skip
+        3,
+        8,
+        2,
+        65,
+        65,
+        64,
+        dtype=F16,
+        interleaved=True,
+        full_width=True,
+        sinks=True,
+        seed=1640,
+        kv_starts=(1, 29, 11),
+        kv_lens=(8, 52, 59),
+    )
     inputs = make_inputs(case)
     out, exact = run_op(inputs, case, backend="triton", strategy="inline"), run_reference(inputs, case, torch.float64)
     eager = run_reference(inputs, case)

@@ -100,7 +100,14 @@ def test_empty(batch, len_q, len_k, strategy):
 )
 def test_any_shape(batch, heads_kv, group, len_q, len_k, head_dim, rotary, causal, strategy, **features):
     case = Case(
-        batch, group * heads_kv, heads_kv, len_q if causal else min(len_q, len_k), len_k, head_dim, causal=causal,
-        rotary_dim=max(2, 2 * int(rotary * head_dim / 2)), **features,
-    )  # fmt: skip
+        batch,
+        group * heads_kv,
+        heads_kv,
+        len_q if causal else min(len_q, len_k),
+        len_k,
+        head_dim,
+        causal=causal,
+        rotary_dim=max(2, 2 * int(rotary * head_dim / 2)),
+        **features,
+    )
     run_and_compare(case, strategy=strategy)

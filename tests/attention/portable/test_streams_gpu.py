@@ -95,8 +95,13 @@ def test_every_mask_at_once_without_a_sync():
         )
         o.backward(do)
     here, here_lse = rope_attention(
-        *(x.detach().cpu() for x in (q, k, v, cos, sin)), True, sinks=sinks.cpu(), kv_lens=lens.cpu(),
-        kv_starts=starts.cpu(), return_lse=True, **options,
-    )  # fmt: skip
+        *(x.detach().cpu() for x in (q, k, v, cos, sin)),
+        True,
+        sinks=sinks.cpu(),
+        kv_lens=lens.cpu(),
+        kv_starts=starts.cpu(),
+        return_lse=True,
+        **options,
+    )
     torch.testing.assert_close(o.detach().cpu(), here, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.cpu(), here_lse, rtol=1e-4, atol=1e-5)

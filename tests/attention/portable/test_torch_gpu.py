@@ -82,8 +82,10 @@ def test_activation_checkpointing():
         return rope_attention(q, k, v, inputs.cos, inputs.sin, True, deterministic=True)
 
     for use_reentrant in (False, True):
-        assert_equal(gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=use_reentrant), inputs),  # noqa: B023
-              gradients(run, inputs))  # fmt: skip
+        assert_equal(
+            gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=use_reentrant), inputs),  # noqa: B023
+            gradients(run, inputs),
+        )
 
 
 def test_double_backward_raises():

@@ -95,8 +95,17 @@ def test_double_backward_raises():
 
 
 @triton.jit
-def write_phases(out_ptr, mileage_ptr, local_ptr, multiples_ptr, revolutions_ptr, D: tl.constexpr, PADDED: tl.constexpr,
-                 ROWS: tl.constexpr, METHOD: tl.constexpr):  # fmt: skip
+def write_phases(
+    out_ptr,
+    mileage_ptr,
+    local_ptr,
+    multiples_ptr,
+    revolutions_ptr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    METHOD: tl.constexpr,
+):
     """cos and sin of every row's distance (mileage in fixed point plus local steps) at each frequency."""
     rows, pairs, key = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, 1)
     whole, rest = distances.split_mileage(tl.load(mileage_ptr + rows))

@@ -266,8 +266,9 @@ def test_a_static_cache_that_is_reset_is_asked_on_the_device(llama):
     past = static(llama, 3)
     past.reset()
     assert described(llama, past_key_values=past, cache_position=torch.arange(5)) == {
-        "kv_lens": [5, 5], "cached": [0, 0],
-    }  # fmt: skip
+        "kv_lens": [5, 5],
+        "cached": [0, 0],
+    }
 
 
 def test_a_full_static_cache_is_an_error(llama):

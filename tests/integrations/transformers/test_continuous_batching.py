@@ -240,9 +240,8 @@ def test_what_nobody_computes(monkeypatch):
     model, given = patch_model(make_model("llama")), prompts((5, 20))
     monkeypatch.setattr(batch, "obstacle_to_pages", lambda *args: "such a thing")
     outputs = model.generate_batch(
-        given, transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1),
-        options_of(),
-    )  # fmt: skip
+        given, transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1), options_of()
+    )
     assert len(outputs) == 3
     assert all("such a thing is not served" in output.error for output in outputs.values())
 

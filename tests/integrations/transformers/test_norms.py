@@ -151,9 +151,19 @@ def subclass(model, norm):
 
 
 CHANGES = (
-    hook, pre_hook, backward_hook, backward_pre_hook, own_forward, wrapped_forward, other_kind, other_eps, default_eps,
-    odd_weight, own_call, subclass,
-)  # fmt: skip
+    hook,
+    pre_hook,
+    backward_hook,
+    backward_pre_hook,
+    own_forward,
+    wrapped_forward,
+    other_kind,
+    other_eps,
+    default_eps,
+    odd_weight,
+    own_call,
+    subclass,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)

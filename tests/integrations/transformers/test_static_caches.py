@@ -49,10 +49,13 @@ def test_who_writes_a_static_cache(calls, monkeypatch):
     written.clear()
     model = patch_model(make_model("gemma3"))
     monkeypatch.setattr(
-        attention, "count_written", lambda layer, tokens, count=attention.count_written: (
-            written.append(type(layer).__name__), count(layer, tokens)
+        attention,
+        "count_written",
+        lambda layer, tokens, count=attention.count_written: (
+            written.append(type(layer).__name__),
+            count(layer, tokens),
         ),
-    )  # fmt: skip
+    )
     parts(model, make_cache(model, "static"), ids, ends=(9, 10, 12))
     assert written == [9, "StaticLayer", "StaticLayer"]
 

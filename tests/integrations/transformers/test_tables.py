@@ -13,10 +13,20 @@ from fused_rope_attn.integrations.transformers import rope_tables_from_config
 from tests.support.dtypes import F32
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "factor": 4.0,
-        "long_factor": [2.0 + i / 8 for i in range(8)], "original_max_position_embeddings": 32}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "factor": 4.0,
+    "long_factor": [2.0 + i / 8 for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 @pytest.mark.parametrize("seq_len", [20, 64, 200])
@@ -91,7 +101,7 @@ LAYERED = SimpleNamespace(rope_parameters={name: {"rope_type": "default"} for na
         ((transformers.LlamaConfig(), 9, "near"), ValueError, "layer_type must be None, since LlamaConfig has"),
     ],
     ids=lambda x: str(x)[:40] if isinstance(x, str) else "",
-)  # fmt: skip
+)
 def test_refusals_name_the_argument(arguments, error, message):
     config, seq_len, *layer_type = arguments
     options = {"layer_type": layer_type[0]} if layer_type else {}

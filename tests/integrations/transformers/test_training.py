@@ -71,9 +71,17 @@ def test_trainer(tmp_path):
     def losses(patched):
         model = make_model("llama", use_cache=False)
         options = transformers.TrainingArguments(
-            tmp_path / str(patched), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
-            report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, seed=1,
-        )  # fmt: skip
+            tmp_path / str(patched),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=1,
+        )
         trainer = transformers.Trainer(patch_model(model) if patched else model, options, train_dataset=data)
         trainer.train()
         return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
