@@ -1,4 +1,4 @@
-"""Where tests run: Triton's interpreter on a machine without a GPU, and NaN in all memory that nobody has written."""
+"""Tests run in Triton's interpreter on a machine without a GPU, and all unwritten memory holds NaN."""
 
 import os
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 def poisoned_memory(request):
     """NaN in every fresh floating tensor: an output element that no kernel wrote then shows in every comparison."""
     # Dynamo lists torch's functions when it first compiles, and anew after a process group has begun. Where that was in
-    # a poisoned test, what torch.empty was then stands in the list, and no later test could compile torch.empty.
+    # a poisoned test, the list holds the poisoned torch.empty, and no later test could compile torch.empty.
     if torch.empty not in trace_rules.get_torch_obj_rule_map():
         trace_rules.clear_lru_cache()
         trace_rules.get_torch_obj_rule_map()

@@ -12,7 +12,7 @@ from tests.support.operators import SMALL, assert_close, kernel_or_reference
 @kernel_or_reference("triton", "reference")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_autocast(backend, mixed):
-    """q, k and v are cast to autocast's dtype, tables stay float32, gradients come back in the inputs' dtypes."""
+    """q, k and v are cast to autocast's dtype, tables stay float32, gradients have the inputs' dtypes."""
     inputs = make_inputs(SMALL)
     inputs = inputs._replace(q=inputs.q.half().float(), k=inputs.k.half().float(), v=inputs.v.half().float())
     k = inputs.k.half() if mixed else inputs.k

@@ -1,4 +1,4 @@
-"""Which backend serves a call: "auto" always runs, and an explicit choice runs or says why not."""
+"""The backend of a call: "auto" always runs, and an explicit choice runs or gives the reason why not."""
 
 import os
 import subprocess

@@ -31,7 +31,7 @@ def attention_of(backend, **changes):
 
 
 def with_tangent(function, tensors, i):
-    """``function`` of the tensors, of which number ``i`` has a tangent."""
+    """Call ``function`` with the tensors; number ``i`` has a tangent."""
     with forward_ad.dual_level():
         given = [forward_ad.make_dual(x, torch.ones_like(x)) if i == j else x for j, x in enumerate(tensors)]
         return function(*given)
@@ -129,7 +129,7 @@ def test_gradients_of_each_entry_by_torch_func(backend):
 def test_second_derivatives_by_torch_func_are_refused(backend):
     run, (q, *others) = attention_of(backend)
     gradient = torch.func.grad(lambda q, weights: (run(q, *others) * weights).square().sum())
-    for through in range(2):  # q, and what comes after attention
+    for through in range(2):  # q, and the operation after attention
         with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
             torch.func.grad(lambda *given: gradient(*given).sum(), argnums=through)(q, torch.ones_like(q))
 

@@ -1,4 +1,4 @@
-"""torch.use_deterministic_algorithms(True) asks for what deterministic=True asks for."""
+"""torch.use_deterministic_algorithms(True) asks for the same as deterministic=True."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def setting():
 
 
 def sm_90_call():
-    """Arguments of a call whose backward pass the sm_90 kernels would take."""
+    """Return arguments of a call with a backward pass for the sm_90 kernels."""
     q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
     return q, k, k, *(torch.empty(4096, 64, device="meta") for _ in range(2))
@@ -82,7 +82,7 @@ def test_a_compiled_function_follows_the_setting(setting, monkeypatch):
 
 
 def test_corope_says_that_its_gradients_are_not(setting, monkeypatch):
-    """As PyTorch's own operators do: an error of the backward pass, or a warning where that was asked for."""
+    """Like PyTorch's own operators: an error of the backward pass, or a warning if that was asked for."""
     launchers = "fused_rope_attn.experimental.corope.api"
     monkeypatch.setattr(f"{launchers}.corope_forward", lambda q, k, v, **options: (q.clone(), q, q))
     monkeypatch.setattr(f"{launchers}.corope_backward", lambda do, q, k, v, *rest, **options: (do, do, do))

@@ -1,4 +1,4 @@
-"""The operators run the kernels that were planned: launchers that write down who was called stand in for them."""
+"""The operators run the planned kernels: launchers that note their calls replace them."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from fused_rope_attn.rotation.keywords import ROTATION
 from fused_rope_attn.testing import make_inputs
 from tests.support.operators import SMALL
 
-# Every public function that explains its keywords: what it knows of foreign ones, and whose keywords it takes.
+# Every public function that explains its keywords: the foreign ones that it knows, and the function with its signature.
 FUNCTIONS = {
     "rope_attention": (ATTENTION, "rope_attention"),
     "plan": (ATTENTION, "rope_attention"),
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "apply_rope": (ROTATION, "apply_rope"),
     "apply_rope_qk": (ROTATION, "apply_rope_qk"),
 }
-# What users of each library write first.
+# The first keywords that users of each library try.
 OTHERS = set(
     "attn_mask is_causal scale dropout_p enable_gqa window_size sliding_window position_ids alibi_slopes "
     "logits_soft_cap softmax_temp s_aux rotary_cos rotary_sin block_table rotary_interleaved num_splits "
@@ -68,7 +68,7 @@ def test_what_users_of_other_libraries_write_is_known(name):
         parameter for function in FUNCTIONS for parameter in inspect.signature(getattr(package, function)).parameters
     }
     of_attention = set(inspect.signature(package.rope_attention).parameters)
-    # Where a function lacks a keyword that rope_attention has, it says so.
+    # A function that lacks a keyword of rope_attention says so.
     assert (of_attention & public) - own <= set(foreign) | {"k", "v", "q"}
 
 

@@ -38,7 +38,7 @@ def test_a_known_call_gives_what_an_examined_one_gives(examined):
 
 
 def test_a_known_call_has_gradients(examined):
-    """Whether tensors take a gradient is part of what is known: the call without one is another."""
+    """A call is known together with its gradients: the call without one is another."""
     call()
     gradients = []
     for _ in range(3):

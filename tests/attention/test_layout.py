@@ -1,4 +1,4 @@
-"""layout="bshd": the numbers of the default layout, on views of what the caller has, and messages in its terms."""
+"""layout="bshd": the numbers of the default layout, on views of the caller's tensors, and messages in its terms."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_results_are_contiguous_as_the_caller_counts(backend, packed):
 @interpreted
 @pytest.mark.unpoisoned
 def test_nothing_is_copied():
-    """What reaches the dispatcher are views and the two operators, in either direction."""
+    """Only views and the two operators reach the dispatcher, in either direction."""
     inputs = make_inputs(CASE)
     q, k, v = (tokens_first(x) for x in inputs[:3])
     with Record() as record:

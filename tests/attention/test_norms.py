@@ -27,7 +27,7 @@ NAMES = ("q", "k", "v", "q_norm", "k_norm")
 
 
 def given(case=CASE, wanted=NAMES, dtype=None):
-    """(q, k, v and the norms' weights by name, of which ``wanted`` want gradients; the call's other arguments)."""
+    """Return (q, k, v and the norms' weights by name, with gradients for ``wanted``; the call's other arguments)."""
     inputs, norms = make_inputs(case), norms_of(case)
     tensors = dict(zip(NAMES, (*inputs[:3], norms.pop("q_norm"), norms.pop("k_norm"))))
     tensors = {
@@ -156,7 +156,7 @@ def test_what_is_saved():
 
 @interpreted
 def test_weights_gradients_are_the_same_every_time():
-    """Where several programs add up parts of them."""
+    """Several programs add up parts of them."""
     case = replace(CASE, len_q=70, len_k=70, heads_q=1)
     tensors, options = given(case)
     first, again = (gradients(rope_attention(**tensors, **options, backend="triton"), tensors) for _ in range(2))

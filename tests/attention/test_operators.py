@@ -61,7 +61,7 @@ def test_fake_tensors_match_the_real_ones(strategy):
     ids=lambda x: x if isinstance(x, str) else ",".join(x),
 )
 def test_opcheck_with_masks(names, strategy):
-    """Also that the gradient of the sinks comes through autograd, the dispatcher and a traced graph."""
+    """The gradient of the sinks passes through autograd, the dispatcher and a traced graph too."""
     masks = {"window": (3, 0), "softcap": 20.0, "sinks": True, "kv_starts": (0, 2), "kv_lens": (9, 5)}
     case = replace(SMALL, **{name: masks[name] for name in names})
     inputs = make_inputs(case)
@@ -89,7 +89,7 @@ def test_nothing_is_computed_for_an_unused_output():
 
 @interpreted
 def test_saved_tensors_are_the_inputs_and_no_copies():
-    """Where K is rotated in the loop; other kernels save rotated copies in place of q and k: test_saving.py."""
+    """K is rotated in the loop here; other kernels save rotated copies in place of q and k: test_saving.py."""
     q, k, v = leaves(make_inputs(SMALL))
     inputs = make_inputs(SMALL)
     saved = []

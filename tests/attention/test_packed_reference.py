@@ -32,13 +32,13 @@ def test_the_packed_reference(case):
     packed((9, 1, 6), window=(3, 0), softcap=4.0, sinks=True),
 )
 def test_the_packed_reference_keeps_bad_values_where_they_are(case, bad):
-    """In each sequence in turn, and behind the last: o and every gradient of the others stay what they were, to the
-    bit, as do rows of the same sequence whose window does not reach a bad key."""
+    """In each sequence in turn, and after the last: o and every gradient of the others keep their bits, as do rows of
+    the same sequence with a window that does not reach a bad key."""
     inputs = make_inputs(case)
     expected = run_op(inputs, case, backend="reference")
     for first_q, len_q, first_k, len_k in sequences_of(case):
         rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
-        if len_k == 0:  # of what lies behind the last sequence the keys too
+        if len_k == 0:  # the keys after the last sequence too
             rows_k = slice(first_k, case.len_k if first_q + len_q == case.len_q else first_k)
         q, k, v, do = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
         q[:, :, rows_q], do[:, :, rows_q], k[:, :, rows_k], v[:, :, rows_k] = bad, bad, bad, bad

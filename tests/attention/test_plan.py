@@ -1,4 +1,4 @@
-"""`plan` beside what really runs: it explains and launches nothing."""
+"""`plan` against the kernels that really run: it explains and launches nothing."""
 
 import pytest
 

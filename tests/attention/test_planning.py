@@ -1,4 +1,4 @@
-"""Which kernels a call gets, and why: the sm_90 backend beside the portable kernels. Runs on tensors without memory."""
+"""The kernels that a call gets, and the reason: sm_90 or portable ones. Runs on tensors without memory."""
 
 import dataclasses
 
@@ -140,7 +140,7 @@ def test_wide_heads(arch, head_dim):
     auto = plan(**call(8192, head_dim=head_dim))
     for chosen in (auto, plan(**call(8192, head_dim=head_dim, backend="hopper"))):
         assert kinds(chosen) == HOPPER and chosen.backend == "hopper"
-        # 64 keys in two stages are what 227 KB of shared memory hold beside 128 rows of Q and half of those of O.
+        # 227 KB of shared memory hold 64 keys in two stages next to 128 rows of Q and half of those of O.
         assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
     assert "made for this card" in auto.reason
     assert kinds(plan(**call(8192, head_dim=head_dim, deterministic=True))) == (HOPPER[0], PORTABLE[1])

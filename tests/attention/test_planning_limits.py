@@ -1,4 +1,4 @@
-"""What the sm_90 backend does not serve is refused by name where it is asked for; "auto" says why it takes another."""
+"""The limits of the sm_90 backend: an explicit choice names them, and "auto" gives them as its reason."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_what_needs_no_addresses_is_refused_at_once(arch):
     with pytest.raises(NotImplementedError, match="^k must have at least one position"):
         backend_of(call(len_k=0), backend="hopper")
     with pytest.raises(NotImplementedError, match="^k must have at least one position"):
-        plan_of(call(len_k=0, backend="hopper"))  # whoever calls the operator itself
+        plan_of(call(len_k=0, backend="hopper"))  # a call of the operator itself
     assert backend_of(call(len_k=1), backend="hopper") == ("hopper", "")
     assert backend_of(call(len_k=0), backend="auto") == ("auto", "")
 

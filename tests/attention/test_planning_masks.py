@@ -1,4 +1,4 @@
-"""Which kernels masked and packed calls get."""
+"""The kernels that masked and packed calls get."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
 
 
 def packed_plan(sequences, tokens, longest, tokens_k=None, heads=(32, 8), backend="auto", strategy="auto", **changes):
-    """What `rope_attention_varlen` runs for so many sequences and tokens: the operators' own plan."""
+    """Return the operators' own plan for `rope_attention_varlen` with so many sequences and tokens."""
     given = call(tokens, tokens_k, batch=1, heads=heads, backend=backend, strategy=strategy, **changes)
     ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     return plan_of(given, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen=longest)
@@ -86,7 +86,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_the_sm_90_kernels_serve_masks(arch, tables, name):
-    """Where the tables prefer them, and whenever they are asked for."""
+    """If the tables prefer them, and always if they are asked for."""
     tables(("long",), ("long",))
     given = call(8192, batch=2, **{name: MASKS[name]})
     assert kinds(plan(**given, backend="hopper")) == HOPPER
@@ -117,7 +117,7 @@ def test_a_window_is_less_work(arch, tables, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (0, 0), (2, 1), (1, 0), (-1, 2), (2, -1), (-1, -1), (100, 0)], ids=str)
 def test_keys_that_a_query_sees(window, causal):
-    """At most, wherever it stands among them."""
+    """The bound holds for every position of the query."""
     left, right = (-1, -1) if window is None else window
 
     def sees(query, key):

@@ -81,7 +81,7 @@ def test_nan_outside_the_bounds_never_leaks(dtype, sinks):
         x[0, :, :3] = math.nan
         x[1, :, 4:] = math.inf
     for x in (q, do):
-        x[0, :, :3] = math.nan  # positions 0..2 come before the first key
+        x[0, :, :3] = math.nan  # positions 0..2 are before the first key
         x[1, :, :3] = math.nan  # positions -3..-1
     poisoned = run(q, k, v, do)
     for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), clean, poisoned):

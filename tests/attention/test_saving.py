@@ -1,6 +1,6 @@
-"""What an eager forward pass saves: q and k rotated where its kernels make and backward's take them so, else as given.
+"""An eager forward pass saves q and k rotated if its kernels make and backward's take them so, otherwise as given.
 
-The portable kernels run in the interpreter; launchers that compute nothing of their own stand in for those of sm_90.
+The portable kernels run in the interpreter; launchers that compute nothing of their own replace those of sm_90.
 """
 
 from types import SimpleNamespace
@@ -96,7 +96,7 @@ def test_an_input_may_change_after_the_call(sm_90):
 
 
 def test_the_dispatcher_saves_what_it_was_given(sm_90, monkeypatch):
-    """Which kernels run is not known before a traced graph does."""
+    """The kernels are not known before a traced graph runs."""
     go_through_the_dispatcher(monkeypatch)
     leaves, o = run(sm_90)
     assert_gradients(sm_90, torch.autograd.grad(o, leaves, sm_90.inputs.do))
@@ -146,7 +146,7 @@ def every_second_column(x):
 
 @pytest.mark.parametrize("unpack", [moved, every_second_column])
 def test_what_hooks_have_moved(sm_90, unpack):
-    """Saved tensors may come back elsewhere: the TMA must be able to address what the kernels get."""
+    """Saved tensors may return at another address: the TMA must be able to address them."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
         leaves, o = run(sm_90)
     assert_gradients(sm_90, torch.autograd.grad(o, leaves, sm_90.inputs.do))
@@ -229,7 +229,7 @@ PORTABLE_CASES = (
 @ignore_overflow
 @cases(*PORTABLE_CASES)
 def test_the_portable_kernels_save_what_they_would_rotate(case):
-    """Bit by bit the results of the operators, whose backward pass rotates q and k itself."""
+    """The results have the bits of the operators, which rotate q and k in the backward pass."""
     inputs = make_inputs(case)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -245,7 +245,7 @@ def test_the_portable_kernels_save_what_they_would_rotate(case):
 @ignore_overflow
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_the_portable_forward_saves_the_tiles_that_the_sm_90_backward_reads(block_m):
-    """Each sequence from the row of its first whole tile on, with zeros behind its last query."""
+    """Each sequence begins at the row of its first whole tile, with zeros after its last query."""
     case = packed_case(Case(1, 4, 2, 20, 20, 24, dtype=torch.float32), (5, 0, 70, 33, 128), behind=(7, 3))
     inputs = make_inputs(case)
     rows = saved_by_portable_forward(inputs, case, block_m, Saving.ROWS).q_rot

@@ -31,7 +31,7 @@ def int32(values):
 
 
 def all_of_packed(ends):
-    """Every public function that takes cu_seqlens, by the argument and the one whose tokens they are."""
+    """Every public function that takes cu_seqlens, by that argument and the tensor that it divides."""
     x, pool = torch.randn(20, 2, 16), torch.randn(len(ends) - 1, 2, 32, 16)
     cos, sin = torch.randn(2, 32, 8)
     good, bad = int32([0] * (len(ends) - 1) + [20]), int32(ends)

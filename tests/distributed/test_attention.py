@@ -9,7 +9,7 @@ from fused_rope_attn.testing import Case
 from tests.support.context_parallel import judge
 from verification.context_parallel import attend, joined
 
-# P = 2, 3, 4, for two ranks cannot see a reversed order; and groups whose ranks are not the global ones.
+# P = 2, 3, 4, because two ranks cannot see a reversed order; and groups with other numbers than the global ranks.
 PLAIN = Case(2, 4, 2, 48, 48, 16, dtype=torch.float32)
 ROWS = [
     ((0, 1), PLAIN, {}),

@@ -1,4 +1,4 @@
-"""Which rank has which chunk: work by counting, and the sharding that balances documents."""
+"""The chunks of each rank: work by counting, and the sharding that balances documents."""
 
 import itertools
 import random

@@ -74,7 +74,7 @@ def compiled(pool, members):
 
 
 def memory(pool, members):
-    """Forward holds K and V of all ranks, whose parts are copied once more; backward their gradients in float32."""
+    """Forward holds K and V of all ranks, and one more copy of their parts; backward their gradients in float32."""
     keys = 2 * LONG.len_k * LONG.heads_kv * LONG.head_dim * 2 / 2**20
     queries = LONG.len_q * LONG.heads_q * LONG.head_dim * 2 / 2**20 / len(members)
     for forward, backward in pool.results(cp_gpu.memory, LONG, members, ranks=members):

@@ -29,7 +29,7 @@ def check(size, sharding, chunk, total, causal, window):
     ]
     for rank, (share, buffer) in enumerate(zip(every.shares, buffers)):
         assert len(buffer) == share.length == len(set(buffer))
-        # Each row is the rank's own, or comes once from where it is another's.
+        # Each row is the rank's own, or arrives once from its owner.
         arrived = [row for row in buffer if row // chunk in owned[rank]]
         for (sender, receiver), messages in every.messages.items():
             for message in messages if receiver == rank else ():
@@ -42,7 +42,7 @@ def check(size, sharding, chunk, total, causal, window):
         for piece in share.pieces:
             keys = buffer[piece.keys[0] : piece.keys[1]]
             assert piece.position is None or keys == list(range(piece.position, piece.position + len(keys)))
-            # The last query of a call stands at its last key.
+            # The last query of a call is at its last key.
             stands = keys[len(keys) - piece.queries : len(keys) - piece.ghosts]
             assert stands == positions[piece.rows[0] : piece.rows[1]]
             served += stands

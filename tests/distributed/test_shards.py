@@ -23,7 +23,7 @@ def test_cut_and_join(ranks, sharding, members):
     for (shard, joined, gradient), rows in zip(found, positions):
         assert torch.equal(shard, whole[:, rows])
         assert torch.equal(joined, whole)
-        # Of the sum of all ranks' losses, of which each weighs the joined tensor in its own way.
+        # The gradient of the sum of all ranks' losses; each rank weighs the joined tensor in its own way.
         expected = torch.zeros_like(whole)
         expected[:, rows] = total[:, rows]
         torch.testing.assert_close(gradient, expected)

@@ -1,4 +1,4 @@
-"""What PyTorch does with functions: compile, checkpoint, autocast, meshes, gradients that only some ranks have."""
+"""PyTorch's features: compile, checkpoint, autocast, meshes, gradients that only some ranks have."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_results_are_printed_with_and_without_the_plot(run, tmp_path, missing):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_no_package_index_is_named(path):
-    """What an example asks to install is the checkout's own extras: the package is on no index."""
+    """An example asks to install extras of the checkout, because the package is on no index."""
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"index-url|pip install ['\"]?fused", text)
     for command in re.findall(r"pip install ([^`\n]+)", text):

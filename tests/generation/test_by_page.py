@@ -37,7 +37,7 @@ def test_against_float64(check):
 @interpreted
 @pytest.mark.parametrize("appends", [True, False])
 def test_what_is_not_needed_is_not_looked_up(appends):
-    """A tile of 64 keys holds pages before the first key and behind the last one: their entries may be anything, and
+    """A tile of 64 keys holds pages before the first key and after the last one: their entries may be anything, and
     rows of the first and of the last page that do not exist may be NaN."""
     check = DecodeCheck("pages", (4, 2), 2, 160, 16, (100, 20), page_size=16, append=appends)
     given = dict(zip(NAMES, make_inputs(check, F32))) | {"kv_starts": torch.tensor([37, 20], dtype=torch.int32)}

@@ -32,7 +32,7 @@ def chunk(
     interleaved=False,
     window=None,
 ):
-    """(arguments, options) of ``rope_attention_with_kvcache``; what nobody needs is NaN, or an entry outside the
+    """(arguments, options) of ``rope_attention_with_kvcache``; unneeded numbers are NaN, or an entry outside the
     pool."""
     generator = torch.Generator("cuda").manual_seed(0)
 

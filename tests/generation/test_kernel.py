@@ -75,7 +75,7 @@ def test_a_wrong_row_is_noticed(monkeypatch):
 
 @interpreted
 def test_only_the_new_rows_of_a_larger_buffer_are_written():
-    """Tokens without a place in the cache go nowhere, also where there is memory behind the last sequence."""
+    """Tokens without a place in the cache are not written, even if there is memory after the last sequence."""
     check = DecodeCheck("full", (2, 1), 4, 20, 16, (18, 20, 50))
     inputs = make_inputs(check, F32)
     buffers = [torch.full((3, 30, 1, 16), 7.0) for _ in range(2)]

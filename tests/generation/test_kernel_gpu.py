@@ -1,4 +1,4 @@
-"""The generation step on a GPU: every dtype against float64, graphs, streams, compile, and lengths nobody asks for."""
+"""The generation step on a GPU: every dtype against float64, graphs, streams, compile, and unusual lengths."""
 
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_another_stream():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
-        step.lens += 0  # behind the sleep
+        step.lens += 0  # after the sleep
         out = step()
     stream.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(out, expected))

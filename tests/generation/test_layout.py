@@ -16,7 +16,7 @@ from verification.decode import make_inputs
 
 
 def arguments(check=PLAIN):
-    """What a step in the default layout takes, as a dictionary; the rows behind the cache's lengths are zero."""
+    """Return a step's arguments in the default layout; the rows past the cache's lengths are zero."""
     q, k_cache, v_cache, cos, sin, k, v, lens, *_ = make_inputs(check, F32)
     return {
         "q": q,
@@ -55,7 +55,7 @@ def test_the_step_is_that_of_the_default_layout(append, backend):
 @interpreted
 @pytest.mark.unpoisoned
 def test_nothing_is_copied():
-    """What reaches the dispatcher are five views, the operator, and the view of o."""
+    """Five views, the operator, and the view of o reach the dispatcher."""
     given = tokens_first(arguments(TINY))
     with Record() as record:
         with_kvcache(**given, backend="triton")

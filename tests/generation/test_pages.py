@@ -38,7 +38,7 @@ def test_a_page_outside_the_pool(sequence, page, wrong, backend):
 
 @pytest.mark.parametrize("appends", [True, False])
 def test_pages_of_keys_that_do_not_exist_are_not_looked_up(appends):
-    """A key before ``kv_starts`` may lie on a page outside the pool, or be NaN on the page of the first one."""
+    """A key before ``kv_starts`` may be on a page outside the pool, or be NaN on the page of the first one."""
     plain = DecodeCheck("pages", (4, 2), 2, 48, 16, (40, 20), page_size=16, append=appends)
     given = arguments(plain, kv_starts=torch.tensor([21, 20], dtype=torch.int32))
     expected = with_kvcache(
@@ -88,7 +88,7 @@ def test_the_layout_bshd(check):
 
 
 def test_new_tokens_saturate():
-    """What is larger than float8's largest number times the scale becomes that, and NaN stays NaN."""
+    """Values above float8's largest number times the scale become that, and NaN stays NaN."""
     given = arguments(FLOAT8, k_scale=torch.tensor([0.01]), v_scale=torch.tensor(0.01))
     given["v"][0, 0, 0, :4] = torch.tensor([1e6, -1e6, math.inf, math.nan])
     rope_attention_with_kvcache(**given)

@@ -1,4 +1,4 @@
-"""How the generation step's programs share the work: tiles of keys, blocks of query rows, configurations."""
+"""The generation step's programs share the work: tiles of keys, blocks of query rows, configurations."""
 
 import itertools
 

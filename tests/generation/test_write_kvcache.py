@@ -25,7 +25,7 @@ def arguments(packed, paged, float8, rotated):
     if packed:
         ends = torch.tensor((0, *NEW)).cumsum(0).int()
         options["cu_seqlens"] = ends
-        given = [torch.cat((x, torch.full((7, HEADS, HEAD_DIM), math.nan))) for x in new]  # behind the last sequence
+        given = [torch.cat((x, torch.full((7, HEADS, HEAD_DIM), math.nan))) for x in new]  # after the last sequence
     else:
         options["new_lens"] = torch.tensor(NEW, dtype=torch.int32)
         given = [torch.full((batch, HEADS, max(NEW), HEAD_DIM), math.nan) for _ in new]
@@ -85,7 +85,7 @@ def test_rows_are_written_where_they_belong(packed, paged, float8, rotated, back
                 assert bool(((cache[b, :, part] - x).abs() < 1e-6).float().mean() > 0.995) or x.numel() == 0
             rest = torch.cat((cache[b, :, : LENGTHS[b]], cache[b, :, part.stop :]), 1)
             assert bool(rest.isnan().all()), b
-    if paged:  # nobody's page
+    if paged:  # a page of no sequence
         spare = torch.tensor(sorted(set(range(13)) - set(table.flatten().tolist())))
         assert all(bool(x.float()[spare].isnan().all()) for x in caches)
 

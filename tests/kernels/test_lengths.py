@@ -64,7 +64,7 @@ def test_tiles_of_packed_rows():
 
 @triton.jit
 def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
-    """Of each sequence, the rows behind the last one included: where they begin and how many; as keys; padded."""
+    """Write the first row and the number of rows of each sequence, and of the rest; as keys; padded."""
     for sequence in range(num_sequences + 1):
         first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
         first_key, keys = packed_partner(cu_ptr, sequence, num_sequences, N)
@@ -77,12 +77,12 @@ def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
 
 
 ENDS = ([0, 5, 5, 13, 20], [0, 20], [0], [0, 8, 16], [0, 0, 0, 17])
-WRONG_ENDS = ([-3, 4, 30, 6], [9, 2, 25, -1, 20])  # nobody has checked them: their memory is the device's
+WRONG_ENDS = ([-3, 4, 30, 6], [9, 2, 25, -1, 20])  # unchecked, because their memory is the device's
 
 
 @pytest.mark.parametrize("ends", ENDS + WRONG_ENDS, ids=str)
 def test_rows_of_packed_sequences(ends):
-    """All rows lie in the tensor, whatever its cu_seqlens hold."""
+    """All rows are in the tensor for any cu_seqlens."""
     total, count = 20, len(ends) - 1
     out = torch.full((count + 1, 5), -1, dtype=torch.int32)
     # The last end has a neighbour in memory that is none.
@@ -138,7 +138,7 @@ def test_tiles_of_packed_sequences_hold_every_row_once(seed):
 
 
 def test_more_sequences_than_are_looked_at_at_once():
-    """1024 at a time: the tiles at the ends of each thousand, and of sequences of which many are empty."""
+    """1024 at a time: the tiles at the ends of each thousand, with many empty sequences."""
     ends = [0]
     for s in range(2100):
         ends.append(ends[-1] + (s % 5) * (s % 3))
@@ -181,7 +181,7 @@ def test_one_wrong_end_of_thousands(place):
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_table_of_tiles(seed, programs):
-    """What attention reads of each tile of queries; the entries are wider than what is written."""
+    """Write attention's entry for each tile of queries; the rows of the output are wider."""
     (ends, total), (draw, ends_k) = drawn(seed), (random.Random(seed), [0])
     for _ in ends[1:]:
         ends_k.append(ends_k[-1] + draw.randint(0, 12))

@@ -1,4 +1,4 @@
-"""Which pairs a mask shows, and which blocks kernels walk through under it, beside every pair by itself."""
+"""The pairs that a mask shows, and the blocks that kernels visit under it, compared with every pair by itself."""
 
 import random
 from typing import NamedTuple
@@ -16,14 +16,14 @@ pytestmark = [interpreted, pytest.mark.filterwarnings("error:divide by zero")]
 
 
 class Bounds(NamedTuple):
-    """Of one sequence: its numbers of queries and keys, and which keys a query sees."""
+    """One sequence: its numbers of queries and keys, and the keys that a query sees."""
 
     num_queries: int
     num_keys: int
     causal: bool = False
     left: int | None = None
     right: int | None = None
-    start: int | None = None  # as kv_starts hold it: before the first key, or behind the last one
+    start: int | None = None  # as in kv_starts: before the first key, or past the last one
     reads_lengths: bool = False  # also where no tensor says which keys exist
 
     @property
@@ -37,7 +37,7 @@ class Bounds(NamedTuple):
         return min(self.num_keys, max(0, self.start or 0, of_window))
 
     def sees(self, row, key):
-        """Whether query ``row``, which may lie behind the last one, sees a key."""
+        """Return whether query ``row``, which may be past the last one, sees a key."""
         return self.first_key <= key < self.num_keys and self.would_see(row, key)
 
     def would_see(self, row, key):
@@ -88,7 +88,7 @@ def write_ranges(
     BLOCKS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
 ):
-    """(BLOCKS, 4) float32, which shows a bound that is no whole number: the bounds of what each block visits."""
+    """Write the bounds of each block's visits, (BLOCKS, 4) float32, because that shows a bound that is no integer."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
     for i in tl.static_range(BLOCKS):
         if OF_QUERIES:
@@ -100,7 +100,7 @@ def write_ranges(
 
 
 def run(kernel, out, bounds, *behind, **options):
-    """What a kernel writes about a sequence's mask."""
+    """Read the values that a kernel writes about a sequence's mask."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
     right = tl.constexpr(0) if bounds.causal else bounds.right
     kernel[(1,)](
@@ -180,7 +180,7 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
         if seen:
             assert (first, last) == (seen[0] // block_n * block_n, seen[-1] + 1)
         elif not any(bounds.would_see(row, key) for row in rows for key in range(KEYS)):
-            assert first >= last  # every row stands before all keys, or behind those of its window
+            assert first >= last  # every row is before all keys, or past those of its window
         whole = [key for key in range(0, bounds.num_keys, block_n) if set(range(key, key + block_n)) <= set(by_all)]
         assert list(range(int(full_first), int(full_last), block_n)) == whole
 
@@ -226,5 +226,5 @@ def test_blocks_outside_a_window_are_not_visited():
     # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
     assert run(write_ranges, out, bounds, 16448, OF_QUERIES=False, **options) == [[15296, 15360, 16320, 16384]]
     bounds = Bounds(32768, 16448, causal=True, left=32000)
-    # The first key stands at row 16320, and row 48320 is the last to see it.
+    # The first key is at row 16320, and row 48320 is the last to see it.
     assert run(write_ranges, out, bounds, 32768, OF_QUERIES=True, **options) == [[255, 256, 512, 512]]

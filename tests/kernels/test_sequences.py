@@ -1,4 +1,4 @@
-"""Which tile of which sequence each program of a launch has, and the keys or queries that belong to it."""
+"""The tile of each program of a launch, with its sequence, keys and queries."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def write_programs(
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """What NAMES say of each program, at its place in (programs, WORDS)."""
+    """Write the values of NAMES of each program, at its place in (programs, WORDS)."""
     masks = MaskArguments(
         starts_ptr=starts_ptr,
         lens_ptr=lens_ptr,

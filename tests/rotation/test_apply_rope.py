@@ -1,4 +1,4 @@
-"""What every argument of `apply_rope` and `apply_rope_qk` promises."""
+"""Every argument of `apply_rope` and `apply_rope_qk` keeps its promise."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ pytestmark = ignore_overflow
 @pytest.mark.parametrize("width", ["half", "full"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 10), (7, 6), (40, 2)])
 def test_matrix(head_dim, rotary_dim, width, inverse, interleaved, dtype):
-    """Random tables: not unit-norm, and full-width ones whose two columns of a pair differ."""
+    """Random tables: not unit-norm, and full-width ones with different columns of a pair."""
     columns = rotary_dim if width == "full" else rotary_dim // 2
     cos, sin = (t.to(F32 if dtype is F16 else dtype) for t in normal(2, 11, columns, seed=3))
     options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse}
@@ -117,7 +117,7 @@ def test_positions_without_a_row_give_nan(dtype):
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_packed_sequences(dtype):
-    """Empty sequences, and tokens behind the last one, which pass through, gradients too."""
+    """Empty sequences, and tokens after the last one, which pass through, gradients too."""
     ends = [0, 0, 1, 5, 5, 9]
     x = normal(12, 2, 16).to(dtype).requires_grad_()
     cos, sin = (t.to(dtype) for t in normal(2, 6, 8, seed=3))

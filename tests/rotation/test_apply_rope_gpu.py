@@ -215,7 +215,7 @@ def test_compile():
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_more_than_two_to_the_31_elements(layout):
-    """The elements behind the 2**31st, and strides inside a tile that pass it."""
+    """The elements past the 2**31st, and strides inside a tile that pass it."""
     skip_below_free_memory(20 << 30)
     shape = (2, 33, 2**18, 128) if layout == "bhsd" else (2, 2**18, 33, 128)
     x = torch.empty(shape, device="cuda", dtype=BF16)

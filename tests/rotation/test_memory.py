@@ -1,4 +1,4 @@
-"""How the rotation reads and writes memory: strides, offsets beyond 32 bits, nothing outside the tensors."""
+"""The rotation reads and writes memory: strides, offsets beyond 32 bits, nothing outside the tensors."""
 
 import sys
 

@@ -19,7 +19,7 @@ NAMES = ("q", "k", "q_norm", "k_norm")
 
 
 def given(dtype=F32, wanted=NAMES, length=5):
-    """q, k and their norms by name, of which ``wanted`` want gradients, and tables."""
+    """Return q, k and their norms by name, with gradients for ``wanted``, and tables."""
     shapes = {"q": (1, 2, length, 16), "k": (1, 1, length, 16), "q_norm": (16,), "k_norm": (16,)}
     tensors = {name: normal(*shape, seed=i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
     cos, sin = rope_tables(length, 16)
@@ -60,7 +60,7 @@ def test_an_output_that_nobody_uses(used):
 
 @interpreted
 def test_what_is_saved():
-    """What is normed, the weights and the tables; nothing of the norm or of the rotation."""
+    """The input, the weights and the tables are saved; nothing of the norm or of the rotation."""
     tensors, saved = given(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         apply_rope_qk(**tensors)

@@ -108,7 +108,7 @@ def test_positions(positions, dtype):
         cos, sin = cos[:, :5], sin[:, :5]
     elif positions == "tables of every batch":
         cos, sin = normal(2, 2, 12, 8, seed=9).to(dtype)
-    else:  # tokens behind the last sequence are normed, and not turned
+    else:  # tokens after the last sequence are normed, and not rotated
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         options |= {"layout": "thd", "cu_seqlens": torch.tensor([0, 4, 4, 15], dtype=torch.int32)}
     q_norm, k_norm = normal(2, 24, seed=4).to(dtype)
@@ -127,7 +127,7 @@ def test_positions(positions, dtype):
 @interpreted
 @pytest.mark.parametrize("kind", ["bshd view", "unaligned slice", "expanded"])
 def test_strides(kind):
-    """Of what is normed, of its gradient, and of a weight."""
+    """Strides of the input, of its gradient, and of a weight."""
     x = strided(normal(2, 3, 9, 16).float(), kind).detach().requires_grad_()
     weight = normal(16, 2, seed=1).float()[:, 0].requires_grad_()
     cos, sin = rope_tables(9, 12)

@@ -21,7 +21,7 @@ def test_the_gradient_is_a_rotation_and_differentiable_again():
     for interleaved in (False, True):
         run = lambda x: apply_rope(x, cos, sin, rotary_dim=6, interleaved=interleaved)  # noqa: B023, E731
         assert torch.autograd.gradcheck(run, x) and torch.autograd.gradgradcheck(run, x)
-    # The kernel: a function of the gradient, whose gradient rotates forward again.
+    # The kernel is a function of the gradient, and its own gradient rotates forward again.
     y = x.detach().float().requires_grad_()
     do = normal(1, 2, 3, 8, seed=1).float().requires_grad_()
     (dx,) = torch.autograd.grad(apply_rope(y, cos, sin), y, do, create_graph=True)
@@ -75,7 +75,7 @@ def test_gradients_by_torch_func(either_way, name):
     gradient = torch.func.grad(lambda x: run(x).square().sum())
     assert_close(torch.func.vmap(gradient)(x), expected.double(), 1e-5)
     second = torch.func.grad(lambda x: gradient(x).sum())
-    if name == "apply_rope":  # |x|^2, whose second derivative is that of the rotated x too
+    if name == "apply_rope":  # |x|^2 has the same second derivative before and after the rotation
         assert_close(second(x[0]), torch.full_like(x[0], 2.0).double(), 1e-5)
     else:
         with pytest.raises(NotImplementedError, match=f"^{name}: double backward"):

@@ -75,7 +75,7 @@ def test_the_rotation_is_the_reference_of_attention_too():
 
 @pytest.mark.parametrize("batch, batch_of_tables", [(0, 0), (0, 1), (2, 2)])
 def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables):
-    """Also of an empty one, whose tables have no entry either."""
+    """An empty batch has tables without an entry."""
     x, ids = torch.randn(batch, 3, 5, 8), torch.randint(0, 7, (batch, 5))
     cos, sin = torch.randn(batch_of_tables, 7, 4), torch.randn(batch_of_tables, 7, 4)
     rotated = apply_rope(x, cos, sin, position_ids=ids)

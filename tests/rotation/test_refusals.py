@@ -1,4 +1,4 @@
-"""Wrong arguments of the public functions of the rotation, each of which the message names."""
+"""Wrong arguments of the public functions of the rotation. The message names each."""
 
 import pytest
 import torch
@@ -235,7 +235,7 @@ def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
         table, ids = zeros(9, rotary_dim // 4), torch.zeros(1, 2, 3, dtype=torch.int32)
         x = {"x": zeros(1, 1, 3, head_dim)}
         assert check_rotation(x, table, table, rotary_dim=rotary_dim, position_ids=ids, **given) == rotary_dim
-    # Tokens that say where they stand need no rows of their own.
+    # Tokens with ids need no rows of their own.
     assert (
         check_rotation(
             {"x": zeros(1, 1, 0, 8)}, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0], **given
@@ -280,7 +280,7 @@ def test_tables_module_and_layouts_refuse(error, name, call):
 
 @pytest.mark.parametrize("eps", [0, 0.0, 1e-5])
 def test_norms_of_any_dtype_that_fits(eps):
-    """Whole numbers are numbers too, and nobody asks for a gradient where there is none."""
+    """Whole numbers are numbers too, and there is no gradient to ask for."""
     q, k = zeros(1, 2, 4, 8, dtype=F16), zeros(1, 1, 4, 8, dtype=F16)
     outs = torch.empty_like(q), torch.empty_like(k)
     weights = {"q_norm": zeros(8).requires_grad_(), "k_norm": zeros(8, dtype=F16)}

@@ -119,7 +119,7 @@ def test_from_several_threads_at_once(calls):
                     out = step()
                     stream.synchronize()
                     compare(out, expected[seed])
-        except BaseException as error:  # pytest sees none of what happens in a thread
+        except BaseException as error:  # pytest does not see exceptions of a thread
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]

@@ -106,7 +106,7 @@ assert "torch.distributed.tensor" not in sys.modules
 
 
 def test_attention_is_refused_in_it(context):
-    """Whatever is called, with what to do instead; the rotation, which looks at one token at a time, is served."""
+    """Every function is refused with an alternative; the rotation, which looks at one token at a time, is served."""
     q, cos, sin = torch.ones(1, 2, 4, 16), torch.ones(4, 8), torch.zeros(4, 8)
     packed, ends = q[0].transpose(0, 1), torch.tensor([0, 4], dtype=torch.int32)
     calls = {

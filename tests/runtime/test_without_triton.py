@@ -1,4 +1,4 @@
-"""Where Triton is absent (macOS, Windows) the package imports and the reference serves every public function."""
+"""Without Triton (macOS, Windows) the package imports and the reference serves every public function."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-# Python raises ModuleNotFoundError for a module, and for everything below it, whose entry in sys.modules is None.
+# Python raises ModuleNotFoundError for a module, and for everything below it, if its entry in sys.modules is None.
 PREAMBLE = """
 import sys
 sys.modules["triton"] = None
@@ -110,7 +110,7 @@ def test_rotation_and_its_gradients():
 
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_the_kernels_say_what_is_missing_and_the_plan_goes_without(interpret):
-    """Not that there is no GPU: whoever looked for one in answer to that message would have been misled."""
+    """The message does not say that there is no GPU, because a user would then look for one in vain."""
     run(
         """
         inputs = make_inputs(CASE)

@@ -1,4 +1,4 @@
-"""What the tests of attention share: runs of a case that are compared with float64, gradients, packed cases."""
+"""Helpers of attention's tests: runs of a case that are compared with float64, gradients, packed cases."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def run_and_compare(case, inputs=None, *, strategy):
 
 
 def leaves(inputs, wanted="qkv"):
-    """Copies of q, k and v, of which those named in ``wanted`` require a gradient."""
+    """Return copies of q, k and v; those named in ``wanted`` require a gradient."""
     return [x.detach().clone().requires_grad_(name in wanted) for name, x in zip("qkv", inputs[:3])]
 
 
@@ -85,15 +85,15 @@ def assert_equal(xs, ys):
 
 
 def packed_case(base, seqlens, behind=(0, 0), **changes):
-    """``base`` with packed sequences of so many tokens (or (queries, keys)), and ``behind`` = (rows of q, rows of k)
-    behind the last of them."""
+    """Return ``base`` with packed sequences of so many tokens (or (queries, keys)), and after the last of them
+    ``behind`` = (rows of q, rows of k) more."""
     pairs = tuple(n if isinstance(n, tuple) else (n, n) for n in seqlens)
     total_q, total_k = (sum(n[i] for n in pairs) + behind[i] for i in range(2))
     return replace(base, batch=1, len_q=total_q, len_k=total_k, seqlens=pairs, **changes)
 
 
 def sequences_of(case):
-    """(first query, queries, first key, keys) of each sequence, and of the rows behind the last, which see nothing."""
+    """Return (first query, queries, first key, keys) of each sequence, and of the unseeing rows after the last."""
     first_q = first_k = 0
     for len_q, len_k in case.seqlens:
         yield first_q, len_q, first_k, len_k

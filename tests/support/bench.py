@@ -1,4 +1,4 @@
-"""What the tests of the suites share: a run on a CPU, and rows of attention with made-up times."""
+"""Helpers of the suites' tests: a run on a CPU, and rows of attention with made-up times."""
 
 import dataclasses
 

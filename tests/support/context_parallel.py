@@ -1,4 +1,4 @@
-"""What tests of context parallelism run on every rank beside attention itself, and how they judge what comes back."""
+"""Programs that tests of context parallelism run on every rank next to attention, and judges of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Co-RoPE's tests share, in the interpreter and on a GPU: inputs, gradients, and the yardstick."""
+"""Helpers of Co-RoPE's tests, in the interpreter and on a GPU: inputs, gradients, and the yardstick."""
 
 import torch
 

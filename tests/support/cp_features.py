@@ -1,5 +1,5 @@
-"""What tests of context parallelism ask of every rank beside numbers: PyTorch's features, groups, memory that nobody
-reads. Each returns plain tensors, for the test to compare."""
+"""Programs that tests of context parallelism run on every rank: PyTorch's features, groups, memory that is never read.
+Each returns plain tensors, for the test to compare."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain_and(ranks: tuple[int, ...], feature: str, device: str = "cpu") -> tupl
         return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients)))
 
     if "compile" in feature:
-        # Before the eager call, which leaves plans behind.
+        # Before the eager call, which adds plans to the cache.
         found = run(torch.compile(attend, fullgraph=True, backend="aot_eager"), *shards)
         return run(attend, *shards), found
     expected = run(attend, *shards)
@@ -133,7 +133,7 @@ def double_backward(ranks: tuple[int, ...]) -> str:
 
 
 def forward_mode(ranks: tuple[int, ...]) -> str:
-    """What a rank hears where only the first one passes a tangent."""
+    """Return the message of a rank when only the first one passes a tangent."""
     group, shards, tables = _inputs(ranks)
     q, k, v = (x.detach() for x in shards)
     try:
@@ -147,7 +147,7 @@ def forward_mode(ranks: tuple[int, ...]) -> str:
 
 
 def poisoned(ranks: tuple[int, ...], total: int) -> Tensors:
-    """o and gradients of a call whose rows from ``total`` on hold NaN, in q, k, v and do."""
+    """Return o and gradients of a call with NaN in q, k, v and do from row ``total`` on."""
     group, shards, tables = _inputs(ranks)
     whole = torch.zeros(1, 1, 24, 1)
     whole[:, :, total:] = float("nan")
@@ -169,7 +169,7 @@ def planned(ranks: tuple[int, ...], heads_kv: int, length: int, options: dict[st
 
 
 def repeats(ranks: tuple[int, ...]) -> list[bool]:
-    """Whether two runs of a deterministic call have the same bits."""
+    """Return whether two runs of a deterministic call have the same bits."""
     group, shards, tables = _inputs(ranks, torch.float16)
     found = []
     for _ in range(2):

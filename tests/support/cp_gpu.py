@@ -1,4 +1,4 @@
-"""What tests of context parallelism on several GPUs run on every rank."""
+"""Programs that tests of context parallelism on several GPUs run on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _shards(case: Case, ranks: tuple[int, ...], sharding: str = "zigzag") -> tup
 
 
 def bits(case: Case, ranks: tuple[int, ...], sharding: str) -> dict[str, bool]:
-    """Whether this rank's rows of o and lse have the bits of one GPU's call of the whole sequence."""
+    """Return whether this rank's rows of o and lse have the bits of one GPU's call of the whole sequence."""
     group, (q, k, v, _), inputs = _shards(case, ranks, sharding)
     options = {"return_lse": True, **testing.norms_of(case, "cuda")}
     options |= {name: x for name, x in testing.masks_of(case, "cuda").items() if not name.startswith("kv_")}
@@ -34,7 +34,7 @@ def bits(case: Case, ranks: tuple[int, ...], sharding: str) -> dict[str, bool]:
 
 
 def repeats(case: Case, ranks: tuple[int, ...], count: int) -> list[bool]:
-    """Whether ``count`` deterministic runs of both passes have the same bits."""
+    """Return whether ``count`` deterministic runs of both passes have the same bits."""
     group, (q, k, v, do), inputs = _shards(case, ranks)
     first = None
     same = []
@@ -48,8 +48,8 @@ def repeats(case: Case, ranks: tuple[int, ...], count: int) -> list[bool]:
 
 
 def delays(case: Case, ranks: tuple[int, ...], count: int, seconds: float) -> tuple[bool, int]:
-    """Whether calls with one rank late at random, on the host and on the GPU, all gave o and dv of the first; and how
-    many there were, ``count`` at most, of which no more begin after so many seconds."""
+    """Return whether calls with one rank late at random, on the host and on the GPU, all gave o and dv of the first;
+    and the number of calls, ``count`` at most; no more begin after so many seconds."""
     group, (q, k, v, do), inputs = _shards(case, ranks)
     generator = random.Random(3)
     start = time.monotonic()
@@ -74,7 +74,7 @@ def delays(case: Case, ranks: tuple[int, ...], count: int, seconds: float) -> tu
 
 
 def graph(case: Case, ranks: tuple[int, ...]) -> bool:
-    """Whether a forward pass captured in a CUDA graph gives the eager one's bits, with other inputs."""
+    """Return whether a forward pass captured in a CUDA graph gives the eager one's bits, with other inputs."""
     group, (q, k, v, _), inputs = _shards(case, ranks)
     static = [x.detach().clone() for x in (q, k, v)]
 
@@ -102,7 +102,7 @@ def graph(case: Case, ranks: tuple[int, ...]) -> bool:
 
 
 def compiled(case: Case, ranks: tuple[int, ...]) -> dict[str, bool]:
-    """Whether graphs of whole calls, compiled for both passes, give the eager ones' bits; packed, of several plans."""
+    """Return whether graphs of whole calls, compiled for both passes, give the eager bits; packed, several plans."""
     group, (q, k, v, do), inputs = _shards(case, ranks)
     given = {"group": group, "deterministic": True}
 
@@ -150,7 +150,7 @@ def memory(case: Case, ranks: tuple[int, ...]) -> tuple[float, float]:
 
 
 def late_inputs(case: Case, ranks: tuple[int, ...]) -> bool:
-    """Whether inputs that appear late on a side stream are waited for, and results are those of the default stream."""
+    """Return whether late inputs of a side stream are waited for, and results are those of the default stream."""
     group, (q, k, v, do), inputs = _shards(case, ranks)
     options = {"group": group, "deterministic": True}
     o = rope_attention_cp(q, k, v, inputs.cos, inputs.sin, case.causal, **options)

@@ -1,4 +1,4 @@
-"""What tests of models whose sequences several ranks share run on every rank."""
+"""Programs that tests of models with shared sequences run on every rank."""
 
 from __future__ import annotations
 

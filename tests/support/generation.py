@@ -4,7 +4,7 @@ from tests.support.internals import with_kvcache
 from verification.decode import DecodeCheck
 
 PLAIN = DecodeCheck("plain", (4, 2), 2, 40, 16, (30, 0))
-TINY = DecodeCheck("tiny", (2, 1), 1, 20, 16, (17,))  # for what runs a call many times
+TINY = DecodeCheck("tiny", (2, 1), 1, 20, 16, (17,))  # for tests that run a call many times
 
 
 def interpreted_step(*arguments, return_lse=False, **options):

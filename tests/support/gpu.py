@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: streams, graphs, synchronisation, memory, and results that depend on an order."""
+"""Helpers of the tests on a GPU: streams, graphs, synchronisation, memory, and results that depend on an order."""
 
 import math
 import threading
@@ -31,7 +31,7 @@ def assert_alike(xs, ys, limit=5e-3):
 
 
 def assert_same_but_dq(xs, ys):
-    """Two runs of o, lse, dq, dk, dv by the same kernels: all but dq, whose parts are added in any order, bitwise."""
+    """Two runs of o, lse, dq, dk, dv by the same kernels have the same bits; dq's order of sums varies."""
     o, lse, dq, dk, dv = xs
     assert_equal((o, lse, dk, dv), (ys[0], ys[1], ys[3], ys[4]))
     assert_alike([dq], [ys[2]])
@@ -107,7 +107,7 @@ def run_with_late_inputs(inputs, case, **options):
 
 
 def gradients_from_another_thread(inputs, **options):
-    """dq, dk and dv of a causal call whose backward pass runs in a thread of its own."""
+    """Return dq, dk and dv of a causal call; the backward pass runs in a thread of its own."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **options)
     failures = []
@@ -115,7 +115,7 @@ def gradients_from_another_thread(inputs, **options):
     def backward():
         try:
             o.backward(inputs.do)
-        except BaseException as error:  # pytest sees none of what happens in a thread
+        except BaseException as error:  # pytest does not see exceptions of a thread
             failures.append(error)
 
     thread = threading.Thread(target=backward)
@@ -145,7 +145,7 @@ def peaks_of_both_passes(case, **options):
     """(inputs, o, [dq, dk, dv], peak of the forward pass in bytes, peak of the backward pass), when all is compiled."""
     inputs = make_inputs(case, "cuda")
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    for _ in range(2):  # the second time nothing is compiled, and no stand-in for a descriptor is made
+    for _ in range(2):  # the second time nothing is compiled, and no descriptor is made
         with peak_bytes() as forward:
             o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **options)
         with peak_bytes() as backward:
@@ -161,7 +161,7 @@ def skip_below_free_memory(size):
 
 
 def misaligned(x):
-    """A copy of x that begins one element behind an aligned address."""
+    """Return a copy of x that begins one element past an aligned address."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
 
 

@@ -23,7 +23,7 @@ def prompts(lengths=LENGTHS, shared=32, seed=0):
 
 
 def answers(model, given, implementation="eager", page=16, most_tokens=64, blocks=64, new=NEW_TOKENS, **options):
-    """What ``generate_batch`` answers, a list of tokens for each prompt, in their order."""
+    """Return the answers of ``generate_batch``, a list of tokens for each prompt, in their order."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation if NEWER else f"{implementation}_paged")
     greedy = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}

@@ -1,4 +1,4 @@
-"""What the attention classes of transformers compute, as normalised syntax trees of the installed files.
+"""The computations of transformers' attention classes, as normalised syntax trees of the installed files.
 
 The form of a class is what it runs: its ``forward``, the methods of its own that this calls, and the functions of its
 file that they call (rotation, eager attention), with the masks that the file asks for, because the masks rather than
@@ -27,11 +27,11 @@ from fused_rope_attn.integrations.transformers.families import path_of as path_o
 
 RECORDED = Path(__file__).with_name("hf_fingerprints.json")
 _MODELS = Path(transformers.__file__).parent / "models"
-# A file's statements begin in the first column; a decorator goes with what follows it.
+# A file's statements begin in the first column; a decorator belongs to the statement after it.
 _STATEMENT = re.compile(r"^(?=@|class |def )", re.MULTILINE)
 _NAME = re.compile(r"(class|def) (\w+)")
 _MASKS = re.compile(r"^from \.\.\.masking_utils import (\([^)]*\)|.*)", re.MULTILINE)
-# Fields of nodes that say nothing of what is computed, or that some Python writes and another does not.
+# Fields of nodes that do not change the computation, or that only some Pythons write.
 _NO_PART = {"ctx", "kind", "type_comment", "type_params", "decorator_list", "returns", "annotation"}
 
 
@@ -41,7 +41,7 @@ def path_of(name: str) -> Path:
 
 
 def exists(name: str) -> bool:
-    """Whether the installed transformers has a class."""
+    """Return whether the installed transformers has a class."""
     path = path_of(name)
     return path.exists() and name.rpartition(".")[2] in _sources(path)
 
@@ -162,7 +162,7 @@ def main(names: list[str]) -> None:
         print(f"# {name}", *map(ast.unparse, form(f"{folder}.modeling_{folder}.{cls}")), sep="\n")
     if not names:
         known = recorded() if RECORDED.exists() else {}
-        late = set(map(path_of_row, SINCE_5))  # does not stand for others: a table may lack it
+        late = set(map(path_of_row, SINCE_5))  # does not represent others: a table may lack it
         for name in sorted(filter(exists, SUPPORTED), key=lambda name: name in late):
             known.setdefault(fingerprint(name), name)
         text = json.dumps(dict(sorted(known.items(), key=lambda item: item[::-1])), indent=1)

@@ -111,7 +111,7 @@ def language_model(model: transformers.PreTrainedModel) -> transformers.PreTrain
 
 
 def make_inputs(name: str, rows: int = 2, image: bool = True, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-    """What a processor gives: (rows, LENGTH) token ids and mask, and the pixels of an image in every row.
+    """Return a processor's output: (rows, LENGTH) token ids and mask, and the pixels of an image in every row.
 
     padding: how many tokens on the left of a row, or with a negative sign on the right, are padding. It takes the place
         of text.

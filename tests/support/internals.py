@@ -17,7 +17,7 @@ from fused_rope_attn.runtime.keywords import fill
 from fused_rope_attn.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
-# What makes guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
+# Makers of guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
 GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 # The generation step with a choice of the backend, which is not public.
 with_kvcache = run_step
@@ -66,7 +66,7 @@ def described_for_launch(inputs, case):
 
 
 def operator_arguments(inputs, case, **options):
-    """The arguments of ``attention_forward``, which ``attention_backward`` takes behind do, o and lse, as a list."""
+    """Return the arguments of ``attention_forward`` as a list; in ``attention_backward`` they follow do, o and lse."""
     return list(flatten(*described(inputs, case, **options)))
 
 
@@ -117,7 +117,7 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
 
     launchers = prepare_forward, prepare_backward
     monkeypatch.setattr(ops, "_launchers", lambda asked: launchers if asked is portable else given(asked))
-    # What was prepared before, and what is prepared now, must not be taken for the other.
+    # Calls prepared before must not be taken for those prepared now.
     monkeypatch.setattr(ops, "_forward_calls", Calls(ops._prepare_forward))
     monkeypatch.setattr(ops, "_backward_calls", Calls(ops._prepare_backward))
 
@@ -125,8 +125,8 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
 def replace_portable_launchers(monkeypatch, forward, backward=None):
     """``forward`` and ``backward`` run in the place of the portable kernels' launchers.
 
-    Both are called with (problem, tensors, configuration), forward with a ``Saving`` behind them and backward with
-    whether q and k come rotated; they return what a launcher returns: (o, lse), or with q_rot and k_rot behind them,
+    Both are called with (problem, tensors, configuration), forward with a ``Saving`` after them and backward with
+    a flag for rotated q and k; they return a launcher's results: (o, lse), or with q_rot and k_rot after them,
     and (dq, dk, dv).
     """
     _replace_launchers(monkeypatch, True, forward, backward)
@@ -150,7 +150,7 @@ def forget_calls():
 
 
 def plan_of(given, **packed):
-    """The plan that the operators go by for what ``support.planning.call`` gives: they see (B, H, N, D) tensors.
+    """Return the operators' plan for the result of ``support.planning.call``: they see (B, H, N, D) tensors.
 
     ``packed``: cu_seqlens_q, cu_seqlens_k and max_seqlen.
     """
@@ -160,8 +160,8 @@ def plan_of(given, **packed):
 
 
 def backend_of(given, *, backend):
-    """The backend and the reason that a public function hands to the operators for what ``support.planning.call``
-    gives."""
+    """Return the backend and the reason that a public function hands to the operators for a ``support.planning.call``
+    result."""
     options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given
     tensors = Tensors(**{name: options.pop(name) for name in Tensors._fields if name in options})
     return planning.choose_backend(describe(tensors, **options, backend=backend))
@@ -178,7 +178,7 @@ def forget_prepared_steps():
 
 
 def count_prepared_steps():
-    """How many kinds of generation steps have had their launches prepared."""
+    """Return the number of kinds of generation steps with prepared launches."""
     return len(generation_ops._step_calls)
 
 
@@ -197,7 +197,7 @@ def rotate_without_the_kernel(monkeypatch):
 
 
 def forget_warnings():
-    """What is said once per process is said again."""
+    """Messages that are given once per process are given again."""
     checks._said.clear()
     eager.forget()
 

@@ -1,4 +1,4 @@
-"""A GPU that is arithmetic: a queue of work in its own time, an energy counter, and stand-ins for CUDA's objects."""
+"""A GPU that is arithmetic: a queue of work in its own time, an energy counter, and replacements of CUDA's objects."""
 
 import types
 

@@ -4,9 +4,9 @@ import pytest
 
 from fused_rope_attn.runtime.device import is_interpreted
 
-# Tests of the portable kernels on CPU tensors. The *_gpu.py files beside them hold the same kernels on a GPU.
+# Tests of the portable kernels on CPU tensors. The *_gpu.py files next to them hold the same kernels on a GPU.
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
-# NumPy warns of the rows and columns of a tile that lie outside the tensor; what they hold is never stored.
+# NumPy warns of the rows and columns of a tile that are out of bounds; their values are never stored.
 ignore_overflow = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 STRATEGIES = ("inline", "prepass")

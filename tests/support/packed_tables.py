@@ -17,7 +17,7 @@ BEHIND = 40
 
 
 def assert_nothing_reads_behind_the_tables(name, head_dim, dtype, device, **options):
-    """Outputs and gradients are finite, zero behind the last sequence, and those of tables with rows for all."""
+    """Outputs and gradients are finite, zero after the last sequence, and those of tables with rows for all."""
     lengths = torch.tensor(SEQUENCES[name], dtype=torch.int64).reshape(-1, 2)
     generator = torch.Generator().manual_seed(head_dim)
     (total_q, total_k), longest = lengths.sum(0).tolist(), lengths.amax(0).tolist() if len(lengths) else [0, 0]

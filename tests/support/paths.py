@@ -1,4 +1,4 @@
-"""Where the repository lies, for tests that read its files or run its commands."""
+"""The repository's root, for tests that read its files or run its commands."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Calls on tensors without memory, for tests of which kernels a call gets on which machine."""
+"""Calls on tensors without memory, for tests of planning on each machine."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of the rotation share: tolerances, memory layouts, and the rotation written out as a matrix."""
+"""Helpers of the rotation's tests: tolerances, memory layouts, and the rotation written out as a matrix."""
 
 import math
 

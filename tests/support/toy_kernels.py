@@ -1,4 +1,4 @@
-"""A kernel whose needs are known, compiled for one target by `tools.aot`: prints one JSON line for each case."""
+"""A kernel with known needs, compiled for one target by `tools.aot`: prints one JSON line for each case."""
 
 import json
 import sys

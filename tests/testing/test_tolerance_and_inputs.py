@@ -16,7 +16,7 @@ TENSORS = Results._fields
 def flash(inputs, case, *, shifted_rows=0, dropped_rows=0):
     """FlashAttention-2's arithmetic: float32 inside; q_rot, k_rot, p, ds and o rounded. Shares the rotation only.
 
-    Bugs to order: K's table is one row behind for the last `shifted_rows` keys; one key is dropped for the last
+    Bugs to order: K's table is one row late for the last `shifted_rows` keys; one key is dropped for the last
     `dropped_rows` queries.
     """
     dtype, group = case.dtype, case.heads_q // case.heads_kv
@@ -87,7 +87,7 @@ def test_a_local_bug_fails(long_case, bug):
     for name in ("o", "dq", "dk", "dv"):
         assert not results[name].ok and results[name].row_ratio > 2.5, results[name]
         assert "rows too far off" in results[name].detail
-    # What the row rule is for: the rule on the whole tensor alone would let this through.
+    # Only the row rule refuses this: the rule on the whole tensor alone would let it through.
     assert results["dv"].ratio <= 3.0
 
 
@@ -115,7 +115,7 @@ def test_a_correct_kernel_passes_on_small_shapes(changes, dtype):
 
 
 def eager_draws(inputs, case):
-    """What `compare` takes as its draws, of each tensor."""
+    """Return the draws of `compare`, of each tensor."""
     with testing.RandomRounding(torch.Generator().manual_seed(0)):
         results = [run_reference(inputs, case) for _ in range(testing.DRAWS)]
     return {name: lambda name=name: (getattr(draw, name) for draw in results) for name in TENSORS}
@@ -138,7 +138,7 @@ def second_opinions(out, ref64, eager, inputs, case):
 
 
 def test_draws_excuse_a_lucky_eager():
-    """One key and a sink: dq and dk are multiples of one number, whose error eager may have escaped by luck."""
+    """One key and a sink: dq and dk are multiples of one number, and eager may have escaped its error by luck."""
     refused = 0
     for seed in (48, 56):
         case = Case(2, 3, 1, 1, 1, 40, seed=seed, sinks=True)
@@ -153,7 +153,7 @@ def test_draws_excuse_a_lucky_eager():
 
 @pytest.mark.parametrize("bug", [{"shifted_rows": 64}, {"dropped_rows": 24}], ids=str)
 def test_draws_excuse_no_local_bug(bug):
-    """What the row rule is for: many roundings make a row's error, and no draw of eager's comes near."""
+    """Only the row rule refuses this: many roundings make a row's error, and no draw of eager's is near it."""
     case = Case(1, 1, 1, 320, 320, 64, dtype=torch.bfloat16)
     inputs = make_inputs(case)
     ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)

@@ -77,7 +77,7 @@ def test_serialised_products_show(toy):
 
 
 def usage_error(arguments: list[str], capsys) -> str:
-    """What the command prints where it ends before it compiles anything."""
+    """Return the command's output when it ends before it compiles anything."""
     with pytest.raises(SystemExit) as stopped:
         compile_kernels.main(arguments)
     assert stopped.value.code == 2, arguments

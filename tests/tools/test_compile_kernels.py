@@ -43,7 +43,7 @@ def test_every_configuration_fits(compiled, arch):
     of_raw_keys = any(row.rotated is False and arch in row.archs for row in generation_configs.DECODE)
     assert {" raw " in row["job"] for row in decode} == {False, arch in aot.THOROUGH or of_raw_keys}
     assert {row["kernel"] for row in decode} == {"decode_kernel", "combine_kernel"}
-    # What is not loaded 16 bytes at a time is not pipelined, and takes no shared memory to speak of.
+    # Loads of fewer than 16 bytes are not pipelined, and take hardly any shared memory.
     if arch == "sm_90":
         of_two_bytes = [row for row in decode if " bfloat16 " in row["job"] and " float8 " not in row["job"]]
         main = [row for row in of_two_bytes if row["kernel"] == "decode_kernel"]
@@ -55,7 +55,7 @@ def test_every_configuration_fits(compiled, arch):
 
 @pytest.mark.parametrize("arch", configs.ARCHS)
 def test_no_row_is_left_out(arch):
-    """What the default spares are features: every row of every table is compiled for every card that it names."""
+    """The default leaves out features alone: every row of every table is compiled for every card that it names."""
     compiled = {
         (job.direction, 1 if getattr(job, "float8", False) else job.dtype.itemsize, job.head_dim, job.config)
         for jobs in (table_jobs, mask_jobs, hopper_jobs, decode_jobs)

@@ -1,4 +1,4 @@
-"""What the host and the pre-passes lay out for the sm_90 kernels: tile table, rotated queries, padded buffers.
+"""Buffers that the host and the pre-passes lay out for the sm_90 kernels: tile table, rotated queries, padding.
 
 The main kernels run on a GPU only; where a test needs what they compute, it computes it itself.
 """
@@ -29,7 +29,7 @@ SM_90 = (
 @interpreted
 @cases(*SM_90)
 def test_the_table_of_packed_tiles(case):
-    """What the sm_90 forward reads instead of searching: every query in one tile, with its sequence."""
+    """The table of tiles that the sm_90 forward reads has every query in one tile, with its sequence."""
     from fused_rope_attn.attention.prepass import RotateKeys
     from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 
@@ -62,14 +62,14 @@ def first_tile(first, sequence):
 @interpreted
 @cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
 def test_rotated_queries(case):
-    """What the sm_90 forward of wide heads reads: the queries that exist, at their positions, times a sign."""
+    """The sm_90 forward of wide heads reads the existing queries, at their positions, times a sign."""
     check_rotated_queries(case, in_tiles=False)
 
 
 @interpreted
 @cases(*(replace(case, dtype=F32) for case in SM_90[1:4]))
 def test_rotated_queries_in_tiles(case):
-    """As the backward reads them too: each sequence has whole tiles, with zeros behind its last query."""
+    """For the backward each sequence has whole tiles, with zeros after its last query."""
     check_rotated_queries(case, in_tiles=True)
 
 
@@ -112,16 +112,16 @@ def unrotated(pairs, inputs, case):
 
 
 def words_of_dq(rows, accumulator, head_dim):
-    """Where the main kernel adds these rows of a head's dQ in that head's part of the accumulator: (rows, D)."""
+    """Return the offsets, (rows, D), of these rows of a head's dQ in that head's part of the accumulator."""
     rows, columns, width = rows[:, None], torch.arange(head_dim), accumulator.shape[-1]
     if width > 128:  # panels of 8 columns, in which rows follow each other
         return rows // 64 * (64 * width) + columns // 8 * 512 + rows % 64 * 8 + columns % 8
-    # Where ``stage_rows`` puts them.
+    # The layout of ``stage_rows``.
     return (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * width + columns
 
 
 def write_dk(dk, dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case):
-    """What the main kernel does at its end: dk through the norm of k, where there is one, and sums of its weights'."""
+    """Do the main kernel's epilogue: dk through the norm of k, if there is one, and sums of its weights' gradients."""
     if k_norm_ptr is not None:
         leaves = [x.clone().requires_grad_() for x in (raw_k_ptr, k_norm_ptr)]
         dk, dweight = torch.autograd.grad(norm(*leaves, case.norm_eps, case.norms), leaves, dk.float())

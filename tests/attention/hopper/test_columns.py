@@ -1,4 +1,4 @@
-"""Which head dims have their columns multiplied in two pieces on sm_90."""
+"""Head dims with their columns multiplied in two pieces on sm_90."""
 
 import pytest
 

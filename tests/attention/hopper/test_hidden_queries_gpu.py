@@ -1,4 +1,4 @@
-"""The sm_90 backward whose second warpgroup leaves out the query blocks that see none of its keys. The table chooses it
+"""The sm_90 backward with a second warpgroup that leaves out query blocks without a key of its own. The table takes it
 for as many query heads as key heads, up to 4096 tokens, which few other tests have."""
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ def head_dim(request, monkeypatch):
 
 
 @cases(
-    # As many keys before the queries as whole blocks have, where the diagonal is that of a block, and others.
+    # The keys before the queries fill whole blocks, so that the diagonal is a block's, or they do not.
     ODD_LENGTHS,
     replace(ODD_LENGTHS, len_q=1101, len_k=1101),
     replace(ODD_LENGTHS, len_q=704, len_k=704, heads_kv=8),

@@ -65,7 +65,7 @@ NARROW = (
 
 @pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
 def test_narrow_windows(case):
-    """Right, and the same again and again: what nobody has written is poisoned each time."""
+    """Right, and the same in every run: unwritten memory is poisoned each time."""
     inputs = make_inputs(case, "cuda")
     first = run_op(inputs, case, **ON_SM_90)
     assert_matches_float64(case, inputs, first)
@@ -76,7 +76,7 @@ def test_narrow_windows(case):
 
 
 def test_narrow_windows_on_two_streams():
-    """Two backward passes at once, each of which has blocks that wait for others of its own."""
+    """Two backward passes run at once, and each has blocks that wait for others of its own."""
     cases = NARROW[0], NARROW[1]
     inputs = [make_inputs(case, "cuda") for case in cases]
     expected = [run_op(x, case, **ON_SM_90) for x, case in zip(inputs, cases)]

@@ -1,4 +1,4 @@
-"""How the sm_90 kernels read q, k and gradients of any layout, and how much memory they ask for."""
+"""The sm_90 kernels read q, k and gradients of any layout, and allocate no more memory than expected."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The sm_90 kernels for head dims 72 to 96, whose products take the columns of a tile of 128 in two pieces.
+"""The sm_90 kernels for head dims 72 to 96, which multiply the columns of a tile of 128 in two pieces.
 
 The table has other configurations up to 1024 tokens than beyond; the one for more than 4096 is among the divisions of
 ``test_warpgroups_gpu``.

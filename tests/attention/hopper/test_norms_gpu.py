@@ -96,7 +96,7 @@ def test_compile():
 
 
 def test_autocast():
-    """float32 weights beside q, k and v that become bfloat16; the gradients come back in float32."""
+    """float32 weights next to q, k and v that become bfloat16; the weights' gradients are float32."""
     inputs, (weights, options) = make_inputs(replace(NORMED, dtype=F32), "cuda"), weights_of(NORMED)
     leaves = [*(x.detach().requires_grad_() for x in inputs[:3]), *weights]
     norms = {"q_norm": weights[0], "k_norm": weights[1], **options}

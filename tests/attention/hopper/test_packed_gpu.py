@@ -89,8 +89,8 @@ def test_packed_sequences_against_float64(number, dtype):
     ids=lambda case: case.name,
 )
 def test_nan_stays_in_its_sequence(case, bad):
-    """Each sequence in turn, and the rows behind the last: the others, whose tiles read those rows, are what they
-    were."""
+    """Bad values in each sequence in turn, and in the rows after the last, do not change the other sequences, although
+    their tiles read those rows."""
     inputs = make_inputs(case, "cuda")
     expected = run_op(inputs, case, **ON_SM_90)
     total_q, total_k = (sum(n[i] for n in case.seqlens) for i in range(2))
@@ -112,7 +112,7 @@ def test_nan_stays_in_its_sequence(case, bad):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_packed_reruns(head_dim):
-    """Tiles are taken in any order, and what nobody has written is poisoned each time."""
+    """Tiles are taken in any order, and unwritten memory is poisoned each time."""
     check_reruns(packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4, head_dim=head_dim), times=50)
 
 

@@ -40,7 +40,7 @@ CASES = (
 
 @cases(*CASES)
 def test_the_saved_are_what_the_backward_would_rotate(case):
-    """All bit by bit but dq, whose parts are added in any order, because a rotation has the same bits in every kernel.
+    """All the same bits but dq, which is added in any order, because a rotation has the same bits in every kernel.
     Both match float64."""
     inputs = make_inputs(case, "cuda")
     rotated_by_forward = run_op(inputs, case, **ON_SM_90)
@@ -59,7 +59,7 @@ def test_a_forward_pass_that_saves_returns_the_same(case):
 
 
 def test_memory_of_a_step_whose_q_and_k_nobody_keeps():
-    """As in a model, where they are results of projections: no more is held between the passes than before."""
+    """In a model q and k are results of projections: no more is held between the passes than before."""
     case = Case(2, 16, 16, 2048, 2048, 128, dtype=BF16)
     inputs = make_inputs(case, "cuda")
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]

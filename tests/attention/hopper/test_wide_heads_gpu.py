@@ -61,7 +61,7 @@ def test_wide_heads_take_the_sm_90_backward():
     assert type(plan(q, k, v, cos, sin, True, deterministic=True, **ON_SM_90).backward) is configs.BackwardConfig
 
 
-# Head dims beyond 128: Q comes rotated from the pre-pass, one buffer for each warpgroup, O leaves in two halves.
+# Head dims beyond 128: the pre-pass rotates Q, with one buffer for each warpgroup, and O leaves in two halves.
 GEMMA = replace(ODD_LENGTHS, head_dim=256)
 WIDE = (
     GEMMA,
@@ -98,7 +98,7 @@ def test_wide_heads_against_float64(number, dtype):
 
 
 def test_wide_heads_again_and_again():
-    """The order in which tiles are taken varies, what nobody has written is poisoned: the same bits each time."""
+    """Tiles are taken in any order and unwritten memory is poisoned: the same bits each time."""
     case = replace(GEMMA, batch=4, heads_q=16, heads_kv=8, len_q=1111, len_k=1111)
     inputs = make_inputs(case, "cuda")
     assert type(plan(*inputs[:5], True, **ON_SM_90).forward) is configs.HopperForwardConfig

@@ -10,7 +10,7 @@ from tests.support.guard_pages import hold_within_bounds
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 
 pytestmark = [interpreted, ignore_overflow]
-FAR = 2**31 + 4096  # elements of a storage of which only the touched pages are real
+FAR = 2**31 + 4096  # elements of a storage; only the touched pages are real
 
 
 def far_away(inputs, case, strides, names, strategy):
@@ -35,7 +35,7 @@ def test_offsets_pass_two_to_the_31(dim, strategy):
 
 @both_strategies
 def test_offsets_of_tiles_pass_two_to_the_31(strategy):
-    """Inside every tile 32 bits suffice; the first row of the last tile, of 16, 32 or 64 rows, lies beyond them."""
+    """Inside every tile 32 bits suffice; the first row of the last tile, of 16, 32 or 64 rows, is beyond them."""
     rows = 321
     strides = (64, 64, 2**31 // (rows - 1) + 1, 1)
     assert 256 * strides[2] < 2**31 <= (rows - 1) * strides[2] < FAR - 16

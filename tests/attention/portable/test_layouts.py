@@ -1,4 +1,4 @@
-"""The portable kernels in the interpreter take q, k, v and the gradient as they lie in memory."""
+"""The portable kernels in the interpreter take q, k, v and the gradient with any strides."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How the portable kernels use a GPU's memory: strides, alignment, peaks, and more than 2**31 elements."""
+"""The portable kernels and a GPU's memory: strides, alignment, peaks, and more than 2**31 elements."""
 
 from dataclasses import replace
 

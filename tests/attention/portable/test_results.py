@@ -1,4 +1,4 @@
-"""What the portable kernels return, in the interpreter: which gradients, lse, and the same from run to run."""
+"""Results of the portable kernels in the interpreter: wanted gradients, lse, and the same from run to run."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The portable kernels in Triton's interpreter: lengths, heads and head dims, against float64.
 
-No case is in bfloat16, whose raw bits the interpreter multiplies; the *_gpu.py files have those. Shapes are tiny, since
-a 64x64 tile of one head costs about 0.2 s, and odd, since kernels go wrong where a tile is cut.
+No case is in bfloat16, because the interpreter multiplies its raw bits; the *_gpu.py files have those. Shapes are tiny,
+because a 64x64 tile of one head costs about 0.2 s, and odd, because kernels go wrong where a tile is cut.
 """
 
 import math

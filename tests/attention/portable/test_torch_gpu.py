@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.unpoisoned
 def test_compile():
-    """Inductor, full graph, one compilation for all lengths, with what it may fuse before and after the operator."""
+    """Inductor, full graph, one compilation for all lengths, with operations to fuse before and after the operator."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()

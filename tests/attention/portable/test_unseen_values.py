@@ -1,4 +1,4 @@
-"""NaN and infinity where nobody looks change no bit: keys outside the masks, rows that see nothing."""
+"""NaN and infinity at invisible places change no bit: keys outside the masks, rows that see nothing."""
 
 import math
 from dataclasses import replace

@@ -136,7 +136,7 @@ def test_phases_stay_exact(method, base):
     omega = base ** -(torch.arange(head_dim // 2, dtype=F64) / (head_dim // 2))
     angle = (mileage.double() / 2**23 + local.double())[:, None] * omega
     expected = torch.stack((angle.cos(), angle.sin()), -1)
-    # What remains: local times the frequency, two roundings of at most T * 2**-24 revolutions, and the evaluation.
+    # The rest: local times the frequency, two roundings of at most T * 2**-24 revolutions, and the evaluation.
     revolutions = 1.0 + 64 * float(omega.max()) / (2 * math.pi)
     limit = 2 * math.pi * 2 * revolutions * 2.0**-24 + 6e-7
     assert float((out.double() - expected).abs().max()) < limit

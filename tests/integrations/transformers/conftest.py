@@ -19,7 +19,7 @@ def eager_rotation(request, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each operator ran in the place of a module's own attention."""
+    """Count the calls of each operator in place of a module's own attention."""
     counts = {}
 
     def count(module, name):

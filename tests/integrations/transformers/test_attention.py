@@ -1,4 +1,4 @@
-"""What the attention of one patched module hands to the kernels, and what it leaves for the next ones."""
+"""The attention of one patched module: its calls of the kernels, and the values that it leaves for the next modules."""
 
 import functools
 
@@ -77,7 +77,7 @@ def kept_tables(module, batch, hidden, embeddings):
 
 
 def test_a_row_for_all_places(llama):
-    """Layers whose caches have other lengths share the row, and those of one length its expansion."""
+    """Layers with caches of other lengths share the row, and those of one length its expansion."""
     tables = kept_tables(attentions_of(llama)[0], batch_of(llama), states(1), angles(1))
     for rows in (5, 3, 8, 2, 1, 300):
         for found, row in zip(tables.long(rows), tables.arrays):
@@ -141,7 +141,7 @@ def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
     layers yet makes them itself."""
     updates = noted_updates(monkeypatch)
     ids = make_ids(1, 302)
-    for gradients in (True, False):  # switched on, and nobody wants one
+    for gradients in (True, False):  # gradients are switched on, but no tensor wants one
         past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
         with torch.set_grad_enabled(gradients):
             logits = parts(llama, past, ids, ends=(300, 301, 302))
@@ -152,7 +152,7 @@ def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
-    """Whether they are wanted of the keys or of the values alone: the kernel that fills a room knows of none."""
+    """The kernel that writes in place has no gradient, so a gradient of the keys or of the values alone avoids it."""
     updates = noted_updates(monkeypatch)
     model = patch_model(make_model("llama")).requires_grad_(False)
     module = attentions_of(model)[1]

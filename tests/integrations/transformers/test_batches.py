@@ -1,4 +1,4 @@
-"""What the arguments of a decoder's forward mean to its attention modules, number by number."""
+"""The arguments of a decoder's forward are described for its attention modules, number by number."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ FULL = [1, 1, 1, 1, 1]
     [
         ((FULL, FULL), {}),
         (([0, 0, 1, 1, 1], FULL), {"kv_starts": [2, 0]}),
-        (([1, 1, 1, 0, 0], FULL), {}),  # behind the last token causal attention hides it
+        (([1, 1, 1, 0, 0], FULL), {}),  # causal attention hides the padding after the last token
         (([0, 1, 1, 1, 0], FULL), {"kv_starts": [1, 0]}),
         (([0, 0, 0, 0, 0], FULL), {"kv_starts": [5, 0]}),
         (([0, 0, 0, 0, 1], [3, 3, -3, 3, 3]), {"kv_starts": [4, 0]}),
@@ -101,7 +101,7 @@ def test_padding(llama, given, expected):
 def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
     ids = torch.tensor(ids)
     assert described(llama, size, position_ids=ids) == expected
-    # A padding mask comes first, and so does a cache; one token cannot be two sequences.
+    # A padding mask takes precedence, and so does a cache; one token cannot be two sequences.
     assert described(llama, size, position_ids=ids, attention_mask=torch.ones(size, 5)) == {}
     assert "cu_seqlens" not in described(llama, size, position_ids=ids, past_key_values=dynamic(llama, 0))
     assert described(llama, size, position_ids=ids.expand(3, size, 5)) == {}
@@ -111,13 +111,13 @@ def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
 def test_two_tokens_may_be_two_sequences(llama, monkeypatch):
     expected = {"cu_seqlens": [0, 1, 2], "max_seqlen": 1, "longest": [0]}
     assert described(llama, 1, 2, position_ids=torch.tensor([[0, 0]])) == expected
-    # One token cannot: nobody waits for the device to say so.
+    # One token cannot: the host does not wait for the device's answer.
     monkeypatch.setattr(batches, "cu_seqlens_from_position_ids", None)
     assert described(llama, 1, 1, position_ids=torch.tensor([[0]])) == {}
 
 
 def test_numbers_that_are_not_small(llama):
-    """Of which Python does not keep one object each."""
+    """Python keeps no single object of each, so that `is` in place of `==` fails."""
     assert described(llama, 1, 300, attention_mask=torch.ones(1, 300)) == {}
     assert described(llama, 300, 2, position_ids=torch.arange(2)[None]) == {}
 
@@ -140,11 +140,11 @@ def test_cu_seqlens_that_are_given(llama):
     expected = {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3, "longest": [1, 2, 3], "declared": True}
     assert described(llama, 1, **packed([0, 1, 4, 5], 3)) == expected
     assert described(llama, 1, **packed([[0, 1, 4, 5]], 3)) == expected
-    # A bound that is larger than need be is cut to what there is.
+    # A bound that is too large is cut to the keys that exist.
     expected |= {"max_seqlen": 5, "longest": [1, 2, 3, 4, 4]}
     assert described(llama, 1, **packed([0, 1, 4, 5], 70)) == expected
     assert described(llama, 1, **packed([0, 1, 4, 5], 3) | {"max_length_k": None}) == {}
-    # Into an empty cache, and not behind what one holds.
+    # Into an empty cache, and not after the keys of a full one.
     past = dynamic(llama, 0)
     assert described(llama, 1, **packed([0, 1, 4, 5], 70), past_key_values=past) == expected | {"rows": 0}
     past = dynamic(llama, 3)
@@ -312,7 +312,7 @@ def test_tokens_that_a_cache_has_seen(llama):
 
 
 class Looks:
-    """How often the host has looked at a tensor of the device."""
+    """Count the host's looks at a tensor of the device."""
 
     def __init__(self, monkeypatch):
         self.count, own = 0, torch.Tensor.tolist
@@ -333,7 +333,7 @@ class Looks:
 
 @pytest.mark.parametrize(("row", "starts"), [([0, 0, 1, 1], [2, 0]), ([1, 1, 1, 1], None)], ids=str)
 def test_a_mask_is_looked_at_once(llama, monkeypatch, row, starts):
-    """What generation appends to one without holes has none: its steps do not wait for the device."""
+    """Generation extends a mask without holes without holes: its steps do not wait for the device."""
     past, looks = dynamic(llama, 3), Looks(monkeypatch)
     rows = mask(row, [1, 1, 1, 1])
     assert looks.describe(llama, past, rows) == (1, starts)

@@ -177,7 +177,7 @@ def test_modules_and_config(name, calls):
 @reads_is_causal
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_an_empty_static_cache(implementation, calls):
-    """Without a mask, transformers attends to the rows of the cache that nobody has written."""
+    """Without a mask, transformers attends to unwritten rows of the cache."""
     model, ids = make_model("llama"), make_ids(2, LENGTH)
     model.config.is_causal, model.config._attn_implementation = False, implementation
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-# Whose managers can be told that attention reads pages, and whose rings are read in order.
+# From this release on managers can be told that attention reads pages, and rings are read in order.
 TOLD = Version(transformers.__version__) >= Version("5.17")
 needs_tables = pytest.mark.skipif(not TOLD, reason="the manager has no tables of pages")
 
@@ -52,7 +52,7 @@ def logits_of(model, *given, **options):
     ("name", "page"), [("llama", 16), ("mistral", 16), ("gemma3", 32), ("qwen3", 8), ("gpt_oss", 16)]
 )
 def test_tokens_and_logits(name, page, calls):
-    """Chunks of prompts, whole ones and single tokens beside each other; GQA, windows, norms of heads, sinks."""
+    """Chunks of prompts, whole ones and single tokens in one pass; GQA, windows, norms of heads, sinks."""
     model, given = make_model(name), prompts()
     expected, logits = logits_of(model, given, page=page, most_tokens=24)
     got, others = logits_of(patch_model(model), given, page=page, most_tokens=24)
@@ -87,7 +87,7 @@ def test_a_prefix_that_two_requests_share(monkeypatch):
 @needs_tables
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_lengths_that_are_padded_for_graphs(name, monkeypatch):
-    """Sequences of no tokens behind the real ones, tokens that belong to none, and no bounds but the padded ones."""
+    """Sequences of no tokens after the real ones, tokens of no sequence, and no bounds but the padded ones."""
     from transformers.generation.continuous_batching.model_runner import ModelRunner
 
     model, given = make_model(name), prompts()
@@ -181,7 +181,7 @@ def test_a_manager_that_compiles():
 
 @needs_tables
 def test_a_model_that_is_not_on_the_gpu(monkeypatch):
-    """Where there is a GPU, managers without masks would capture graphs of any model."""
+    """On a GPU, managers without masks would capture graphs of any model."""
     model = patch_model(make_model("llama"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), options_of())
@@ -247,7 +247,7 @@ def test_what_nobody_computes(monkeypatch):
 
 
 class Runner:
-    """A model runner whose passes cannot be captured, or not even be run."""
+    """A model runner with passes that cannot be captured, or not even be run."""
 
     use_cuda_graph_varlen = use_cuda_graph_decode = True
 

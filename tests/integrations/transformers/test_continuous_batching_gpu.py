@@ -12,7 +12,7 @@ from tests.support.hf_serving import answers, prompts
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 # No graphs: windows are read from their rings. Graphs: they are gathered, and other models have tables of pages.
 GRAPHS = [{"use_cuda_graph": False}, {}]
-# Layers that are all alike, windows, both, norms of heads, sinks, and heads of which a part is rotated.
+# Layers that are all alike, windows, both, norms of heads, sinks, and heads with partial rotation.
 MODELS = [("llama", 8), ("llama", 16), ("mistral", 16), ("gemma3", 64), ("qwen3", 16), ("gpt_oss", 16), ("glm4", 64)]
 
 
@@ -59,7 +59,7 @@ def test_every_family(name, monkeypatch):
         expected = answers(model, given, new=6)
     except (AssertionError, ValueError) as error:
         pytest.skip(f"not served unpatched: {str(error)[:60]}")
-    # Layers that are neither convolutions nor recurrent, of which managers know nothing, are all supported.
+    # Layers that are neither convolutions nor recurrent are all supported; managers do not know the others.
     assert answers(patch_model(model), given, new=6) == expected
     capped = name in ("gemma2", "vaultgemma")
     assert all(bool(row.own) is capped and bool(row.served) is not capped for row in patch_report(model))

@@ -1,4 +1,4 @@
-"""What a convention says of a module, number by number: models go through the same functions as a whole."""
+"""The convention of a module, number by number: models use the same functions as a whole."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def test_modules_that_know_no_dropout_drop_nothing():
 
 
 def test_columns_are_chosen_by_section():
-    """Of tables in time, height and width: as many columns of each as a section has, and again from the first one."""
+    """Reorder tables in time, height and width: as many columns of each as a section has, then from the first again."""
     columns = torch.arange(10)
     table = torch.stack([100 * kind + columns + torch.zeros(2, 5, 1) for kind in range(3)])
     chosen = on.by_section(table, (2, 3, 1, 4))

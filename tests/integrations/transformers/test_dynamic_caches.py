@@ -81,7 +81,7 @@ def test_two_caches_of_the_same_tokens(fork):
 
 @torch.no_grad()
 def test_tokens_that_somebody_keeps():
-    """A cache set back to tensors that were its own before: the rows behind them are taken."""
+    """A cache set back to earlier tensors of its own: the rows after them are taken."""
     model, ids = patch_model(make_model("llama")), make_ids(2, 14)
     past = make_cache(model, "dynamic")
     model(ids[:, :9], past_key_values=past)

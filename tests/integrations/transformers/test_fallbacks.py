@@ -1,4 +1,4 @@
-"""What the kernels do not serve takes the module's own forward, with one warning."""
+"""Calls that the kernels do not serve take the module's own forward, with one warning."""
 
 import warnings
 from collections import Counter

@@ -23,7 +23,7 @@ def generate(model, ids, mask, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_family(name, calls):
-    """Logits and all gradients with padding on either side, logits beside SDPA's, greedy tokens of both caches."""
+    """Logits and all gradients with padding on either side, logits against SDPA's, greedy tokens of both caches."""
     model = make_model(name)
     modules = attentions_of(model)
     assert {families.name_of(type(module)).split(".")[0] for module in modules} == {name.split("-")[0]}
@@ -49,7 +49,7 @@ def test_family(name, calls):
         assert torch.equal(tokens, patched_tokens)
         assert_close(patched_scores, scores, 1e-5, "scores")
     # Onto a cache of a model's own type its own attention runs: MiniMax's, and those of hybrid models before 5. That
-    # cache is made behind the prompt's description, so that the prompt itself is served where the model makes it.
+    # cache is made after the prompt's description, so that the prompt itself is served where the model makes it.
     if name == "minimax":
         assert calls == {"rope_attention": 2 * len(modules)}
     elif families.hands_padding_on(model) and transformers.__version__.startswith("4."):

@@ -1,4 +1,4 @@
-"""Which classes `convention_of` knows: those of the table, and subclasses that change nothing of them."""
+"""`convention_of` knows the classes of the table, and subclasses that change nothing of them."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ KNOWN = f"{LlamaAttention.__module__}.{LlamaAttention.__qualname__}".removeprefi
 
 
 class Mixin:
-    """What FSDP2 puts in front of a module's own class."""
+    """The base that FSDP2 puts in front of a module's own class."""
 
     def unshard(self):
         raise AssertionError
@@ -39,7 +39,7 @@ def test_a_subclass_that_changes_nothing(calls):
 
 
 def test_parametrized(calls):
-    """torch gives a parametrized module a class of its own, whose property is the tensor."""
+    """torch gives a parametrized module a class of its own, with the tensor as a property."""
     model = make_model("gpt_oss")
     module = attentions_of(model)[0]
     parametrize.register_parametrization(module, "sinks", Double())
@@ -61,7 +61,7 @@ def test_what_changes_something_is_another_class(monkeypatch):
     assert families.convention_of(module) is None
     module.__class__ = LlamaAttention
     assert families.convention_of(module) is not None
-    for library in (__name__, "unsloth.models.llama"):  # before and behind transformers' own name
+    for library in (__name__, "unsloth.models.llama"):  # before and after transformers' own name
         forward.__module__ = library
         monkeypatch.setattr(LlamaAttention, "forward", forward)  # as libraries do, for all models
         assert families.convention_of(module) is None

@@ -1,4 +1,4 @@
-"""The table of families beside the installed transformers: what its attention classes compute, as syntax trees."""
+"""The table of families against the installed transformers: its attention classes as syntax trees."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ from fused_rope_attn.integrations.transformers.families import SUPPORTED, UNSUPP
 from fused_rope_attn.integrations.transformers.obstacles import EAGER, ROTATIONS
 from tests.support.hf_syntax import attention_classes, exists, fingerprint, recorded
 
-# The newest release whose attention classes have all been read.
+# The newest release with attention classes that have all been read.
 READ = Version("5.23")
 HOW = "compare `python -m tests.support.hf_syntax FOLDER.CLASS` with that of another release, see docs/howto"
 

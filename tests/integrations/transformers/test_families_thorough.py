@@ -65,7 +65,7 @@ def test_generation(name, cache, calls):
         assert_close(patched_scores, scores, 1e-5, "scores")
         unpatch_model(model)
     # Two prompts, and the steps after them. transformers 4.57 gives the patched model the unpatched one's static cache,
-    # whose layers without a window know only on the device that it was emptied: they take the prompts as steps.
+    # and its layers without a window know only on the device that it was emptied: they take the prompts as steps.
     emptied = 0
     if cache == "static" and transformers.__version__ < "5":
         emptied = 2 * sum(not layer.is_sliding for layer in model._cache.layers)

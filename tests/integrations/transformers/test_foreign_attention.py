@@ -34,7 +34,7 @@ def halved(module, query, key, value, attention_mask, **kwargs):
 
 
 class Wrapper:
-    """What sequence parallelism puts in the place of a known function: an object with a call."""
+    """Sequence parallelism replaces a known function with such an object with a call."""
 
     def __init__(self, inner):
         self.inner, self.calls = inner, 0
@@ -61,7 +61,7 @@ def test_a_function_of_the_user(function, registered, calls):
 
 
 def test_a_known_name_that_somebody_wraps(registered, calls):
-    """As Ulysses does it: the name in the config stays, what it stands for is another."""
+    """Ulysses does this: the name in the config stays, and the function of that name is another."""
     model, ids = make_model("llama"), make_ids(2, LENGTH)
     model.config._attn_implementation = "sdpa"
     patch_model(model)
@@ -87,7 +87,7 @@ def test_a_mask_of_the_user(registered, calls):
 
 
 def test_other_names_of_known_functions_are_served(registered, calls):
-    """Flash-attention kernels of transformers' hub come under a name of their own."""
+    """Flash-attention kernels of transformers' hub have names of their own."""
     from transformers.integrations.flash_attention import flash_attention_forward
 
     model, ids = make_model("llama"), make_ids(2, LENGTH)

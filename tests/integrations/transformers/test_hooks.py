@@ -1,4 +1,4 @@
-"""What `generate` is given of a patched model before a step: its own inputs, with the Batch where masks were made."""
+"""Inputs of a step that `generate` takes from a patched model: its own, with the Batch where masks were made."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def llama():
 
 
 def prepared(model, given, mask, past=True, **more):
-    """Whether the Batch is among the inputs of a step, whose own preparation has made ``mask`` of ``given``."""
+    """Return whether a step that made ``mask`` from ``given`` has the Batch among its inputs."""
     config = model.config if hasattr(model, "config") else make_model("llama").config
     cache = transformers.StaticCache(config=config, max_cache_len=8) if past else None
     inputs = {"input_ids": make_ids(2, 5), "attention_mask": mask, "past_key_values": cache} | more

@@ -1,4 +1,4 @@
-"""`patch_model` on a GPU: the kernels in whole models, compiled, beside Liger, without waiting for the device."""
+"""`patch_model` on a GPU: the kernels in whole models, compiled, with Liger, without waiting for the device."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.hf_runs import LENGTH, assert_close, run
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
-# Qwen 3 without its windows, whose static layers count on the host.
+# Qwen 3 without its windows: its static layers count on the host.
 WHOLE = {"use_sliding_window": False, "sliding_window": None}
 
 

@@ -35,7 +35,7 @@ def make_norm(name, head_dim=24, seed=0):
 
 
 def fused_of(model):
-    """Of every attention module of a patched model, what its report says of its norms."""
+    """Return the report's words on the norms of every attention module of a patched model."""
     return [row.norms for row in patch_report(model)]
 
 
@@ -199,7 +199,7 @@ def test_hooks_on_all_modules():
 
 
 def test_methods_that_somebody_replaced(monkeypatch):
-    """Of the class, or in a subclass: the norms compute something else then."""
+    """A method of the class, or in a subclass: the norms then compute something else."""
     model, ids = make_model("gemma3"), make_ids(1, LENGTH)
     before = run(patch_model(model), ids)[0]
     cls = type(model.model.layers[0].self_attn.q_norm)
@@ -229,7 +229,7 @@ def test_weights_that_were_swapped_or_trained(calls):
 
 
 def liger_forward():
-    """What Liger binds to the norms of a model, from a module of its package's name."""
+    """The function that Liger binds to the norms of a model, from a module of its package's name."""
     source = (
         "import torch\n"
         "class LigerRMSNorm(torch.nn.Module):\n"
@@ -303,7 +303,7 @@ def test_norms_of_another_dtype():
 
 
 def test_training_under_autocast(calls):
-    """Float32 weights beside bfloat16 heads, as trainers have them: the weights' gradients are float32's."""
+    """Float32 weights with bfloat16 heads, as in trainers: the weights' gradients are float32."""
     model, ids = make_model("qwen3"), make_ids(2, LENGTH)
     exact = run(model, ids, grad=True, use_cache=False)[1]
     with torch.autocast("cpu", torch.bfloat16):
@@ -316,7 +316,7 @@ def test_training_under_autocast(calls):
 
 
 def test_norms_that_peft_wraps(calls):
-    """Norms that are trained beside an adapter are copies inside a wrapper, which decides whose turn it is."""
+    """Norms that are trained with an adapter are copies inside a wrapper, which chooses one."""
     model, ids = make_model("qwen3"), make_ids(1, LENGTH)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["q_norm"], init_lora_weights=False)
     model = patch_model(peft.get_peft_model(model, config)).eval()

@@ -1,4 +1,4 @@
-"""What the host sees of a call: why it takes the modules' own attention, and what nobody computes."""
+"""The host's view of a call: the reason for the modules' own attention, and unsupported arguments."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ OF_IMAGES = "bidirectional attention among the tokens of an image (token_type_id
 
 
 def attention(implementation="sdpa", **attributes):
-    """What these questions read of an attention module, which is the only one of its decoder."""
+    """An attention module with the attributes that these questions read, the only one of its decoder."""
     config = SimpleNamespace(_attn_implementation=implementation)
     return [SimpleNamespace(config=config, training=False, is_causal=True, layer_idx=0, **attributes)]
 
@@ -62,7 +62,7 @@ def test_forms_of_masks(mask, reason):
      (False, True, "output_attentions=True")],
 )  # fmt: skip
 def test_attention_weights(of_config, of_call, reason):
-    """A call's word comes before the config's."""
+    """A call's argument overrides the config's."""
     config = SimpleNamespace(output_attentions=of_config)
     assert obstacle(attention(), config, {"output_attentions": of_call}, True) == reason
 
@@ -173,7 +173,7 @@ def test_layers_of_a_cache(places, known):
     ids=str,
 )
 def test_whose_functions_are_whose(of_attention, of_mask, reason, monkeypatch):
-    """transformers' own are told by where they come from and by their names."""
+    """Functions of transformers are known by their module and by their names."""
 
     def mine(*args, **kwargs):
         raise AssertionError

@@ -1,4 +1,4 @@
-"""What `patch_model` changes of a model, what `unpatch_model` leaves behind, and which models they refuse."""
+"""`patch_model` changes a model, `unpatch_model` restores it, and both refuse other models."""
 
 import copy
 import functools

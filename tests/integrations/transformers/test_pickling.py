@@ -44,7 +44,7 @@ def test_saved_whole(calls):
 
 
 def test_saved_alone():
-    """An attention module by itself: what it refers to comes along."""
+    """An attention module by itself is pickled with the objects that it refers to."""
     module = attentions_of(patch_model(make_model("llama")))[0]
     loaded = pickle.loads(pickle.dumps(module))
     x, angles = torch.randn(2, 5, 64), torch.randn(1, 5, 8)

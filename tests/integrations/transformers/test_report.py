@@ -1,4 +1,4 @@
-"""What `patch_report` and `is_patched` say, and how often a model warns that it takes its own forward."""
+"""The answers of `patch_report` and `is_patched`, and the number of warnings of a model that takes its own forward."""
 
 import warnings
 
@@ -58,7 +58,7 @@ def test_the_table_has_a_line_for_layers_that_are_alike():
 
 
 def test_the_table_line_by_line():
-    """Columns are as wide as what stands in them, and two spaces apart."""
+    """Columns are as wide as their text, and two spaces apart."""
     model = patch_model(make_model("llama", num_hidden_layers=4))
     modules = attentions_of(model)
     for i, (served, own) in enumerate(((12345, {}), (12345, {}), (7, {"holes": 2, "a BlockMask": 1}), (12345, {}))):

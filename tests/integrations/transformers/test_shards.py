@@ -1,4 +1,4 @@
-"""Patched models whose sequences several ranks share: loss, logits and gradients of the unpatched one on the whole."""
+"""Patched models with sequences shared by several ranks: loss, logits and gradients of one unpatched model."""
 
 import pytest
 import torch

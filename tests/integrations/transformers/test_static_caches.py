@@ -1,4 +1,4 @@
-"""Who writes a static cache of a patched model, and what happens when it is full."""
+"""Static caches of a patched model: the kernels that write them, and calls with a full one."""
 
 import functools
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "smollm3", "glm4"])
 @torch.no_grad()
 def test_steps_of_every_length(name, kind, padded, calls):
-    """Logits are the unpatched model's, and the cache is what it leaves behind."""
+    """Logits and the cache are the unpatched model's."""
     model, ids = make_model(name), make_ids(2, ENDS[-1])
     mask = (torch.arange(ENDS[-1]) >= torch.tensor([[0], [3]])).long() if padded else None
     plain, patched = make_cache(model, kind), make_cache(model, kind)
@@ -27,7 +27,7 @@ def test_steps_of_every_length(name, kind, padded, calls):
     assert calls == {"rope_attention": 2 * 2, "rope_attention_with_kvcache": 2 * (len(ENDS) - 2)}
     for layer, other in zip(patched.layers, plain.layers):
         assert layer.get_seq_length() == other.get_seq_length()
-        if not padded:  # what padding tokens leave in later layers is nobody's business
+        if not padded:  # the values of padding tokens in later layers do not matter
             assert_close(layer.keys, other.keys, 1e-5)
             assert_close(layer.values, other.values, 1e-5)
 
@@ -45,7 +45,7 @@ def test_a_cache_that_is_used_again(calls):
 
 @torch.no_grad()
 def test_tokens_that_are_taken_back(calls):
-    """Assisted generation: steps of several tokens, of which the last are dropped again."""
+    """Assisted generation: steps of several tokens, the last of them dropped again."""
     model, ids = make_model("llama"), make_ids(2, 20)
     expected = model(ids).logits
     past = make_cache(patch_model(model), "dynamic")

@@ -31,7 +31,7 @@ def test_in_the_interpreter(name, kind, interpreted_steps):
 @ignore_overflow
 @torch.no_grad()
 def test_steps_are_prepared_once(interpreted_steps):
-    """The length of a dynamic cache is no part of what a step's launches are made for."""
+    """The length of a dynamic cache is no part of the signature of a step's launches."""
     model, ids = patch_model(make_model("llama")), make_ids(1, 15)
     past = make_cache(model, "dynamic")
     model(ids[:, :9], past_key_values=past)

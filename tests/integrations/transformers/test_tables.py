@@ -47,7 +47,7 @@ def test_tables_of_a_hugging_face_config(scaling, seq_len):
 
 
 def test_tables_of_other_models():
-    """Partial rotation, parameters for each type of layer, and what nobody knows."""
+    """Partial rotation, parameters for each type of layer, and unknown types."""
     glm = transformers.GlmConfig(hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.5)
     cos, _ = rope_tables_from_config(glm, 9)
     assert cos.shape == (9, 4)
@@ -64,7 +64,7 @@ def test_tables_of_other_models():
 
 
 class Own(transformers.LlamaConfig):
-    """A config of a model that somebody has written beside transformers, in files without a module of the model."""
+    """A config of a user's model outside of transformers, in files without a module of the model."""
 
 
 Own.__module__ = "somebody.configuration_own"

@@ -12,7 +12,7 @@ from tests.support.hf_vision_models import MODELS, language_model, make_inputs, 
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # What is not served is Gemma 3's images: test_text_towers_gemma.py reads the reasons.
+    # Gemma 3's images are not served: test_text_towers_gemma.py reads the reasons.
     pytest.mark.filterwarnings("ignore:patch_model. "),
 ]
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -20,7 +20,7 @@ LEFT, RIGHT = (3, 0), (0, -3)
 
 
 def served(name, image):
-    """Whether Gemma 3's prompts are: those with an image take the modules' own forward."""
+    """Return whether prompts are served: Gemma 3's with an image take the modules' own forward."""
     return not (name == "gemma3" and image)
 
 

@@ -17,7 +17,7 @@ IN_IMAGES = "bidirectional attention among the tokens of an image"
 
 
 def own_calls(model):
-    """Of the first patched module: calls that were served, and those of its own forward by reason."""
+    """Return the first patched module's calls that were served, and those of its own forward by reason."""
     return next((row.served, row.own) for row in patch_report(model) if row.patched)
 
 

@@ -46,7 +46,7 @@ def test_packed_positions_of_images(name, calls):
 def test_three_kinds_without_the_text_s_own_are_not_packed(name, calls):
     model, ids = make_vision_model(name), make_ids(1, TOTAL)
     assert_same(model, ids, unsupported="skip", position_ids=angles(), use_cache=False)
-    # With a cache nobody looks for sequences.
+    # With a cache no sequences are searched for.
     assert_same(model, ids, unsupported="skip", position_ids=torch.cat((places()[None], angles())), use_cache=True)
     if name.startswith("qwen3") and Version(transformers.__version__) < Version("5.3"):
         # Those read the positions in time as the text's: an image's tokens are alone in the unpatched model, too.

@@ -92,7 +92,7 @@ def test_trainer(tmp_path):
 
 
 def test_autocast(calls):
-    """q in bfloat16 beside tables in float32, and the other way round."""
+    """q in bfloat16 with tables in float32, and the other way round."""
     ids = make_ids(2, LENGTH)
     for model, cast in ((make_model("gpt_oss"), torch.bfloat16), (make_model("llama").bfloat16(), None)):
         reference = make_model("gpt_oss" if cast else "llama")

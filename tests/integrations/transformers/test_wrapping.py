@@ -1,4 +1,4 @@
-"""What is put around a model after it was patched: adapters, exported programs, devices without data."""
+"""Wrappers around a model that was patched before: adapters, exported programs, devices without data."""
 
 import pytest
 import torch
