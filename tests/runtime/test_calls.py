@@ -76,7 +76,7 @@ def test_the_driver_reads_what_the_launches_were_given(toy):
             ]
             assert made.values[11:14] == [struct.pack("<i", 640), struct.pack("<q", 1 << 40), struct.pack("<f", 0.25)]
             assert made.grid == GRID and made.function == 0x5EED
-        # What is neither given nor returned shares one allocation.
+        # Tensors that are neither given nor returned share one allocation.
         counter, sums = (struct.unpack("<Q", value)[0] for value in (first.values[10], second.values[0]))
         assert counter - sums == 512
     assert toy.ran == 2
@@ -180,7 +180,7 @@ def test_another_gpu_takes_the_call_itself(toy, monkeypatch):
 
 @pytest.fixture
 def contexts(monkeypatch):
-    """A list of the devices whose context was made current."""
+    """A list of the devices with a context that was made current."""
     made = []
     monkeypatch.setattr(calls.device, "current_gpu", lambda: 3)
     monkeypatch.setattr(calls.device, "make_current", made.append)
@@ -281,10 +281,16 @@ def test_a_signature_has_one_call(monkeypatch):
     known = Calls(lambda *given: prepared.append(given) or (lambda tensors: None))
     x, config = torch.zeros(4, 6), object()
     signatures = [
-        ("problem", (x, None)), ("another", (x, None)), ("problem", (x, x)), ("problem", (x.t(), None)),
-        ("problem", (x.half(), None)), ("problem", (x[:, :4], None)), ("problem", (odd(x), None)),
-        ("problem", (x, None), config), ("problem", (x, None), object()),
-    ]  # fmt: skip
+        ("problem", (x, None)),
+        ("another", (x, None)),
+        ("problem", (x, x)),
+        ("problem", (x.t(), None)),
+        ("problem", (x.half(), None)),
+        ("problem", (x[:, :4], None)),
+        ("problem", (odd(x), None)),
+        ("problem", (x, None), config),
+        ("problem", (x, None), object()),
+    ]
     every = [known(*signature) for signature in signatures]
     assert len(set(map(id, every))) == len(every) == len(prepared) == len(known)
     assert [known(*signature) for signature in signatures] == every and len(prepared) == len(every)

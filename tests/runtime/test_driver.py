@@ -36,10 +36,17 @@ def expected_values(tensors):
     """The bytes of SIZES in a launch with these tensors."""
     x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z_ptr"]
     return [
-        struct.pack("<Q", x.data_ptr()), toy_map(y.data_ptr()), *(struct.pack("<i", n) for n in (3, 2, 64, 64)),
-        *(struct.pack("<q", n) for n in (2 * 64 * 64, 64 * 64, 64, 1)), struct.pack("<Q", z.data_ptr()),
-        struct.pack("<i", 640), struct.pack("<q", 1 << 40), struct.pack("<f", 0.25), bytes(8), bytes(8),
-    ]  # fmt: skip
+        struct.pack("<Q", x.data_ptr()),
+        toy_map(y.data_ptr()),
+        *(struct.pack("<i", n) for n in (3, 2, 64, 64)),
+        *(struct.pack("<q", n) for n in (2 * 64 * 64, 64 * 64, 64, 1)),
+        struct.pack("<Q", z.data_ptr()),
+        struct.pack("<i", 640),
+        struct.pack("<q", 1 << 40),
+        struct.pack("<f", 0.25),
+        bytes(8),
+        bytes(8),
+    ]
 
 
 def kernel_of(compiled=None, grid=GRID, **arguments):
@@ -88,8 +95,10 @@ def test_two_kernels_share_addresses_and_maps(recorder):
     first, second = recorder.launches
     assert first.values == expected_values(tensors)
     assert (second.values[0], second.values[1], second.values[10]) == (
-        struct.pack("<Q", z), toy_map(1024), struct.pack("<Q", x)
-    )  # fmt: skip
+        struct.pack("<Q", z),
+        toy_map(1024),
+        struct.pack("<Q", x),
+    )
 
 
 def test_the_first_error_ends_the_launches(recorder):
@@ -108,9 +117,14 @@ def test_a_tensor_map_is_encoded_once_for_an_address(recorder):
     assert [each[0] for each in recorder.encoded] == [tensors["y_desc"][0].data_ptr() for tensors in every]
     bfloat16, promote_to_128_bytes = 9, 2
     assert recorder.encoded[0][1:] == (
-        bfloat16, 4, [64, 64, 2, 3], [128, 128 * 64, 128 * 64 * 2, 0], [64, 64, 1, 1], [1] * 4,
+        bfloat16,
+        4,
+        [64, 64, 2, 3],
+        [128, 128 * 64, 128 * 64 * 2, 0],
+        [64, 64, 1, 1],
+        [1] * 4,
         (0, ENCODING["swizzle"], promote_to_128_bytes, 0),
-    )  # fmt: skip
+    )
 
 
 def test_a_map_that_the_driver_refuses(recorder):

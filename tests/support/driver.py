@@ -30,18 +30,29 @@ GRID = (12, 1, 1)
 
 
 def compiled_kernel(signature=SIGNATURE, function=0x5EED, **changed):
-    """What Triton gives after compiling, as far as launches look at it; ``changed`` fields of its metadata."""
+    """A replacement of Triton's compiled kernel, as far as launches look at it; ``changed`` fields of its metadata."""
     fields = {
-        "name": NAME, "num_warps": 4, "num_ctas": 1, "shared": 4096,
-        "global_scratch_size": 0, "profile_scratch_size": 0, "instrumentation_mode": "", "launch_pdl": True,
-        "launch_cooperative_grid": False, "tensordesc_meta": [ENCODING],
-    } | changed  # fmt: skip
+        "name": NAME,
+        "num_warps": 4,
+        "num_ctas": 1,
+        "shared": 4096,
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+        "instrumentation_mode": "",
+        "launch_pdl": True,
+        "launch_cooperative_grid": False,
+        "tensordesc_meta": [ENCODING],
+    } | changed
     metadata = namedtuple("KernelMetadata", fields)(**fields)
     runs = []
     return SimpleNamespace(
-        src=SimpleNamespace(signature=signature), metadata=metadata, function=function, packed_metadata=(4, 1, 4096),
-        runs=runs, run=lambda *arguments: runs.append(arguments),
-    )  # fmt: skip
+        src=SimpleNamespace(signature=signature),
+        metadata=metadata,
+        function=function,
+        packed_metadata=(4, 1, 4096),
+        runs=runs,
+        run=lambda *arguments: runs.append(arguments),
+    )
 
 
 def toy_tensors():
@@ -58,7 +69,7 @@ def toy_map(address):
 
 
 class ToyKernel:
-    """What ``triton.jit`` gives: ``kernel[grid](...)`` notes its arguments and returns a compiled kernel."""
+    """A replacement of ``triton.jit``: ``kernel[grid](...)`` notes its arguments and returns a compiled kernel."""
 
     arg_names = list(SIGNATURE)
     fn = SimpleNamespace(__name__=NAME)
@@ -76,7 +87,7 @@ class ToyKernel:
 
 
 class RecordingDriver:
-    """What ``driver.load`` gives; every launch adds to ``launches`` what its block of arguments held.
+    """A replacement of ``driver.load``; every launch adds the values in its block of arguments to ``launches``.
 
     code: the error code of launches, 0 for none. sizes: of the kernel's parameters. seconds: the time of a launch.
     """
@@ -100,12 +111,17 @@ class RecordingDriver:
         pointers = list(parameters._obj)
         self.launches.append(
             SimpleNamespace(
-                grid=tuple(given.grid), block=tuple(given.block), shared=given.shared_bytes, stream=given.stream,
-                attributes=[(each.id, *each.value) for each in attributes], function=function.value, extra=extra,
+                grid=tuple(given.grid),
+                block=tuple(given.block),
+                shared=given.shared_bytes,
+                stream=given.stream,
+                attributes=[(each.id, *each.value) for each in attributes],
+                function=function.value,
+                extra=extra,
                 values=[ctypes.string_at(at, size) for at, size in zip(pointers, self.sizes, strict=True)],
                 misaligned=[i for i, at in enumerate(pointers) if at % min(64, self.sizes[i])],
             )
-        )  # fmt: skip
+        )
         return self.code
 
     def message(self, code):

@@ -51,8 +51,6 @@ def test_the_kernels_are_launched_by_the_driver():
     assert sum("forward and backward" in line for line in table) == 2
     launches, replays, refusals = json.loads(found)
     assert replays == [True] * 8  # forward and backward
-    assert refusals == [
-        "", "not recorded yet", "there is no CUDA driver with the functions that launches need"
-    ]  # fmt: skip
+    assert refusals == ["", "not recorded yet", "there is no CUDA driver with the functions that launches need"]
     assert {"rotate_kernel", "forward_kernel", "preprocess_kernel", "backward_kernel"} <= set(launches)
     assert set(launches.values()) == {2 + 6}

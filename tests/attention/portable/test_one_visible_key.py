@@ -82,7 +82,7 @@ def test_the_second_opinion_with_as_many_keys_as_columns(name):
     The error of the row is that of delta, 8e-4, and eager's is 2e-6."""
     case = Case(
         1, 8, 8, 64, 64, 64, dtype=F16, rotary_dim=48, window=(0, 0), softcap=15.0, sinks=True, norms=1.0, seed=41
-    )  # fmt: skip
+    )
     inputs = make_inputs(case)
     out, exact = run_op(inputs, case, backend="triton"), run_reference(inputs, case, torch.float64)
     rule = {"grad": True, "dtype": F16, "zero": noise_of_zero(name, case, inputs)}
