@@ -1,6 +1,6 @@
-"""The rivals: rotations and attentions as a user can install them separately, behind one signature, in one registry.
+"""The rivals: rotations and attentions that a user can install separately, with one signature, in one registry.
 
-Nothing here is imported by the package. Importing this needs none of the packages that the rivals come from.
+The package imports nothing from here. Importing this needs no package of the rivals.
 """
 
 from baselines.base import Baseline

@@ -1,4 +1,4 @@
-"""The attentions that the rivals use, none of which rotates.
+"""The attentions of the rivals, without a rotation.
 
 GQA never expands K or V here: every backend takes fewer heads by itself.
 """

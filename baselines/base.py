@@ -1,8 +1,8 @@
-"""What a baseline is: a rotation (or none) followed by an attention, behind one signature.
+"""Baselines: a rotation (or none) followed by an attention, with one signature.
 
 Shapes: q ``(B, HQ, N, D)``, k and v ``(B, HKV, N, D)``, all views of ``(B, N, H, D)`` tensors, as a model's projections
-give them; o comes back as ``(B, HQ, N, D)``. softmax_scale is ``D ** -0.5``. Tables arrive as ``(N, D/2)`` float32 and
-are brought into the form that a rotation wants by ``prepare``, before any clock runs.
+give them; o is ``(B, HQ, N, D)``. softmax_scale is ``D ** -0.5``. Tables arrive as ``(N, D/2)`` float32, and
+``prepare`` brings them into the form of a rotation before any clock runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @functools.cache
 def import_error(module: str, attribute: str) -> str | None:
-    """Why ``from module import attribute`` fails here, or None. Any failure counts: a broken build is not a rival."""
+    """Return why ``from module import attribute`` fails here, or None. A broken build counts as a failure."""
     try:
         getattr(importlib.import_module(module), attribute)
     except Exception as error:
@@ -30,7 +30,7 @@ def import_error(module: str, attribute: str) -> str | None:
 
 
 def missing_package(pip: str, module: str, attribute: str) -> str | None:
-    """None where the import works, else the sentence that a report prints: what to install, and what went wrong."""
+    """Return None where the import works, else the package to install and the error."""
     error = import_error(module, attribute)
     return None if error is None else f"pip install {pip} ({error})"
 
@@ -39,8 +39,8 @@ def missing_package(pip: str, module: str, attribute: str) -> str | None:
 class Rotation:
     """``rotate(q, k, tables) -> q_rot, k_rot``, differentiable.
 
-    ``in_place`` says that q and k themselves hold the result afterwards. ``half_tables`` says that the tables are
-    rounded to q's dtype, which is what the rotation is given in a real model; every other rotation gets float32.
+    in_place: the result overwrites q and k. half_tables: tables are rounded to q's dtype, as in a real model; every
+    other rotation gets float32.
     """
 
     label: str
@@ -51,15 +51,14 @@ class Rotation:
     half_tables: bool = False
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(N, D/2) float32 -> (1, N, D): every angle twice, the width that Hugging Face's models hold."""
+        """Return (1, N, D) tables from (N, D/2) float32: every angle twice, as in Hugging Face's models."""
         table_dtype = dtype if self.half_tables else torch.float32
         return tuple(torch.cat((x, x), dim=-1).to(table_dtype).unsqueeze(0).contiguous() for x in (cos, sin))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """``attend(q, k, v, causal) -> o``, differentiable where ``backward`` says so. ``label`` is a function where it
-    depends on the machine."""
+    """``attend(q, k, v, causal) -> o``, differentiable if ``backward``. ``label`` may be a function of the machine."""
 
     label: str | Callable[[], str]
     pip: tuple[str, ...]
@@ -71,19 +70,40 @@ class Attention:
     backward: bool = True
 
 
+class Norms(NamedTuple):
+    """The norms of the heads of q and of k."""
+
+    q_norm: Tensor
+    k_norm: Tensor
+    eps: float
+    offset: float
+
+
+NormsAndRotation = Callable[[Tensor, Tensor, Norms, Any], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Baseline:
-    """One rival. ``name`` is its key in the registry, the command line and the result rows."""
+    """One rival. ``name`` is its key in the registry, the command line and the result rows.
+
+    norm_and_rotate: ``(q, k, norms, tables) -> q_rot, k_rot`` of a rival with norms. norm: its label. norm_missing: the
+    package that it lacks on this machine, or None.
+    """
 
     name: str
     rotation: Rotation | None
     attention: Attention
+    norm: str = ""
+    norm_and_rotate: NormsAndRotation | None = None
+    norm_missing: Callable[[], str | None] = lambda: None
 
     @property
     def label(self) -> str:
-        """What a table prints."""
+        """Return the label in tables."""
         attention = self.attention.label if isinstance(self.attention.label, str) else self.attention.label()
-        return f"bare {attention}" if self.rotation is None else f"{self.rotation.label} + {attention}"
+        if self.rotation is None:
+            return f"bare {attention}"
+        return " + ".join(filter(None, (self.norm, self.rotation.label, attention)))
 
     @property
     def rotates(self) -> bool:
@@ -91,33 +111,33 @@ class Baseline:
 
     @property
     def backward(self) -> bool:
-        """False where there is a forward pass only: ``run`` then wants no gradients."""
+        """Return whether ``run`` has gradients."""
         return self.attention.backward
 
     @property
     def in_place(self) -> bool:
-        """True when ``run`` overwrites q and k with their rotation."""
-        return self.rotation is not None and self.rotation.in_place
+        """Return whether ``run`` overwrites q and k with their rotation; with norms it overwrites the normed ones."""
+        return self.rotation is not None and self.rotation.in_place and self.norm_and_rotate is None
 
     @property
     def half_tables(self) -> bool:
-        """True when the tables are rounded to q's dtype by ``prepare``."""
+        """Return whether ``prepare`` rounds the tables to q's dtype."""
         return self.rotation is not None and self.rotation.half_tables
 
     @property
     def pip(self) -> tuple[str, ...]:
-        """Packages, by their pip names, that the rival is made of (beyond torch and triton)."""
+        """Return the pip names of the rival's packages, without torch and triton."""
         names = (*(self.rotation.pip if self.rotation else ()), *self.attention.pip)
         return tuple(dict.fromkeys(names))
 
     def missing(self) -> str | None:
-        """None where the rival can run, else every package that it lacks, by pip name, with the import error."""
+        """Return every package that the rival lacks, by pip name, with the import error; None if it can run."""
         parts = [self.attention] if self.rotation is None else [self.rotation, self.attention]
-        reasons = [reason for reason in (part.missing() for part in parts) if reason]
-        return "; ".join(reasons) or None
+        reasons = [self.norm_missing(), *(part.missing() for part in parts)]
+        return "; ".join(dict.fromkeys(filter(None, reasons))) or None
 
     def unsupported(self, case: Any) -> str | None:
-        """None where the rival serves a ``testing.Case``, else why not."""
+        """Return why the rival does not serve a ``testing.Case``, or None."""
         attention = self.attention
         if case.dtype not in attention.dtypes:
             return f"takes {' and '.join(_name(dtype) for dtype in attention.dtypes)}, not {_name(case.dtype)}"
@@ -131,12 +151,15 @@ class Baseline:
         return None
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Any:
-        """Bring (N, D/2) float32 tables into the rival's own form; not part of what is timed."""
+        """Bring (N, D/2) float32 tables into the rival's form; this is not timed."""
         return None if self.rotation is None else self.rotation.prepare(cos, sin, dtype)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> Tensor:
-        """Rotate q and k and attend. ``tables`` comes from ``prepare``."""
-        if self.rotation is not None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool, norms: Norms | None = None) -> Tensor:
+        """Norm and rotate q and k, and attend. ``prepare`` makes ``tables``."""
+        if self.norm_and_rotate is not None:
+            assert norms is not None
+            q, k = self.norm_and_rotate(q, k, norms, tables)
+        elif self.rotation is not None:
             q, k = self.rotation.rotate(q, k, tables)
         return self.attention.attend(q, k, v, causal)
 

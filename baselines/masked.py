@@ -1,8 +1,8 @@
-"""Rivals for windows and packed sequences: attentions that serve them, behind two signatures; none of them rotates.
+"""Rivals for windows and packed sequences: attentions that serve them, with two signatures and no rotation.
 
 ``window(q, k, v, left) -> o``: causal, each query sees ``left`` keys before its own; q ``(B, HQ, N, D)``, k and v ``(B,
 HKV, N, D)``. ``packed(q, k, v, ends, longest) -> o``: causal within each sequence; q ``(T, HQ, D)``, k and v ``(T, HKV,
-D)``, ``ends`` (sequences + 1,) int32 on the device, ``longest`` an int. What one does not serve is None.
+D)``, ``ends`` (sequences + 1,) int32 on the device, ``longest`` an int. A rival that lacks one has None.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _first(o: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _flash_functions(module: str) -> tuple[Callable, Callable]:
-    """(window, packed) of flash-attn or of FlashAttention-4, whose functions have the same names and keywords."""
+    """Return (window, packed) of flash-attn or FlashAttention-4: their functions have the same names and keywords."""
 
     def load(name: str) -> Callable:
         return getattr(__import__(module, fromlist=[name]), name)

@@ -9,11 +9,11 @@ from baselines.base import Baseline
 BASELINES: dict[str, Baseline] = {
     baseline.name: baseline
     for baseline in (
-        # What most models run today.
+        # The pair that most models run today.
         Baseline("hf_sdpa", rotations.HF, attentions.SDPA),
         # The official flash-attn; where that package is absent, PyTorch's build of the same kernels.
         Baseline("hf_flash_attn", rotations.HF, attentions.FLASH_ATTN),
-        # A portable attention like ours, behind a rotation of its own.
+        # A portable attention like ours, after a separate rotation.
         Baseline("hf_triton_fa2", rotations.HF, attentions.TRITON_FA2),
         Baseline("liger_flash", rotations.LIGER, attentions.SDPA_FLASH),
         # The strongest pair that installs without a compiler.

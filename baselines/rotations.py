@@ -39,7 +39,7 @@ def _liger() -> type[torch.autograd.Function]:
 
 def specialised(function: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function that gets kernels of its own for every shape: the rival at its best."""
-    # The backward is timed on a graph that is kept, which donated buffers forbid; a rotation has none to give anyway.
+    # The backward is timed on a graph that is kept, which donated buffers forbid; a rotation gives none.
     # Eight shapes would be the limit.
     import torch._dynamo.config
     import torch._functorch.config
@@ -76,7 +76,7 @@ def _rotate_compiled(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tens
 # The function of transformers as its models call it: eight launches, tables in q's dtype, every step rounded.
 HF = Rotation("HF rope", ("transformers",), _missing_transformers, _rotate_hf, half_tables=True)
 
-# One launch for q and k, which are overwritten: in a model they are fresh projections that nobody needs afterwards, so
+# One launch for q and k, which are overwritten: in a model they are fresh projections without another reader, so
 # that is what is timed, without any copy. Timing it again and again on the same q and k rotates them further and
 # further: the same work on other values of the same size. In its backward the gradients that the attention hands over
 # are rotated in place too, after a copy where their memory order is not (B, N, H, D); the copy is what the pair costs.

@@ -133,7 +133,7 @@ def _key_range(block, shift, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, I
 
 @triton.jit
 def _exists(offs_m, offs_n, shift, NK, IS_CAUSAL: tl.constexpr):
-    """Which scores count: (len(offs_m), len(offs_n)), or (1, len(offs_n)) without a causal mask."""
+    """Return the mask of scores that count: (len(offs_m), len(offs_n)), or (1, len(offs_n)) without a causal mask."""
     exists = offs_n[None, :] < NK
     if IS_CAUSAL:
         exists = exists & (offs_n[None, :] <= offs_m[:, None] + shift)

@@ -1,17 +1,60 @@
-"""``python -m bench``: one command of the table in ``bench.suites``; without a command, attention."""
+"""``python -m bench COMMAND``: the table of commands. Nothing is imported before its command is asked for."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-from bench.suites import COMMANDS
+HELP = """usage: python -m bench [COMMAND] [options]      each command has --help
+
+suites, each timed on one GPU after a check against float64:
+  attention  rope_attention and its rivals; what runs without a command
+               --mode host: host time of eager calls; --mode load: energy
+               --cases masks: windows, packing; --cases corope: Co-RoPE
+  norm       attention with norms of q and k
+  rope       the rotation alone
+  decode     one step of generation with a cache
+  models     whole models of transformers, patched and not
+  cp         one sequence over several GPUs
+options that all have: --cases --providers --passes --mode --rounds --out
+  --time-budget --dry-run; figures from rows: python -m bench SUITE plot FILE...
+rows and tables:
+  compare    what moved between two files of rows, and whether it is noise
+  docs       write the documents' tables; python -m bench docs --check compares
+  tune       time configurations of our kernels, propose rows of their tables
+"""
+# Command -> module below ``bench``, and the suite or the function in it.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "attention": ("attention.suite", "ATTENTION"),
+    "norm": ("attention.suite", "NORM"),
+    "rope": ("rope.suite", "ROPE"),
+    "decode": ("decode.suite", "DECODE"),
+    "models": ("models.suite", "MODELS_SUITE"),
+    "cp": ("cp.command", "main"),
+    "compare": ("compare", "main"),
+    "docs": ("docs", "main"),
+    "tune": ("tune", "main"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 fine, 1 one of ours failed or a document is stale, 2 cannot run here, 3 the GPU was lost."""
+    """Run a command. Exit status: 0 fine, 1 ours failed or a document is stale, 2 cannot run, 3 the GPU was lost."""
     argv = sys.argv[1:] if argv is None else argv
-    name, rest = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
-    return COMMANDS[name].run(rest)
+    if argv[:1] in (["-h"], ["--help"]):
+        print(HELP, end="")
+        raise SystemExit(0)
+    named = bool(argv) and not argv[0].startswith("-")
+    name, rest = (argv[0], argv[1:]) if named else ("attention", argv)
+    if name not in COMMANDS:
+        print(f"bench: no command {name}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, entry = COMMANDS[name]
+    found = getattr(importlib.import_module(f"bench.{module}"), entry)
+    if entry == "main":
+        return found(rest)
+    from bench import command
+
+    return command.main(found, rest)
 
 
 if __name__ == "__main__":

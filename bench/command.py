@@ -16,48 +16,43 @@ import torch
 from bench import report
 from bench.environment import RESULTS, card, environment, shown
 from bench.names import words
-from bench.runner import DeviceLost, Options, Run
-from bench.suite import Row, Suite
+from bench.report import Row
+from bench.runner import DeviceLost, Run
+from bench.suite import Options, Suite, provider_table
 
 PLOTS = RESULTS / "plots"
 
 
-def main(suite: type[Suite], argv: list[str]) -> int:
-    """One suite's command: measure, or with ``plot`` first, draw its rows."""
-    if suite.draws and argv[:1] == ["plot"]:
+def main(suite: Suite, argv: list[str]) -> int:
+    """Choose, time, print, and append the rows to a file; with ``plot`` first, draw from such files."""
+    if suite.draw is not None and argv[:1] == ["plot"]:
         return plot(suite, argv[1:])
-    return measure(suite, argv)
-
-
-def measure(suite: type[Suite], argv: list[str]) -> int:
-    """Choose, time, print, and append the rows to a file."""
-    args = _parser(suite).parse_args(argv)
+    args = parser(suite).parse_args(argv)
     try:
-        chosen, cases = suite.configure(args)
-        passes = _passes(suite, args)
+        options = options_of(suite, args)
+        cases = suite.adapt(suite.choose(args.cases), options, args)
+        names = words(args.providers)
+        suite.check_providers(cases, names)
     except ValueError as error:
-        return refuse(suite.command, str(error))
+        return refuse(suite.name, str(error))
     if args.dry_run:
-        print(chosen.listing(cases))
+        print(listing(suite, cases, names))
         return 0
     if not torch.cuda.is_available():
         reason = "no GPU here; times of the interpreter mean nothing. --dry-run lists what would run."
-        return refuse(suite.command, reason)
-
+        return refuse(suite.name, reason)
     try:
-        clock = suite.clock(torch.device("cuda", torch.cuda.current_device()))
+        clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
     except RuntimeError as error:
-        return refuse(suite.command, str(error))
+        return refuse(suite.name, str(error))
+
     begin, facts = time.monotonic(), environment()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    out = args.out or RESULTS / f"{_file_prefix(suite)}{card(facts['gpu'])}-{stamp}.jsonl"
-    deadline = begin + args.time_budget if args.time_budget else float("inf")
-    mode = getattr(args, "mode", suite.mode)
-    modes = suite.modes if mode == "both" else (mode,)
-    options = Options(passes, modes, args.rounds, _round_ms(suite, args), suite.mirrored, deadline)
+    if args.time_budget:
+        options.deadline = begin + args.time_budget
     progress = Progress(begin)
-    print(_heading(facts, out))
-    run = Run(chosen, options, clock, facts, progress)
+    run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
+    out = out_file(suite.name.replace(" ", "-"), args.out, facts)
+    print(heading(facts, out))
     rows: list[Row] = []
     status = 0
     try:
@@ -65,53 +60,57 @@ def measure(suite: type[Suite], argv: list[str]) -> int:
             progress.clear()
             rows += block
             report.write_lines(out, block)
-            if text := chosen.case_report(block):
-                print("\n" + text, flush=True)
+            if block:
+                print("\n" + report.case_report(block), flush=True)
     except DeviceLost as lost:
         progress.clear()
         print(f"\nbench: {lost}\nbench: the rows before this case are kept; leave that provider out with --providers.")
         status = 3
     progress.clear()
-    print("\n" + chosen.summary(rows))
+    print("\n" + report.summary(rows))
     if run.not_run:
         print(f"\nNot run, for lack of time or memory: {'; '.join(run.not_run)}")
-    print(f"\n{len(rows)} rows in {shown(out)} after {time.monotonic() - begin:.0f} s")
-    if suite.draws and args.plot_dir != "none" and rows:
-        _draw(suite, rows, Path(args.plot_dir))
+    print(f"\n{len(rows)} rows in {shown(out)} after {duration(time.monotonic() - begin)}")
+    if suite.draw is not None and args.plot_dir != "none" and rows:
+        draw(suite, rows, Path(args.plot_dir), None)
     return status or int(report.red(rows))
 
 
-def plot(suite: type[Suite], argv: list[str]) -> int:
-    """Figures from result files."""
-    prog = " ".join(filter(None, ("python -m bench", suite.command, "plot")))
-    parser = argparse.ArgumentParser(prog, description="Figures from result files.")
+def plot(suite: Suite, argv: list[str]) -> int:
+    """Draw figures from result files."""
+    parser = argparse.ArgumentParser(
+        f"python -m bench {suite.name} plot", description="Draw figures from result files."
+    )
     files = "JSON lines; the first file that has a case supplies it"
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
     parser.add_argument("--plot-dir", type=Path, default=PLOTS, help="default: bench/results/plots")
-    parser.add_argument("--mode", choices=("graph", "eager"), help="default: graph where there are such rows")
+    parser.add_argument("--mode", choices=tuple(report.MODES), help="default: graph where there are such rows")
     args = parser.parse_args(argv)
     try:
         rows = report.read_runs(args.files)
     except (OSError, ValueError) as error:
-        return refuse(f"{suite.command} plot".strip(), str(error))
-    return 0 if _draw(suite, rows, args.plot_dir, args.mode) else 2
+        return refuse(f"{suite.name} plot", str(error))
+    return 0 if draw(suite, rows, args.plot_dir, args.mode) else 2
 
 
 def refuse(command: str, reason: str) -> int:
     """Say why a command cannot run, and return its exit status."""
-    print(f"bench {command}: {reason}" if command else f"bench: {reason}", file=sys.stderr)
+    print(f"bench {command}: {reason}", file=sys.stderr)
     return 2
 
 
 class Progress:
-    """One line on stderr that says what runs; plain lines where that is no terminal."""
+    """One line on stderr that says what runs and how long the rest will take; plain lines where that is no terminal."""
 
     def __init__(self, begin: float):
         self._begin = begin
         self._terminal = sys.stderr.isatty()
 
-    def __call__(self, message: str) -> None:
-        text = f"{time.monotonic() - self._begin:6.1f} s  {message}"
+    def __call__(self, share: float, message: str) -> None:
+        """Print the time so far, the time left if ``share`` of the run is done, and what runs."""
+        elapsed = time.monotonic() - self._begin
+        left = f"about {duration(elapsed * (1 - share) / share)} left" if share > 0 else "time left unknown"
+        text = f"{share:4.0%}  {duration(elapsed)}, {left}  {message}"
         text, end = (f"\r\033[K{text}", "") if self._terminal else (text, "\n")
         print(text, end=end, file=sys.stderr, flush=True)
 
@@ -120,54 +119,39 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _parser(suite: type[Suite]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        f"python -m bench {suite.command}".strip(),
-        description=suite.description,
-        epilog=suite.epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def duration(seconds: float) -> str:
+    """Return ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def listing(suite: Suite, cases: list, names: list[str]) -> str:
+    """Return what would run: cases, then providers and what they lack on this machine."""
+    lines = [[case.name, case.shape, " ".join(case.groups)] for case in cases]
+    chosen = {provider.label: provider for case in cases for provider in suite.providers(case, names)}
+    return f"{report.table(['case', 'shape', 'groups'], lines, left=3)}\n\n{provider_table(chosen.values())}"
+
+
+def out_file(name: str, given: Path | None, facts: Row) -> Path:
+    """Return the file of rows: the given one, or ``bench/results/NAME-GPU-TIME.jsonl``."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return given or RESULTS / f"{name}-{card(facts['gpu'])}-{stamp}.jsonl"
+
+
+def heading(facts: Row, out: Path) -> str:
+    """Return machine, versions and the file of rows."""
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    return (
+        f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, "
+        f"cuDNN {facts['cudnn']}, {packages}\ncommit {facts['commit']}, {facts['date']}, rows go to {shown(out)}"
     )
-    add = parser.add_argument
-    suite.add_arguments(parser)
-    if suite.all_passes:
-        text = f"of {', '.join(suite.all_passes)} (default: %(default)s)"
-        add("--passes", default=",".join(suite.passes), help=text)
-    if len(suite.modes) > 1:
-        add("--mode", choices=("eager", "graph", "both"), default=suite.mode, help="calls, CUDA graphs, or both")
-    add("--rounds", type=int, default=suite.rounds)
-    if suite.round_option:
-        name, unit = suite.round_option
-        text = "how long each provider runs in each round (default: %(default)s)"
-        add(name, dest="round_length", metavar="T", type=float, default=suite.round_ms / unit, help=text)
-    name = f"bench/results/{_file_prefix(suite)}GPU-DATE.jsonl"
-    add("--out", type=Path, help=f"JSON lines, appended (default: {name})")
-    add("--time-budget", type=float, metavar="S", help="stop cleanly after so many seconds")
-    if suite.draws:
-        add("--plot-dir", default=str(PLOTS), help="or none (default: bench/results/plots)")
-    add("--dry-run", action="store_true", help="list what would run, and what is missing; no GPU needed")
-    return parser
 
 
-def _file_prefix(suite: type[Suite]) -> str:
-    """What files of rows begin with: ``rope-``, ``decode-tune-``, nothing for attention."""
-    return f"{suite.command.replace(' --', '-')}-" if suite.command else ""
-
-
-def _round_ms(suite: type[Suite], args: argparse.Namespace) -> float:
-    return args.round_length * suite.round_option[1] if suite.round_option else suite.round_ms
-
-
-def _passes(suite: type[Suite], args: argparse.Namespace) -> tuple[str, ...]:
-    """The chosen passes in the suite's order. ValueError for an unknown one, or none."""
-    if not suite.all_passes:
-        return suite.passes
-    asked = words(args.passes)
-    if not asked or set(asked) - set(suite.all_passes):
-        raise ValueError(f"--passes takes {', '.join(suite.all_passes)}, not {args.passes!r}")
-    return tuple(part for part in suite.all_passes if part in asked)
-
-
-def _draw(suite: type[Suite], rows: list[Row], directory: Path, mode: str | None = None) -> bool:
+def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None) -> bool:
+    """Write the plots of a suite and name them; return whether there were any."""
+    assert suite.draw is not None
     try:
         files = suite.draw(rows, directory, mode)
     except RuntimeError as error:
@@ -180,9 +164,51 @@ def _draw(suite: type[Suite], rows: list[Row], directory: Path, mode: str | None
     return bool(files)
 
 
-def _heading(facts: Row, out: Path) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    return (
-        f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, "
-        f"cuDNN {facts['cudnn']}, {packages}\ncommit {facts['commit']}, {facts['date']}, rows go to {shown(out)}"
+def parser(suite: Suite) -> argparse.ArgumentParser:
+    """Return the options of a suite."""
+    made = argparse.ArgumentParser(
+        f"python -m bench {suite.name}",
+        description=f"{suite.description} Nobody is timed before its results agree with float64.",
+        epilog=f"Figures from files of rows: python -m bench {suite.name} plot FILE..." if suite.draw else None,
     )
+    add = made.add_argument
+    groups = dict.fromkeys(group for case in suite.cases for group in case.groups)
+    text = f"groups, or parts of names and shapes; A+B: both. Groups: {', '.join(groups)}"
+    add("--cases", default="", metavar="WORDS", help=f"{text} (default: {suite.default_cases or 'all'})")
+    names = ", ".join(suite.provider_groups)
+    add("--providers", default="", metavar="NAMES", help=f"names{f', or {names}' if names else ''}; see --dry-run")
+    if len(suite.passes) > 1:
+        add("--passes", default="", metavar="NAMES", help=f"of {', '.join(suite.passes)}")
+    if len(suite.modes) > 1:
+        add("--mode", default="", metavar="NAMES", help=f"of {', '.join(suite.modes)}")
+    add("--rounds", type=int, help="interleaved rounds")
+    add("--round-ms", type=float, metavar="MS", help="how long each provider runs in each round")
+    suite.arguments(made)
+    add("--out", type=Path, metavar="FILE", help="JSON lines, appended (default: in bench/results)")
+    add("--time-budget", type=float, metavar="S", help="stop cleanly after so many seconds")
+    if suite.draw is not None:
+        add("--plot-dir", default=str(PLOTS), metavar="DIR", help="or none (default: bench/results/plots)")
+    add("--dry-run", action="store_true", help="list what would run, and what is missing; no GPU needed")
+    return made
+
+
+def options_of(suite: Suite, args: argparse.Namespace) -> Options:
+    """Return the options of a run. ValueError for an unknown pass or mode."""
+
+    def chosen(name: str, known: tuple[str, ...]) -> tuple[str, ...] | None:
+        asked = words(getattr(args, name, ""))
+        if set(asked) - set(known):
+            raise ValueError(f"--{name} takes {', '.join(known)}, not {getattr(args, name)!r}")
+        return tuple(each for each in known if each in asked) or None
+
+    if args.round_ms is not None and args.round_ms <= 0:
+        raise ValueError(f"--round-ms must be above 0, not {args.round_ms:g}")
+    options = Options(chosen("passes", suite.passes), chosen("mode", suite.modes), suite.rounds, suite.round_ms)
+    # "load" runs graphs back to back in their steady state; the order of its rounds is mirrored.
+    if options.modes == ("load",):
+        options.rounds, options.round_ms, options.mirrored = 4, 1000.0, True
+    if options.modes == ("host",):
+        options.rounds = 25
+    options.rounds = options.rounds if args.rounds is None else args.rounds
+    options.round_ms = options.round_ms if args.round_ms is None else args.round_ms
+    return options

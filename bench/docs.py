@@ -1,7 +1,7 @@
-"""``python -m bench docs``: the generated tables of the documents, written from committed rows and from nothing else.
+"""``python -m bench docs``: write the generated tables of the documents from committed rows.
 
 A block begins with ``<!-- PART:NAME ... -->`` and ends with ``<!-- PART:end -->``. ``BLOCKS`` says which page has which
-blocks, ``CURRENT`` which file of rows is the current one of each suite.
+blocks, from which file of rows. Older files of rows are in the history of the repository.
 """
 
 from __future__ import annotations
@@ -10,73 +10,56 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from bench.command import refuse
 from bench.environment import RESULTS, ROOT
 from bench.report import Row, read_runs
 
-# The rows that the documents show, by suite. Older files of rows stay for the experiments that name them.
-CURRENT: dict[str, Path] = {
-    "attention": RESULTS / "h200-2026-11-23-triton-3.9.0.jsonl",
-    "attention on the oldest Triton": RESULTS / "h200-2026-11-23-triton-3.6.0.jsonl",
-    "host": RESULTS / "host-h200-2026-11-23-triton-3.9.0.jsonl",
-    "energy": RESULTS / "energy-h200-2026-11-23-triton-3.9.0.jsonl",
-    "masks": RESULTS / "masks-h200-2026-11-21.jsonl",
-    "norm": RESULTS / "norm-h200-2026-11-23-triton-3.9.0.jsonl",
-    "norm on the oldest Triton": RESULTS / "norm-h200-2026-11-23-triton-3.6.0.jsonl",
-    "rotation": RESULTS / "rope-h200-2026-11-21.jsonl",
-    "rotation with norms": RESULTS / "rope-norms-h200-2026-11-23.jsonl",
-    "generation": RESULTS / "decode-h200-2026-11-23-triton-3.9.0.jsonl",
-    "models": RESULTS / "models-h200-2026-11-21.jsonl",
-    "models with norms": RESULTS / "models-norms-h200-2026-11-23.jsonl",
-    "serving": RESULTS / "serve-h200-2026-11-22.jsonl",
-    "cp": RESULTS / "cp-h200-2026-11-23.jsonl",
-    "corope": RESULTS / "corope-h200-2026-11-21.jsonl",
-}
 
-
-@dataclass(frozen=True)
-class Block:
-    """``function`` of ``module``, a module below ``bench.suites``, makes the content from the rows of ``suite``; it
-    raises ValueError where they lack something. ``page`` is relative to the repository."""
+class Block(NamedTuple):
+    """Part of a page, made by ``function`` (a path below ``bench``) from the rows of ``file`` in ``bench/results``."""
 
     name: str
     page: str
-    suite: str
-    module: str
+    file: str
     function: str
 
     def content(self, rows: list[Row]) -> str:
-        make: Callable[[list[Row]], str] = getattr(
-            importlib.import_module(f"bench.suites.{self.module}"), self.function
-        )
-        return make(rows)
+        """Return the content. ValueError where the rows lack something, or are of two cards."""
+        cards = sorted({row["gpu"] for row in rows})
+        if len(cards) != 1:
+            raise ValueError(f"rows of {self.file} must be of one gpu, but are of {', '.join(cards) or 'none'}")
+        module, _, function = self.function.rpartition(".")
+        return getattr(importlib.import_module(f"bench.{module}"), function)(rows)
 
 
 README, BENCHMARKS = "README.md", "docs/benchmarks.md"
-BLOCKS: tuple[Block, ...] = (
-    Block("bench:headline", README, "attention", "attention.tables", "headline"),
-    Block("bench:results", BENCHMARKS, "attention", "attention.tables", "results"),
-    Block("bench:standing", BENCHMARKS, "attention", "attention.tables", "standing"),
-    Block("oldest:standing", BENCHMARKS, "attention on the oldest Triton", "attention.tables", "standing"),
-    Block("host:results", BENCHMARKS, "host", "host", "results"),
-    Block("energy:results", BENCHMARKS, "energy", "energy.report", "results"),
-    Block("bench:plan", BENCHMARKS, "attention", "attention.tables", "plan"),
-    Block("masks:results", BENCHMARKS, "masks", "masks.report", "results"),
-    Block("norm:results", BENCHMARKS, "norm", "norm.report", "results"),
-    Block("norm:oldest", BENCHMARKS, "norm on the oldest Triton", "norm.report", "results"),
-    Block("decode:results", BENCHMARKS, "generation", "generation.report", "results"),
-    Block("decode:stored", BENCHMARKS, "generation", "generation.report", "stored"),
-    Block("rope:results", BENCHMARKS, "rotation", "rotation.tables", "results"),
-    Block("rope:norms", BENCHMARKS, "rotation with norms", "rotation.tables", "results"),
-    Block("models:results", BENCHMARKS, "models", "models.report", "results"),
-    Block("models:norms", BENCHMARKS, "models with norms", "models.report", "results"),
-    Block("models:serving", BENCHMARKS, "serving", "models.report", "serving"),
-    Block("cp:results", BENCHMARKS, "cp", "context_parallel.tables", "results"),
-    Block("corope:results", BENCHMARKS, "corope", "corope", "results"),
+_ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
+BLOCKS: tuple[Block, ...] = tuple(
+    Block(name, README if name == "bench:headline" else BENCHMARKS, f"{file}.jsonl", function)
+    for name, file, function in (
+        ("bench:headline", _ATTENTION, "attention.tables.headline"),
+        ("bench:results", _ATTENTION, "attention.tables.results"),
+        ("bench:standing", _ATTENTION, "attention.tables.standing"),
+        ("oldest:standing", _OLDEST, "attention.tables.standing"),
+        ("host:results", "host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
+        ("energy:results", "energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
+        ("bench:plan", _ATTENTION, "attention.tables.plan"),
+        ("masks:results", "masks-h200-2026-11-21", "attention.tables.masks"),
+        ("norm:results", "norm-h200-2026-11-23-triton-3.9.0", "attention.tables.norm"),
+        ("norm:oldest", "norm-h200-2026-11-23-triton-3.6.0", "attention.tables.norm"),
+        ("decode:results", "decode-h200-2026-11-23-triton-3.9.0", "decode.tables.results"),
+        ("decode:stored", "decode-h200-2026-11-23-triton-3.9.0", "decode.tables.stored"),
+        ("rope:results", "rope-h200-2026-11-21", "rope.tables.results"),
+        ("rope:norms", "rope-norms-h200-2026-11-23", "rope.tables.results"),
+        ("models:results", "models-h200-2026-11-21", "models.tables.results"),
+        ("models:norms", "models-norms-h200-2026-11-23", "models.tables.results"),
+        ("models:serving", "serve-h200-2026-11-22", "models.tables.serving"),
+        ("cp:results", "cp-h200-2026-11-23", "cp.tables.results"),
+        ("corope:results", "corope-h200-2026-11-21", "attention.tables.corope"),
+    )
 )
 _PARTS = "|".join(dict.fromkeys(block.name.split(":")[0] for block in BLOCKS))
 _MARKER = re.compile(rf"<!-- ((?:{_PARTS}):\w+)[^>]*-->")
@@ -84,12 +67,12 @@ _BLOCK = re.compile(rf"(<!-- (({_PARTS}):\w+)[^>]*-->\n)(.*?)(<!-- \3:end -->)",
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 the pages are (now) what their rows say, 1 ``--check`` found one that is not, 2 cannot write."""
+    """Write or check the pages. Exit status: 0 they agree with their rows, 1 one does not (``--check``), 2 cannot."""
     parser = argparse.ArgumentParser("python -m bench docs", description=__doc__.splitlines()[0].split(": ", 1)[1])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page and its rows differ")
     args = parser.parse_args(argv)
     try:
-        rows = {suite: read_runs([path]) for suite, path in CURRENT.items()}
+        rows = {block.file: read_runs([RESULTS / block.file]) for block in BLOCKS}
         pages = {}
         for name in dict.fromkeys(block.page for block in BLOCKS):
             old = (ROOT / name).read_text(encoding="utf-8")
@@ -109,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
-    """``text`` with the content of every block of ``page`` replaced. ``rows``: those of each suite.
+    """Return ``text`` with the content of every block of ``page`` replaced. ``rows``: those of each file.
 
     ValueError: a block of ``page`` is missing, twice there, unknown or open, or the rows lack what it shows.
     """
@@ -123,23 +106,15 @@ def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
         )
     if closed != [f"{name.split(':')[0]}:end" for name in opened]:
         raise ValueError(f"{page}: every <!-- PART:NAME --> needs one <!-- PART:end --> after it; blocks do not nest")
-    for name in opened:
-        _check_one_machine(blocks[name].suite, rows[blocks[name].suite])
 
     def write(found: re.Match) -> str:
         block = blocks[found[2]]
         begin = f"<!-- {block.name}: written by `python -m bench docs`, not by hand -->"
-        return f"{begin}\n\n{block.content(rows[block.suite])}\n\n{found[5]}"
+        return f"{begin}\n\n{block.content(rows[block.file])}\n\n{found[5]}"
 
     return _BLOCK.sub(write, text)
 
 
 def changed(old: str, new: str) -> list[str]:
-    """The blocks whose content differs."""
+    """Return the blocks with different content."""
     return [before[2] for before, after in zip(_BLOCK.finditer(old), _BLOCK.finditer(new)) if before[0] != after[0]]
-
-
-def _check_one_machine(suite: str, rows: list[Row]) -> None:
-    cards = sorted({row["gpu"] for row in rows})
-    if len(cards) != 1:
-        raise ValueError(f"rows of {suite} must be of one gpu, but are of {', '.join(cards) or 'none'}")

@@ -1,4 +1,4 @@
-"""What every result row carries besides its figures: card, driver, versions, commit, date."""
+"""Facts in every result row: card, driver, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("transformers", "liger-kernel", "flash-attn", "fa3-fwd", "flash-att
 
 
 def shown(path: Path) -> str:
-    """``path`` as messages print it: relative to the repository where it lies inside."""
+    """``path`` as messages print it: relative to the repository if it is inside."""
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 

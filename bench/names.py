@@ -1,4 +1,4 @@
-"""How results name lengths and dtypes."""
+"""Names of lengths and dtypes in results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the plots of all suites share: style, size, files. Needs matplotlib, nothing else."""
+"""Common parts of all plots: style, size, files. Needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ STYLE = {
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into memory. RuntimeError where it is absent."""
+    """Return matplotlib.pyplot, drawing into memory. RuntimeError where it is absent."""
     try:
         import matplotlib
     except ImportError:
@@ -48,8 +48,13 @@ def save(figures: Mapping[str, Any], directory: Path, mode: str) -> list[Path]:
     return files
 
 
+def handles(colours: Iterable[str]) -> list[Any]:
+    """Return patches of these colours for a legend."""
+    return [pyplot().Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
+
+
 def ratio_bar(axis: Any, x: float, value: float, width: float, colour: str, fontsize: float) -> None:
-    """A bar from 1 to ``value`` (theirs over ours) with its number; below 1 it hangs, hatched and its number red."""
+    """Draw a bar from 1 to ``value`` (theirs over ours) with its number; below 1 it is hatched and its number red."""
     lost = value < EVEN
     hatch = "//" if lost else None
     axis.bar(x, value - 1, width * 0.94, bottom=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)

@@ -1,4 +1,18 @@
-"""Rows to text and to JSON lines, for every suite. Losses are printed like wins; whoever was not timed is named."""
+"""Rows: their format, their files, and their text for the terminal and for the documents.
+
+A row is one JSON line with these fields; ``normalised`` brings those of earlier releases into this form.
+
+- ``bench``, ``case``, ``shape``, ``groups``, and what the suite says of the case;
+- ``provider``, ``label``, ``role`` ("ours", "rival", "bare" or "ceiling", see ``suite.Provider``);
+- ``pass`` and ``mode``, None where a provider was stopped before them;
+- ``status``: "ok", "loose" (timed, but outside the tolerance of ours), "failed", "missing", "unsupported", "error",
+  "oom", "no-graph", "not-run"; ``detail``: the reason;
+- ``ms`` (median of all calls), ``p20``, ``p80``, ``rounds`` (the median of each round), ``calls``;
+- figures: ``tflops``, ``gb_s``, ``mj``, ``watts``, ``tokens_s``, ``peak_mib`` and others;
+- machine and versions, see ``environment``.
+
+Losses are printed like wins, and providers without a time are named.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +26,24 @@ from typing import Any
 from bench.timing import EVEN, ratio
 
 Row = dict[str, Any]
-# In words.
+Group = dict[str, Row]  # by provider
 PASSES = {"fwd": "forward", "bwd": "backward"}
-# The status of a row whose time counts.
+MODES = {"eager": "eager calls", "graph": "CUDA graphs", "host": "host time of eager calls", "load": "under load"}
+# The status of a row with a time that counts.
 TIMED = ("ok", "loose")
+# Columns in the text of a case: field, header, format. A column without a value is left out.
+_FIGURES = (
+    ("tflops", "TFLOP/s", "{:.0f}"), ("gb_s", "GB/s", "{:.0f}"), ("of_copy", "of copy", "{:.0%}"),
+    ("tokens_s", "tokens/s", "{:.0f}"), ("efficiency", "of ideal", "{:.1%}"), ("mj", "mJ", "{:#.4g}"),
+    ("watts", "W", "{:.0f}"), ("mhz", "MHz", "{:.0f}"), ("peak_mib", "MiB", "{:.0f}"), ("loss", "loss", "{:.4f}"),
+)  # fmt: skip
+
+
+# Files
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a JSON-lines file and force them to the disk: a run that dies later has kept them."""
+    """Append rows to a JSON-lines file and force them to the disk, so that a run that dies later has kept them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
@@ -29,19 +53,19 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _finite(row: Row) -> Row:
-    """JSON has no infinity: a failed gate's ratio becomes null, its detail says what happened."""
+    """Replace infinities by None, because JSON cannot hold them: the detail of a failed gate says what happened."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 def read_lines(paths: Iterable[Path]) -> list[Row]:
-    """Rows of several files; where a measurement occurs twice, the later one stays."""
+    """Return the rows of several files; where a measurement occurs twice, the later one stays."""
     latest: dict[tuple, Row] = {}
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = normalised(json.loads(line))
                 key = tuple(row[name] for name in ("case", "shape", "provider", "pass", "mode", "gpu"))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
@@ -50,8 +74,21 @@ def read_lines(paths: Iterable[Path]) -> list[Row]:
     return list(latest.values())
 
 
+def normalised(row: Row) -> Row:
+    """Return a row of any release in the present form: ``role`` was ``ours``, ``rotates`` and ``bare``."""
+    if "role" not in row:
+        if row.get("ours", row["provider"].startswith("fused")):
+            role = "ours"
+        elif row["provider"] in ("copy", "read", "one"):
+            role = "ceiling"
+        else:
+            role = "bare" if row.get("bare") or not row.get("rotates", True) else "rival"
+        row = row | {"role": role}
+    return row | {"peak_mib": row["mib"]} if "mib" in row else row
+
+
 def read_runs(paths: Iterable[Path]) -> list[Row]:
-    """Rows of several files, each case from one run: times of two runs are never compared.
+    """Return the rows of several files, each case from one run: times of two runs are never compared.
 
     The first file that has a case supplies it; within a file the latest run of a case, pass and mode.
     """
@@ -69,8 +106,11 @@ def read_runs(paths: Iterable[Path]) -> list[Row]:
     return [row for rows in found.values() for row in rows]
 
 
+# Selection
+
+
 def timed(rows: Iterable[Row], part: str | None = None, mode: str | None = None) -> list[Row]:
-    """Rows with a time that counts, of one pass and mode where given."""
+    """Return the rows with a time that counts, of one pass and mode where given."""
     return [
         row
         for row in rows
@@ -78,8 +118,41 @@ def timed(rows: Iterable[Row], part: str | None = None, mode: str | None = None)
     ]
 
 
+def groups(rows: Iterable[Row], mode: str | None = None) -> dict[tuple[str, str, str, str], Group]:
+    """Return (case, shape, pass, mode) -> provider -> its timed row."""
+    found: dict[tuple[str, str, str, str], Group] = {}
+    for row in timed(rows, mode=mode):
+        found.setdefault((row["case"], row["shape"], row["pass"], row["mode"]), {})[row["provider"]] = row
+    return found
+
+
+def strongest(rows: Iterable[Row], role: str = "rival", figure: str = "ms") -> Row | None:
+    """Return the row of a role with the least of ``figure``, of caches in pages or float8 none."""
+    rivals = [row for row in rows if row["role"] == role and not row.get("stored")]
+    return min(rivals, key=lambda row: row[figure], default=None)
+
+
+def ours(rows: Iterable[Row]) -> Row | None:
+    """Return what a user gets: ``fused`` where it was measured, else the first row of ours."""
+    mine = [row for row in rows if row["role"] == "ours"]
+    return next((row for row in mine if row["provider"] == "fused"), mine[0] if mine else None)
+
+
+def faster(row: Row, mine: Row, rounds: str = "rounds") -> float:
+    """Return their time over ours, the median over rounds; with ``mj_rounds`` their energy."""
+    return ratio(row[rounds], mine[rounds])
+
+
+def red(rows: Iterable[Row]) -> bool:
+    """Return True when one of ours failed its gate or did not run where it should have."""
+    return any(row["role"] == "ours" and row["status"] in ("failed", "error", "oom") for row in rows)
+
+
+# Text for the terminal
+
+
 def table(header: list[str], lines: list[list[str]], left: int = 1) -> str:
-    """Aligned columns, the first ``left`` of them to the left, a rule under the header."""
+    """Return aligned columns, the first ``left`` of them to the left, with a rule under the header."""
     widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
 
     def render(line: list[str]) -> str:
@@ -90,32 +163,146 @@ def table(header: list[str], lines: list[list[str]], left: int = 1) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Four significant digits at most: 0.0133, 1.862, 69.14."""
+    """Return four significant digits at most: 0.0133, 1.862, 69.14."""
     return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
 
 
+def millijoules(value: float) -> str:
+    """Return four significant digits: 3.217, 113.4, 2443."""
+    return f"{value:#.4g}".rstrip(".")
+
+
 def speedup(value: float) -> str:
-    """``1.08x``, and a loss as loud as a win."""
+    """Return ``1.08x``, and a loss as loud as a win."""
     return f"{value:.2f}x LOSS" if value < EVEN else f"{value:.2f}x"
 
 
-def comparison(row: Row, mine: Row) -> list[str]:
-    """Three cells: a rival's label, its time, and that time over ours."""
-    mark = " ~" * (row["status"] == "loose")
-    return [row["label"] + mark, milliseconds(row["ms"]), speedup(ratio(row["rounds"], mine["rounds"]))]
+def comparison(row: Row, mine: Row, figure: str = "ms") -> list[str]:
+    """Return three cells: the label of a rival, its time or energy, and that over ours."""
+    label = row["label"] + " ~" * (row["status"] == "loose")
+    if figure == "mj":
+        return [label, millijoules(row["mj"]), speedup(faster(row, mine, "mj_rounds"))]
+    return [label, milliseconds(row["ms"]), speedup(faster(row, mine))]
 
 
-def not_timed(rows: Iterable[Row], with_case: bool = False) -> list[str]:
-    """A line for each provider that has no time and each reason; ``with_case``: for each case and pass too."""
+def case_report(rows: list[Row]) -> str:
+    """Return everything about one case: a table for each mode, then who was not timed and why."""
+    limit = rows[0].get("limit_watts")
+    blocks = [f"{rows[0]['case']}   {rows[0]['shape']}" + (f"   (power limit {limit:.0f} W)" if limit else "")]
+    blocks += [_mode_table(timed(rows, mode=mode), mode) for mode in MODES if timed(rows, mode=mode)]
+    notes = []
+    for label, row in {row["label"]: row for row in rows if row["status"] == "loose"}.items():
+        notes.append(
+            f"~ {label}: outside the contract's tolerance: worst row {row['gate_row_ratio'] / 2.5:.2f} times what is"
+            f" allowed, rms error {row['gate_rms_ratio']:.2f} times eager's"
+        )
+    return "\n\n".join(filter(None, [*blocks, "\n".join([*notes, *not_timed(rows)])]))
+
+
+def _mode_table(rows: list[Row], mode: str) -> str:
+    """Return a line for each provider, and of each pass its columns. "/ ours" is their time over ours."""
+    parts = dict.fromkeys(row["pass"] for row in rows)
+    header, columns = [MODES[mode]], {}
+    for part in parts:
+        found = {row["provider"]: row for row in rows if row["pass"] == part}
+        shown = [each for each in _FIGURES if any(row.get(each[0]) is not None for row in found.values())]
+        columns[part] = found, shown, ours(found.values())
+        header += [f"{part} ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
+    lines = []
+    for provider, row in {row["provider"]: row for row in rows}.items():
+        line = [row["label"] + " ~" * (row["status"] == "loose")]
+        for found, shown, mine in columns.values():
+            here = found.get(provider)
+            if here is None:
+                line += [""] * (3 + len(shown))
+                continue
+            line += [milliseconds(here["ms"]), f"{milliseconds(here['p20'])}-{milliseconds(here['p80'])}"]
+            line += [text.format(here[name]) if here.get(name) is not None else "" for name, _, text in shown]
+            line.append("" if mine is None or here is mine else _against(here, mine))
+        lines.append(line)
+    return table(header, lines)
+
+
+def _against(row: Row, mine: Row) -> str:
+    """Return their time over ours. Ceilings compute nothing, and others of ours are no rivals: no loss."""
+    value = faster(row, mine)
+    return f"{value:.2f}x" if row["role"] in ("ours", "ceiling") else speedup(value)
+
+
+def not_timed(rows: Iterable[Row]) -> list[str]:
+    """Return a line for each provider that has no time, with the reason; once for each reason."""
     lines = []
     for row in rows:
         if row["status"] not in TIMED:
-            where = f"{row['case']}: " if with_case else ""
-            part = f" {row['pass']}" if with_case and row["pass"] else ""
-            lines.append(f"! {where}{row['label']}{part}: {row['status']}: {row['detail']}")
+            where = " ".join(filter(None, (row["pass"], row["mode"])))
+            status = "FAILED the gate" if row["status"] == "failed" else row["status"]
+            lines.append(f"! {row['label']}{f' ({where})' if where else ''}: {status}: {row['detail']}")
     return list(dict.fromkeys(lines))
 
 
-def red(rows: Iterable[Row]) -> bool:
-    """True when one of ours failed its gate or did not run where it should have."""
-    return any(row["ours"] and row["status"] in ("failed", "error", "oom") for row in rows)
+def summary(rows: list[Row]) -> str:
+    """Return a line for each case and pass: ours, the strongest rival, the fastest attention without a rotation."""
+    blocks = []
+    for mode, words in MODES.items():
+        lines, wins, losses = [], 0, 0
+        figure, unit = ("mj", "mJ") if mode == "load" else ("ms", "ms")
+        for (case, shape, part, _), group in groups(rows, mode).items():
+            mine = ours(group.values())
+            if mine is None:
+                continue
+            line = [case, shape, part, millijoules(mine["mj"]) if mode == "load" else milliseconds(mine["ms"])]
+            for role in ("rival", "bare"):
+                other = strongest(group.values(), role, figure)
+                line += ["-", "", ""] if other is None else comparison(other, mine, figure)
+                if role == "rival" and other is not None:
+                    lost = line[-1].endswith("LOSS")
+                    wins, losses = wins + (not lost), losses + lost
+            lines.append(line)
+        if lines:
+            header = ["case", "shape", "pass", f"ours {unit}", "strongest rival", unit, "theirs / ours"]
+            header += ["fastest without rotation", unit, "theirs / ours"]
+            if all(line[7] == "-" for line in lines):
+                header, lines = header[:7], [line[:7] for line in lines]
+            what = "energy" if mode == "load" else "time"
+            count = f"{what} against the strongest rival: {wins} not more, {losses} more"
+            blocks.append(f"{words[0].upper()}{words[1:]}, {count}\n\n{table(header, lines, left=3)}")
+    unmeasured = not_timed(row | {"label": f"{row['case']}: {row['label']}"} for row in rows if row["role"] == "ours")
+    if unmeasured:
+        blocks.append("\n".join(["Ours, not measured:", *unmeasured]))
+    return "\n\n".join(blocks) or "nothing was timed"
+
+
+# Markdown for the documents
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """Return a table with its first column to the left."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+
+
+def three_digits(value: float) -> str:
+    """Return three significant digits: 0.0133, 0.440, 16.4, 114."""
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:.0f}"
+
+
+def provenance(rows: list[Row], *packages: str) -> str:
+    """Return the origin of rows: card, dtype where they share one, versions, dates and commits.
+
+    packages: which of the others are named where the rows have them, "cuDNN" among them.
+    """
+    row = rows[0]
+    versions = {name: version for r in rows for name, version in (r.get("packages") or {}).items()}
+    cudnn = row.get("cudnn") or 0
+    if cudnn:
+        versions["cuDNN"] = f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
+    dtypes = {r.get("dtype") for r in rows}
+    facts = [
+        row["gpu"],
+        *(dtypes if len(dtypes) == 1 and None not in dtypes else ()),
+        *(f"{name} {row.get(name)}" for name in ("driver", "torch", "triton")),
+        *(f"{name} {versions[name]}" for name in packages if name in versions),
+    ]
+    dates = sorted({r.get("date", "")[:10] for r in rows} - {""})
+    commits = sorted({r.get("commit") or "not recorded" for r in rows})
+    return f"{', '.join(facts)}. Measured {' and '.join(dates)}, commit {' and '.join(commits)}."

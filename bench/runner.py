@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from bench.suite import Entry, Row, Suite, Trial
+from bench.report import Row
+from bench.suite import Entry, Options, Suite, Trial
 from bench.timing import interleave
 
 # Calls of one round of host time.
@@ -20,7 +21,7 @@ _GRAPHS = ("graph", "load")
 
 
 class Clock(Protocol):
-    """What a run needs of a machine; ``timing.GpuClock`` is the one for GPUs."""
+    """The interface of a machine; ``timing.GpuClock`` is the one for GPUs."""
 
     device: torch.device
 
@@ -30,82 +31,76 @@ class Clock(Protocol):
     def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]: ...
     def peak_mib(self, fn: Callable[[], Any]) -> float: ...
     def host_sample(self, fn: Callable[[], Any], calls: int) -> list[float]: ...
+    def any(self, flag: bool) -> bool: ...
     def release(self) -> None: ...
 
 
 class DeviceLost(RuntimeError):
-    """The GPU answers nothing any more; whatever ran last is named."""
-
-
-@dataclass
-class Options:
-    """What to time. ``round_ms`` is device time for each provider in each round, ``deadline`` a time.monotonic()."""
-
-    passes: tuple[str, ...] = ("fwd", "bwd")
-    modes: tuple[str, ...] = ("eager", "graph")
-    rounds: int = 5
-    round_ms: float = 20.0
-    mirrored: bool = False  # every second round in the order of the one before it backwards
-    deadline: float = float("inf")
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
+    """The GPU no longer answers; the message names what ran last."""
 
 
 @dataclass
 class Run:
-    """Everything that outlasts a case."""
+    """Everything that outlasts a case. ``progress(share, message)`` gets the share of the run that is done."""
 
     suite: Suite
     options: Options
     clock: Clock
     environment: Row
-    progress: Callable[[str], None] = lambda message: None
+    providers: Callable[[Any], Sequence[Any]]  # of a case
+    progress: Callable[[float, str], None] = lambda share, message: None
     no_graphs: dict[str, str] = field(default_factory=dict)  # provider -> why its capture failed
     not_run: list[str] = field(default_factory=list)
 
     def rows(self, cases: list[Any]) -> Iterator[list[Row]]:
-        """Rows of one case after the other; at the deadline it stops and notes what is left."""
+        """Yield the rows of one case after the other; at the deadline stop, and note what is left."""
         for index, case in enumerate(cases):
-            title = self.suite.title(case)
-            if self.options.out_of_time():
-                self.not_run += [self.suite.title(left) for left in cases[index:]]
+            title = title_of(case)
+            if self._late():
+                self.not_run += map(title_of, cases[index:])
                 return
             if obstacle := self.suite.obstacle(case):
                 self.not_run.append(f"{title} ({obstacle})")
                 continue
-            self.progress(f"[{index + 1}/{len(cases)}] {title}")
-            yield self._case(title, self.suite.open(case, self.clock))
+            yield self._case(case, index / len(cases), 1 / len(cases))
 
-    def _case(self, title: str, trial: Trial) -> list[Row]:
-        rows, entries = self._enter(title, trial)
+    def _late(self) -> bool:
+        return self.clock.any(time.monotonic() > self.options.deadline)
+
+    def _case(self, case: Any, begin: float, share: float) -> list[Row]:
+        """Return the rows of one case. ``begin``, ``share``: where it begins in the run, and what share of it it is."""
+        title = title_of(case)
+        self.progress(begin, title)
+        trial = self.suite.trial(case, self.providers(case), self.clock, self.options)
+        rows, entries = self._enter(title, trial, begin)
         trial.gated()
-        for mode in trial.modes(self.options.modes) if entries else ():
-            for part in trial.passes(self.options.passes):
-                if self.options.out_of_time():
-                    self.not_run.append(f"{title} {part} {mode}")
-                    continue
-                self.progress(f"{title}: {part} {mode}")
-                rows += self._timed(trial, entries, part, mode)
+        plan = [(mode, part) for mode in trial.modes() for part in self.options.passes or trial.default_passes(mode)]
+        for number, (mode, part) in enumerate(plan if entries else ()):
+            if self._late():
+                self.not_run.append(f"{title} {part} {mode}")
+                continue
+            # The gate, with compilation, takes about as long as two passes.
+            self.progress(begin + share * (number + 2) / (len(plan) + 2), f"{title}: {part} {mode}")
+            rows += self._timed(trial, entries, part, mode)
         del trial, entries
         self.clock.release()
         return rows
 
-    def _enter(self, title: str, trial: Trial) -> tuple[list[Row], dict[str, Entry]]:
-        """Rows of the providers that will not be timed, and the entries of those that will."""
+    def _enter(self, title: str, trial: Trial, begin: float) -> tuple[list[Row], dict[str, Entry]]:
+        """Return rows of the providers that will not be timed, and the entries of those that will."""
         rows: list[Row] = []
         entries: dict[str, Entry] = {}
         for provider in trial.providers:
             status, reason = "missing", provider.missing()
             if reason is None:
                 status, reason = "unsupported", trial.unsupported(provider)
-            if reason is None and self.options.out_of_time():
+            if reason is None and self._late():
                 status, reason = "not-run", "the time budget was spent before its gate"
                 self.not_run.append(f"{title} {provider.name}")
             if reason is not None:
                 rows.append(self._row(trial, provider, status, reason))
                 continue
-            self.progress(f"{title}: gate {provider.name}")
+            self.progress(begin, f"{title}: gate {provider.name}")
             try:
                 entry = trial.enter(provider)
             except Exception as error:
@@ -119,16 +114,16 @@ class Run:
         return rows, entries
 
     def _timed(self, trial: Trial, entries: dict[str, Entry], part: str, mode: str) -> list[Row]:
-        """All entries in interleaved rounds; a row for each, also where it failed."""
+        """Time all entries in interleaved rounds; return a row for each, also where it failed."""
         fns: dict[str, tuple[Entry, Callable[[], Any]]] = {}
         calls: dict[str, int] = {}
         extra: dict[str, Row] = {name: {} for name in entries}
         rows: list[Row] = []
 
         def failed(name: str, error: Exception, status: str | None = None) -> None:
-            provider, facts = entries[name].provider, entries[name].facts
-            self._check_device(provider, error)
-            about = (trial, provider, status or status_of(error), sentence(error), facts)
+            entry = entries[name]
+            self._check_device(entry.provider, error)
+            about = (trial, entry.provider, status or status_of(error), sentence(error), entry.facts)
             rows.append(self._row(*about, part=part, mode=mode))
 
         for name, entry in entries.items():
@@ -138,8 +133,9 @@ class Run:
             try:
                 with entry.active():
                     fn = self._callable(entry, part, mode)
-                    if trial.measures_memory:
-                        extra[name]["peak_mib"] = self._peak_mib(fn) if mode == "eager" else None
+                    if trial.measures_memory and mode == "eager":
+                        fn()  # the first call may allocate memory that it keeps
+                        extra[name]["peak_mib"] = self.clock.peak_mib(fn)
                     calls[name] = self._calls(fn, mode)
                 fns[name] = entry, fn
             except Exception as error:
@@ -151,8 +147,8 @@ class Run:
             with entry.active():
                 return clock_sample(fn, count)
 
-        rounds, out_of_time, mirrored = self.options.rounds, self.options.out_of_time, self.options.mirrored
-        measured, errors = interleave(fns, sample, calls, rounds, out_of_time, trial.measurement, mirrored)
+        rounds, mirrored = self.options.rounds, self.options.mirrored
+        measured, errors = interleave(fns, sample, calls, rounds, self._late, trial.measurement, mirrored)
         for name, error in errors.items():
             failed(name, error)
         measured = {name: measurement.scaled(entries[name].scale) for name, measurement in measured.items()}
@@ -165,7 +161,7 @@ class Run:
         return rows
 
     def _callable(self, entry: Entry, part: str, mode: str) -> Callable[[], Any]:
-        """The function of a pass, or the replay of its CUDA graph."""
+        """Return the function of a pass, or the replay of its CUDA graph."""
         if mode not in _GRAPHS or not entry.captures:
             return entry.make(part)
         name = entry.provider.name
@@ -176,13 +172,9 @@ class Run:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # A broken capture can leave its traces; the same provider would only break the next one too.
+            # A failed capture can leave its stream broken, and the same provider would only break the next one too.
             self.no_graphs[name] = f"capture failed: {sentence(error)}"
             raise
-
-    def _peak_mib(self, fn: Callable[[], Any]) -> float:
-        fn()  # what a first call allocates for good is not this call's memory
-        return self.clock.peak_mib(fn)
 
     def _calls(self, fn: Callable[[], Any], mode: str) -> int:
         if mode == "host":
@@ -191,7 +183,7 @@ class Run:
         return self.clock.calls_for(fn, self.options.round_ms)
 
     def _check_device(self, provider: Any, error: Exception) -> None:
-        """Raise DeviceLost when the failure took the GPU's context with it: nothing after it could run."""
+        """Raise DeviceLost when the failure broke the GPU's context: nothing after it could run."""
         try:
             self.clock.synchronize()
         except Exception as lost:
@@ -210,14 +202,20 @@ class Run:
         part: str | None = None,
         mode: str | None = None,
     ) -> Row:
-        row = {"pass": None, "mode": None} | trial.fields(provider)
-        if part is not None:
-            row |= {"pass": part, "mode": mode}
+        """Return a row without times. ``report`` describes the format."""
+        case = trial.case
+        row = {"bench": self.suite.name, "case": case.name, "shape": case.shape, "groups": case.groups} | trial.fields()
+        row |= {"provider": provider.name, "label": provider.label, "role": provider.role, "pass": part, "mode": mode}
         return row | {"status": status, "detail": detail} | (facts or {}) | self.environment
 
 
+def title_of(case: Any) -> str:
+    """Return what messages call a case."""
+    return f"{case.name} {case.shape}"
+
+
 def status_of(error: Exception) -> str:
-    """ "oom", "unsupported" or "error": what a row says of a provider that raised."""
+    """Return "oom", "unsupported" or "error": what a row says of a provider that raised."""
     if isinstance(error, torch.OutOfMemoryError):
         return "oom"
     no_backend = "No available kernel" in str(error) or "No viable backend" in str(error)  # PyTorch's, GPU and CPU
@@ -227,6 +225,6 @@ def status_of(error: Exception) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """Type and first line; whoever wants the traceback runs that provider alone."""
+    """Return the type and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

@@ -1,9 +1,9 @@
-"""What a suite is to the shared run and to the shared command line.
+"""The parts of a benchmark: cases, providers, trials and suites.
 
-A **suite** is one benchmark: its cases, its providers, its options. A **trial** is one of its cases with inputs, at
-which all providers are compared. A **provider** is whoever is measured (ours, a rival, a copy as the ceiling): an
-object with ``name``, ``label`` and ``missing()``, the reason why it cannot run on this machine, or None. An **entry**
-is a provider that has run once at a trial, with the verdict of its gate and with the functions that are timed.
+A **case** is one problem, with ``name``, ``shape`` and ``groups``. A **provider** is one implementation: ours, a rival,
+or a ceiling such as a copy. A **trial** is one case with its inputs; it runs each provider once, judges what the
+provider computed, and returns an **entry** with the functions that are timed. A **suite** is one command with
+its cases and providers.
 """
 
 from __future__ import annotations
@@ -13,27 +13,50 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
 
 from bench import report, timing
 from bench.gate import Verdict
 from bench.names import dtype_name, words
+from bench.report import Row
 from bench.timing import Measurement
 from fused_rope_attn import testing
 
-Row = dict[str, Any]
-Times = Mapping[str, Measurement]  # by the names of providers
-T = TypeVar("T")
+Times = Mapping[str, Any]  # by provider: ``timing.Measurement``, or what ``Trial.measurement`` makes
+
+
+def never_missing() -> None:
+    """Return None: a provider that needs no package beyond PyTorch is never missing."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation. Suites add fields for their calls.
+
+    role: "ours", "rival", "bare" (attention without the rotation) or "ceiling" (computes nothing: a copy, one GPU).
+    missing: returns why it cannot run on this machine, or None. pip: the packages that it needs.
+    """
+
+    name: str
+    label: str
+    role: str = "rival"
+    missing: Callable[[], str | None] = never_missing
+    pip: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        return self.role == "ours"
 
 
 @dataclass
 class Entry:
-    """``make(part)`` gives the zero-argument function of a pass that is timed.
+    """A provider that has run once. ``make(part)`` returns the zero-argument function of a pass.
 
-    facts: fields of all of its rows. active: what is in force while it runs. scale: factor on its times, for a copy
-    that moves only a share of the bytes. captures: whether CUDA-graph times are of a graph; a copy is timed as it is.
+    facts: fields of all its rows. active: a context that is entered while it runs. scale: a factor on its times, for a
+    copy that moves only a share of the bytes. captures: whether it is captured as a CUDA graph; a copy is timed
+    directly.
     """
 
     provider: Any
@@ -45,29 +68,47 @@ class Entry:
     captures: bool = True
 
 
+@dataclass
+class Options:
+    """The choices of one run. None for ``passes``, ``modes`` and ``round_ms`` leaves them to the trial or the suite.
+
+    round_ms: device time of each provider in each round. mirrored: every second round has the reverse order of the one
+    before. deadline: a time.monotonic(). strict: hold rivals to the tolerance of ours. backend: of ours.
+    """
+
+    passes: tuple[str, ...] | None = None
+    modes: tuple[str, ...] | None = None
+    rounds: int = 5
+    round_ms: float = 20.0
+    mirrored: bool = False
+    deadline: float = float("inf")
+    strict: bool = False
+    backend: str = "auto"
+
+
 class Trial:
-    """One case and its inputs. A subclass says how a provider enters it and what its rows hold."""
+    """One case with its inputs. A subclass runs and judges providers and says what their rows hold."""
 
-    measurement: Callable[[], Any] = Measurement  # what collects the samples of one provider
+    measurement: Callable[[], Any] = Measurement  # makes what collects the samples of one provider
     measures_memory = False  # whether eager calls of each pass also get a peak of memory
+    default_modes: tuple[str, ...] = ("graph",)
 
-    def __init__(self, providers: Sequence[Any]) -> None:
-        self.providers = providers
+    def __init__(self, case: Any, providers: Sequence[Any], clock: Any, options: Options) -> None:
+        self.case, self.providers, self.clock, self.options = case, providers, clock, options
 
-    def passes(self, asked: tuple[str, ...]) -> tuple[str, ...]:
-        """The passes that are timed here."""
-        return asked
+    def modes(self) -> tuple[str, ...]:
+        """Return the modes of this case: those that were asked for, or the default ones."""
+        return self.options.modes or self.default_modes
 
-    def modes(self, asked: tuple[str, ...]) -> tuple[str, ...]:
-        """The modes that they are timed in: "eager", "graph", "host"."""
-        return asked
+    def default_passes(self, mode: str) -> tuple[str, ...]:
+        return ("fwd", "bwd")
 
     def unsupported(self, provider: Any) -> str | None:
-        """Why a provider does not serve this case, or None."""
+        """Return why a provider does not serve this case, or None."""
         return None
 
     def unsupported_pass(self, provider: Any, part: str) -> str | None:
-        """Why a provider that serves this case has no such pass, or None."""
+        """Return why a provider that serves this case has no such pass, or None."""
         return None
 
     def enter(self, provider: Any) -> Entry:
@@ -75,136 +116,108 @@ class Trial:
         raise NotImplementedError
 
     def gated(self) -> None:
-        """Called when every provider has entered: what only the gate needed can be freed."""
+        """Free what only the gate needed; called after every provider has entered."""
 
-    def fields(self, provider: Any) -> Row:
-        """What a row says of the case and of its provider."""
-        raise NotImplementedError
+    def fields(self) -> Row:
+        """Return what a row says of the case, in addition to its name, shape and groups."""
+        return {}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        """Further fields of the timed rows, by provider: rates, ratios, plans."""
+        """Return further fields of the timed rows by provider: rates, ratios, plans."""
         return {}
 
 
+@dataclass(frozen=True)
 class Suite:
-    """A benchmark. Class attributes are the defaults of the options that all suites share.
+    """One benchmark and its command.
 
-    command: what follows ``python -m bench``, "" for attention. all_passes: what ``--passes`` chooses from, () where
-    there is no choice. modes: what ``--mode`` chooses from, likewise. round_option: the option that sets how long each
-    provider runs in each round, and its unit in ms; None where there is no choice. mirrored: whether every second round
-    has the order of the one before it backwards.
+    cases: all of them. default_cases: what runs without ``--cases``; "" is everything. trial: opens a case. table: the
+    providers of a case. always: providers that run whatever ``--providers`` says. usual: those that run without it; ()
+    means all. provider_groups: names for several providers. passes: what ``--passes`` chooses from. modes: what
+    ``--mode`` chooses from. arguments: adds options. adapt: changes the chosen cases and the options by the arguments.
+    clock: makes the clock of a device and a mode. obstacle: why a case cannot be measured here. draw: writes plots.
     """
 
-    command: ClassVar[str] = ""
-    description: ClassVar[str] = ""
-    epilog: ClassVar[str] = ""
-    all_passes: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
-    passes: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
-    modes: ClassVar[tuple[str, ...]] = ("eager", "graph")
-    mode: ClassVar[str] = "graph"
-    rounds: ClassVar[int] = 5
-    round_ms: ClassVar[float] = 10.0
-    round_option: ClassVar[tuple[str, float] | None] = ("--round-ms", 1.0)
-    mirrored: ClassVar[bool] = False
-    draws: ClassVar[bool] = False  # whether there are plots of its rows
+    name: str
+    description: str
+    cases: Sequence[Any]
+    trial: Callable[[Any, Sequence[Any], Any, Options], Trial]
+    table: Callable[[Any], Mapping[str, Any]]
+    default_cases: str = ""
+    always: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ()
+    provider_groups: Mapping[str, list[str]] = field(default_factory=dict)
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    modes: tuple[str, ...] = ("eager", "graph")
+    rounds: int = 5
+    round_ms: float = 10.0
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    adapt: Callable[[list[Any], Options, argparse.Namespace], list[Any]] = lambda cases, options, args: cases
+    clock: Callable[[torch.device, Options], Any] = lambda device, options: timing.GpuClock(device)
+    obstacle: Callable[[Any], str | None] = lambda case: None
+    draw: Callable[[list[Row], Path, str | None], list[Path]] | None = None
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Options beyond the shared ones."""
+    def choose(self, text: str) -> list[Any]:
+        """Return the cases that ``--cases`` asks for, as ``matching`` reads it."""
+        return matching(self.cases, text or self.default_cases)
 
-    @classmethod
-    def configure(cls, args: argparse.Namespace) -> tuple[Suite, list[Any]]:
-        """(the suite, the chosen cases). ValueError where the options name something unknown, or leave nothing."""
-        raise NotImplementedError
+    def providers(self, case: Any, names: Sequence[str]) -> list[Any]:
+        """Return the providers of a case by name or group, in the order of its table; unknown names are left out."""
+        table = self.table(case)
+        chosen = names or getattr(case, "usual", ()) or self.usual or tuple(table)
+        wanted = {found for name in chosen for found in self.provider_groups.get(name, [name])} | {*self.always}
+        return [provider for name, provider in table.items() if name in wanted]
 
-    def listing(self, cases: list[Any]) -> str:
-        """What ``--dry-run`` prints. Needs no GPU."""
-        raise NotImplementedError
-
-    def title(self, case: Any) -> str:
-        """How messages name a case."""
-        return f"{case.name} {case.shape}"
-
-    def obstacle(self, case: Any) -> str | None:
-        """Why a case cannot be measured on this machine at all, or None."""
-        return None
-
-    @classmethod
-    def clock(cls, device: torch.device) -> Any:
-        """What measures, a ``runner.Clock``. RuntimeError where this machine lacks what that needs."""
-        return timing.GpuClock(device)
-
-    def open(self, case: Any, clock: Any) -> Trial:
-        """The case with inputs, on the device of ``clock`` (a ``runner.Clock``)."""
-        raise NotImplementedError
-
-    def case_report(self, rows: list[Row]) -> str:
-        """What is printed after one case; nothing by default."""
-        return ""
-
-    def summary(self, rows: list[Row]) -> str:
-        """What is printed at the end."""
-        raise NotImplementedError
-
-    @staticmethod
-    def draw(rows: list[Row], directory: Path, mode: str | None = None) -> list[Path]:
-        """Write every plot that the rows allow and return the files. RuntimeError without matplotlib."""
-        return []
+    def check_providers(self, cases: Iterable[Any], names: Sequence[str]) -> None:
+        """Raise ValueError for a name that no case has."""
+        known = dict.fromkeys((*self.provider_groups, *(name for case in cases for name in self.table(case))))
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"unknown provider {', '.join(unknown)}; there are {', '.join(known)}")
 
 
-def pick(
-    table: Mapping[str, T],
-    names: Iterable[str],
-    *,
-    always: Iterable[str] = (),
-    groups: Mapping[str, list[str]] | None = None,
-) -> list[T]:
-    """Providers by name or by the name of a group, in the table's order; all without names.
+def matching(cases: Iterable[Any], text: str) -> list[Any]:
+    """Return the cases that any of the comma-separated words names; all without words.
 
-    ``always``: those that are there whatever the names. ValueError for an unknown name.
+    A word is a group or a part of a case's name or shape. Words joined by + must all fit: ``table+4K``. ValueError
+    lists what there is where a word fits nothing.
     """
-    groups = groups or {}
-    wanted = [found for name in names for found in groups.get(name, [name])]
-    unknown = [name for name in wanted if name not in table]
-    if unknown:
-        raise ValueError(f"unknown provider {', '.join(unknown)}; there are {', '.join((*groups, *table))}")
-    chosen = {*wanted, *always} if wanted else set(table)
-    return [provider for name, provider in table.items() if name in chosen]
+    cases = list(cases)
+    chosen: list[Any] = []
+    for word in words(text):
+        parts = word.lower().split("+")
+        found = [case for case in cases if all(_fits(case, part) for part in parts)]
+        if not found:
+            groups = dict.fromkeys(group for case in cases for group in case.groups)
+            names = dict.fromkeys(case.name for case in cases)
+            raise ValueError(
+                f"no case fits {word!r}; groups are {', '.join(groups) or 'none'}, names {', '.join(names)}"
+            )
+        chosen += found
+    return [case for case in cases if case in chosen] if words(text) else cases
 
 
-def matching(cases: Iterable[T], text: str) -> list[T]:
-    """Cases whose name contains one of the comma-separated words, all without words.
-
-    ValueError that lists the names where none does.
-    """
-    cases, wanted = list(cases), [word.lower() for word in words(text)]
-    chosen = [case for case in cases if not wanted or any(word in case.name.lower() for word in wanted)]
-    if not chosen:
-        names = dict.fromkeys(case.name for case in cases)
-        raise ValueError(f"no name contains {' or '.join(wanted)}; there are {', '.join(names)}")
-    return chosen
+def _fits(case: Any, part: str) -> bool:
+    return part in case.groups or part in f"{case.name} {case.shape}".lower()
 
 
 def provider_table(providers: Iterable[Any]) -> str:
-    """Names, labels, pip names, and what each provider lacks here."""
-    lines = [[p.name, p.label, ", ".join(getattr(p, "pip", ())) or "-", p.missing() or "here"] for p in providers]
+    """Return names, labels, pip names, and what each provider lacks here."""
+    lines = [[p.name, p.label, ", ".join(p.pip) or "-", p.missing() or "here"] for p in providers]
     return report.table(["provider", "label", "pip", "status"], lines, left=4)
 
 
 def case_fields(case: testing.Case) -> Row:
-    """What a row says of a case of attention."""
-    names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim")
+    """Return what a row says of a case of attention."""
+    names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim", "causal")
     return {name: getattr(case, name) for name in names} | {"dtype": dtype_name(case.dtype)}
 
 
-def never_missing() -> None:
-    """``missing`` of a provider that needs no package beyond PyTorch."""
-
-
 def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, part: str) -> Callable[[], Any]:
-    """The function of a pass that is timed: "fwd" calls ``run(*leaves)`` without gradients, "fwd_grad" builds the graph
-    and drops it, "bwd" runs the backward of one graph again and again, "both" builds the graph every time. ``leaves``
-    that want gradients get them."""
+    """Return the function of a pass that is timed.
+
+    part: "fwd" calls ``run(*leaves)`` without gradients, "fwd_grad" builds the graph and drops it, "bwd" runs the
+    backward of one graph again and again, "both" builds the graph every time. given: the gradient of the output.
+    """
     if part == "fwd":
 
         def forward() -> Any:
@@ -212,7 +225,7 @@ def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, 
                 return run(*leaves)
 
         return forward
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if part == "bwd":
         out = run(*leaves)
         return lambda: torch.autograd.grad(out, wanted, given, retain_graph=True)
@@ -220,4 +233,4 @@ def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, 
         return lambda: run(*leaves)
     if part == "both":
         return lambda: torch.autograd.grad(run(*leaves), wanted, given)
-    raise ValueError(f"a pass is fwd, fwd_grad, bwd or both, not {part!r}")
+    raise ValueError(f"a pass must be fwd, fwd_grad, bwd or both, not {part!r}")

@@ -1,5 +1,8 @@
-"""Clocks. Providers are interleaved over several rounds in one process, and ratios are taken within a round: a card's
-clock drifts by 10 % and more under load, and a drift that both sides share cancels."""
+"""Clocks, and the arithmetic of times.
+
+Providers are interleaved over several rounds in one process, and ratios are taken within a round: a card's clock drifts
+by 10 % and more under load, and a drift that both sides share cancels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 
 import torch
 
-# Like triton.testing.do_bench: written before every timed call, so that no call finds its inputs in the L2.
+# Written before every timed call, as in triton.testing.do_bench, so that no call finds its inputs in the L2.
 _FLUSH_BYTES = 256 << 20
 # Calls of one burst of host time. A device's queue holds about a thousand launches; a call with its backward makes ten
 # to thirty.
@@ -22,7 +25,7 @@ _BURST = 25
 
 
 def quantile(values: list[float], q: float) -> float:
-    """Linear interpolation between order statistics, as numpy's default; q from 0 to 1."""
+    """Interpolate linearly between order statistics, as numpy does by default; q from 0 to 1."""
     if not values or not 0.0 <= q <= 1.0:
         raise ValueError(f"quantile needs values and 0 <= q <= 1, got {len(values)} values and q = {q}")
     ordered = sorted(values)
@@ -39,7 +42,7 @@ class Measurement:
     rounds: list[list[float]] = field(default_factory=list)
 
     def add(self, sample: list[float]) -> None:
-        """What one more round has measured."""
+        """Add what one more round has measured."""
         self.rounds.append(sample)
 
     @property
@@ -51,16 +54,16 @@ class Measurement:
         return [quantile(one_round, 0.5) for one_round in self.rounds]
 
     def quantiles(self) -> tuple[float, float, float]:
-        """(median, p20, p80) over all samples."""
+        """Return (median, p20, p80) over all samples."""
         samples = self.samples
         return quantile(samples, 0.5), quantile(samples, 0.2), quantile(samples, 0.8)
 
     def scaled(self, factor: float) -> Measurement:
-        """The same measurement with every time multiplied by ``factor``."""
+        """Return the same measurement with every time multiplied by ``factor``."""
         return Measurement([[factor * sample for sample in one_round] for one_round in self.rounds])
 
     def fields(self) -> dict[str, Any]:
-        """What a result row says of these times."""
+        """Return what a result row says of these times."""
         median, p20, p80 = self.quantiles()
         rounds, calls = self.round_medians, len(self.samples)
         return {"ms": median, "p20": p20, "p80": p80, "rounds": rounds, "calls": calls}
@@ -71,13 +74,13 @@ EVEN = 0.995
 
 
 def ratio(of: list[float], to: list[float]) -> float:
-    """Median of the per-round ratios of two lists of round medians; rounds that only one of them has are left out."""
+    """Return the median of the per-round ratios of two lists of round medians, over the rounds that both have."""
     pairs = list(zip(of, to))
     return quantile([a / b for a, b in pairs], 0.5)
 
 
 def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> dict[str, dict[str, Any]]:
-    """Of each measurement GB/s of moving ``count`` bytes, and the share of what the one named ``copy`` reaches."""
+    """Return for each measurement the GB/s of moving ``count`` bytes, and its share of the rate of ``copy``."""
     rows: dict[str, dict[str, Any]] = {}
     for name, measurement in measured.items():
         rows[name] = {"gb_s": count / measurement.quantiles()[0] * 1e-6, "of_copy": None}
@@ -87,10 +90,10 @@ def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> di
 
 
 def order(names: list[str], index: int, mirrored: bool = False) -> list[str]:
-    """The shuffled order of round ``index``. ``mirrored``: every second round is the one before it backwards, so that
-    each neighbour is a predecessor as often as a successor.
+    """Return the shuffled order of round ``index``.
 
-    Fixed seeds: a run can be repeated. A mere rotation would leave everybody behind the same neighbour.
+    mirrored: every second round has the reverse order of the one before, so that each neighbour runs before as often
+    as after. Seeds are fixed so that a run can be repeated. A mere rotation would keep the neighbours.
     """
     if not mirrored:
         return random.Random(index).sample(names, len(names))
@@ -107,10 +110,10 @@ def interleave(
     measurement: Callable[[], Any] = Measurement,
     mirrored: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
-    """Measure every callable once a round, in another order each round: what runs before decides the card's clock.
+    """Measure every callable once a round, in another order each round, because the call before sets the card's clock.
 
-    One that raises drops out with its exception. Stops after a whole round when ``out_of_time`` says so; what it has
-    measured by then is returned. ``measurement`` makes what collects the samples, ``mirrored`` as in ``order``.
+    A callable that raises drops out with its exception. Stop after a whole round when ``out_of_time`` says so, and
+    return what was measured by then. measurement: makes what collects the samples. mirrored: as in ``order``.
     """
     measured = {name: measurement() for name in fns}
     failed: dict[str, Exception] = {}
@@ -131,7 +134,7 @@ def interleave(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector, as it was before afterwards."""
+    """Run the body without the garbage collector."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -142,7 +145,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class DeviceClock:
-    """What every clock of a GPU has: host time by wall clock, memory by the allocator, graphs by capture."""
+    """The base of the clocks of a GPU: host time by the wall clock, memory by the allocator, graphs by capture."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -150,11 +153,15 @@ class DeviceClock:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
-        """A CUDA graph of one call of the function that ``make`` returns; ``.replay`` of it.
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in any process of the run; here there is one."""
+        return flag
 
-        ``make`` runs on the capturing stream too: autograd runs a backward on the stream of its forward. Every output
-        is filled with NaN and one replay must overwrite it: work that went to another stream would be timed as nothing.
+    def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+        """Capture a CUDA graph of one call of the function that ``make`` returns, and return its replay.
+
+        ``make`` runs on the capturing stream too, because autograd runs a backward on the stream of its forward. Every
+        output is filled with NaN and one replay must overwrite it: work on another stream would be timed as nothing.
         """
         stream = torch.cuda.Stream(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -190,7 +197,7 @@ class DeviceClock:
         return replay
 
     def peak_mib(self, fn: Callable[[], Any]) -> float:
-        """MiB that one call allocates at its peak, beyond what was allocated before it."""
+        """Return the MiB that one call allocates at its peak, beyond what was allocated before it."""
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -199,10 +206,10 @@ class DeviceClock:
         return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
 
     def host_sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
-        """ms of host time a call, a mean for each burst of at most ``_BURST`` calls.
+        """Return the ms of host time of a call, a mean for each burst of at most ``_BURST`` calls.
 
-        Nothing waits for the device within a burst: its queue is empty before, and holds all that a burst launches.
-        The garbage collector runs between bursts only.
+        A burst does not wait for the device: the queue is empty before it and holds all that a burst launches. The
+        garbage collector runs between bursts only.
         """
         fn()
         samples = []
@@ -227,8 +234,7 @@ class DeviceClock:
 class GpuClock(DeviceClock):
     """Device time of single calls by events, each with a cold L2.
 
-    reads: the L2 is filled by reading. Else it is filled by writing, and a call that fills it anew has as many bytes
-    written back to memory beside its own.
+    reads: fill the L2 by reading. Filled by writing, it must write as many bytes back to memory during the timed call.
     """
 
     def __init__(self, device: torch.device, *, reads: bool = False):
@@ -245,7 +251,7 @@ class GpuClock(DeviceClock):
             self._bytes.zero_()
 
     def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
-        """ms of device time of each of ``calls`` calls, cold L2. Includes waiting for the host where that is slower."""
+        """Return the ms of device time of each of ``calls`` calls with a cold L2, waiting for the host included."""
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
         for start, end in zip(starts, ends):
@@ -257,7 +263,7 @@ class GpuClock(DeviceClock):
         return [start.elapsed_time(end) for start, end in zip(starts, ends)]
 
     def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
-        """How many calls fill ``round_ms`` of device time, from 1 to 100; warms ``fn`` up."""
+        """Warm ``fn`` up, and return how many calls fill ``round_ms`` of device time, from 1 to 100."""
         fn()
         self.synchronize()
         once = self.sample(fn, 1)[0]

@@ -1,1 +1,1 @@
-"""What the suites that measure ``rope_attention`` share: problems, providers, one provider at one problem, colours."""
+"""Attention: the suites ``attention`` (with host time, energy, masks and Co-RoPE) and ``norm``."""

@@ -1,50 +1,69 @@
-"""The (B, HQ/HKV, N, D) configurations that are measured, and the groups that select them."""
+"""The problems of attention that are measured, and the groups that select them."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import torch
 
 from bench.names import length_name
-from bench.suite import matching
 from fused_rope_attn.testing import Case
+
+# Kinds of masks that are compared: a window, packed sequences, masks that hide nothing.
+MASKS = ("window", "packed", "overhead")
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A named problem; ``family`` is what stays equal along a plot's axis of lengths."""
+    """A named problem.
+
+    family: what stays equal along a plot's axis of lengths. kind: "plain", "host", "norm", "corope" or one of
+    ``MASKS``; it chooses the providers (``providers.table``) and what is measured.
+    """
 
     name: str
     family: str
     groups: tuple[str, ...]
     case: Case
+    kind: str = "plain"
 
     @property
     def shape(self) -> str:
-        """``B2 H32/8 N4096 D128 causal bf16``."""
-        return self.case.name
+        """Return ``B2 H32/8 N4096 D128 causal bf16``; of packed sequences the number and the extremes of lengths."""
+        if self.case.seqlens is None:
+            return self.case.name
+        lengths = [n for n, _ in self.case.seqlens]
+        extremes = f"packed={len(lengths)}x{min(lengths)}..{max(lengths)}"
+        return f"{replace(self.case, seqlens=None).name} {extremes}"
 
     @property
-    def is_host(self) -> bool:
-        """Whether it is ``HOST_CASE``, of which host time is measured."""
-        return "host" in self.groups
+    def usual(self) -> tuple[str, ...]:
+        """Return the providers that run without ``--providers``; () means all."""
+        return HOST_USUAL if self.kind == "host" else ()
 
     def flops(self, part: str) -> float:
-        """Matrix-product FLOPs of ``"fwd"``, ``"bwd"`` or ``"both"``: 4 B HQ NQ NK D, half when causal, 2.5 times that
-        backward. The rotation counts nothing."""
+        """Return the matrix-product FLOPs of a pass: 4 B HQ NQ NK D forward, 2.5 times that backward.
+
+        Half of it when causal. The rotation counts nothing.
+        """
         c = self.case
         forward = 4.0 * c.batch * c.heads_q * c.len_q * c.len_k * c.head_dim * (0.5 if c.causal else 1.0)
-        return forward * {"fwd": 1.0, "bwd": 2.5, "both": 3.5}[part]
+        return forward * {"fwd": 1.0, "fwd_grad": 1.0, "bwd": 2.5, "both": 3.5}[part]
+
+    def with_dtype(self, dtype: torch.dtype) -> BenchCase:
+        """Return the same problem in another dtype."""
+        return replace(self, case=replace(self.case, dtype=dtype, norm_dtype=dtype))
 
 
-def _case(family, batch, heads_q, heads_kv, length, head_dim, *groups, causal=True) -> BenchCase:
-    case = Case(batch, heads_q, heads_kv, length, length, head_dim, causal=causal)
-    return BenchCase(f"{family}-{length_name(length)}", family, groups, case)
+def _case(family, batch, heads_q, heads_kv, length, head_dim, *groups, kind="plain", **options) -> BenchCase:
+    options = {"causal": True, "dtype": torch.bfloat16, "norm_dtype": torch.bfloat16} | options
+    case = Case(batch, heads_q, heads_kv, length, length, head_dim, **options)
+    return BenchCase(f"{family}-{length_name(length)}", family, groups, case, kind)
 
 
-# With _LONG, the nineteen of the project that this one starts from. Batches: 2 for the Llamas as published, 1 from
-# where one sequence fills the card (16K at 32 heads, 4K at 64).
+# With _LONG, the nineteen shapes of the project that inspired this one. The batch is 2 for the Llamas as published, and
+# 1 from the length on at which one sequence fills the card (16K at 32 heads, 4K at 64).
 _SHORTER = (
     *(_case("Small", 4, 8, 8, n, 64, "nineteen", "small") for n in (512, 1024, 2048, 4096, 8192)),
     *(_case("Llama7B", 2, 32, 32, n, 128, "nineteen", "llama7b") for n in (512, 1024, 2048, 4096, 8192)),
@@ -82,42 +101,76 @@ TABLE = (
 )
 
 # The long ones last: a time budget that runs out has then covered the most cases.
-CASES: tuple[BenchCase, ...] = tuple(
-    replace(case, groups=(*case.groups, "table")) if case.name in TABLE else case for case in _SHORTER + _OTHERS + _LONG
+PLAIN: tuple[BenchCase, ...] = tuple(
+    replace(case, groups=(*case.groups, "all", *(["table"] if case.name in TABLE else [])))
+    for case in _SHORTER + _OTHERS + _LONG
 )
-GROUPS: tuple[str, ...] = tuple(dict.fromkeys(("table", "all", *(group for case in CASES for group in case.groups))))
 
 # Small enough that the GPU waits for the host at every call: what is measured is Python, dispatch and launches.
-HOST_CASE = BenchCase("Host", "Host", ("host",), Case(1, 4, 4, 128, 128, 64))
+HOST = BenchCase("Host", "Host", ("host",), Case(1, 4, 4, 128, 128, 64, dtype=torch.bfloat16), "host")
+HOST_USUAL = ("fused", "bare_sdpa", "bare_cudnn_chosen", "bare_cudnn", "nothing", "nothing_saved")
 
 
-def select(groups: list[str], names: str, dtype: torch.dtype) -> list[BenchCase]:
-    """Cases of any of the groups whose name contains any of the comma-separated words (none: all), in ``dtype``.
-
-    ValueError for an unknown group or a selection without cases.
-    """
-    unknown = [group for group in groups if group not in GROUPS]
-    if unknown:
-        raise ValueError(f"unknown group {', '.join(unknown)}; groups are {', '.join(GROUPS)}")
-    chosen = [case for case in CASES if "all" in groups or set(groups) & set(case.groups)]
-    return [with_dtype(case, dtype) for case in matching(chosen, names)]
-
-
-def named(names: list[str], dtype: torch.dtype) -> list[BenchCase]:
-    """The cases with these names and those of these groups, in ``dtype`` and in the order of the table.
-
-    ValueError that lists what there is for another name, or without any.
-    """
-    known = {case.name.lower() for case in CASES} | {*GROUPS}
-    asked = {name.lower() for name in names}
-    if not asked or asked - known:
-        what = ", ".join(sorted(asked - known)) or "nothing"
-        groups, all_names = ", ".join(GROUPS), ", ".join(case.name for case in CASES)
-        raise ValueError(f"cases are given by name or group, not {what}; groups are {groups}, names are {all_names}")
-    chosen = [case for case in CASES if "all" in asked or case.name.lower() in asked or asked & set(case.groups)]
-    return [with_dtype(case, dtype) for case in chosen]
+def host_case(sizes: list[str]) -> BenchCase:
+    """Return ``HOST`` with other sizes, B, HQ, HKV, N and D. ValueError where they are none."""
+    text = ",".join(sizes)
+    if len(sizes) != 5 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"--shape takes five positive integers B,HQ,HKV,N,D, not {text!r}")
+    batch, heads_q, heads_kv, length, head_dim = map(int, sizes)
+    if heads_q % heads_kv:
+        raise ValueError(f"--shape must have HQ a multiple of HKV, not {heads_q} and {heads_kv}")
+    return replace(HOST, case=Case(batch, heads_q, heads_kv, length, length, head_dim, dtype=torch.bfloat16))
 
 
-def with_dtype(case: BenchCase, dtype: torch.dtype) -> BenchCase:
-    """The same problem in another dtype."""
-    return replace(case, case=replace(case.case, dtype=dtype))
+def mixed_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[int, ...]:
+    """Return ``count`` lengths, uniform between the two; both extremes occur."""
+    generator = random.Random(seed)
+    middle = [generator.randint(shortest, longest) for _ in range(count - 2)]
+    lengths = [shortest, longest, *middle]
+    generator.shuffle(lengths)
+    return tuple(lengths)
+
+
+def masks_case(kind: str, case: Case) -> BenchCase:
+    """Return the case of one figure of masks; its providers change the mask of ``case``."""
+    return BenchCase(kind, kind, ("masks", kind), case, kind)
+
+
+def packed(case: Case, lengths: tuple[int, ...]) -> Case:
+    """Return a case of packed sequences."""
+    total = sum(lengths)
+    return replace(case, batch=1, len_q=total, len_k=total, seqlens=tuple((n, n) for n in lengths))
+
+
+_LLAMA = Case(2, 32, 8, 4096, 4096, 128, dtype=torch.bfloat16)
+MASKED: tuple[BenchCase, ...] = (
+    masks_case("window", replace(_LLAMA, batch=1, len_q=32768, len_k=32768, window=(1024, 0))),
+    masks_case("packed", packed(_LLAMA, mixed_lengths(64, 16, 4096))),
+    masks_case("overhead", _LLAMA),
+)
+
+COROPE: tuple[BenchCase, ...] = (
+    *(_case("CoRoPE", 1, 32, 8, n, 128, "corope", kind="corope") for n in (1024, 4096, 8192)),
+    _case("CoRoPE-MQA", 1, 16, 1, 8192, 128, "corope", kind="corope"),
+)
+
+CASES: tuple[BenchCase, ...] = (*PLAIN, HOST, *MASKED, *COROPE)
+
+
+def _normed(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:
+    offset = float(family.startswith("Gemma3"))  # what the model adds to the weights
+    return _case(family, batch, heads_q, heads_kv, length, head_dim, "norm", kind="norm", norms=offset)
+
+
+# Qwen3-8B has the heads of Llama3-8B. Those with a stated target are first, because a time budget may run out.
+NORMED: tuple[BenchCase, ...] = (
+    *(_normed("Qwen3-0.6B", 4, 16, 8, n, 128) for n in (2048, 4096)),
+    *(_normed("Qwen3-8B", 2, 32, 8, n, 128) for n in (2048, 4096)),
+    _normed("Qwen3-0.6B", 4, 16, 8, 1024, 128),
+    _normed("Qwen3-8B", 2, 32, 8, 1024, 128),
+    _normed("Gemma3-1B", 4, 4, 1, 4096, 256),
+    _normed("Gemma3-4B", 2, 8, 4, 4096, 256),
+    _normed("Gemma3-1B", 4, 4, 1, 1024, 256),
+    _normed("Gemma3-4B", 2, 8, 4, 1024, 256),
+    _normed("Qwen3-8B", 1, 32, 8, 16384, 128),
+)

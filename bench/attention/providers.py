@@ -1,100 +1,325 @@
-"""Who is measured at attention: this project with each backend and strategy, then every rival of ``baselines``."""
+"""Providers of attention for each kind of case: ours, rivals from ``baselines``, functions that do nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baselines import BASELINES
-
-
-class Provider(Protocol):
-    """What the benchmark needs; see ``baselines/base.py`` for shapes and meanings."""
-
-    name: str
-    label: str
-    rotates: bool
-    in_place: bool
-    half_tables: bool
-    backward: bool
-    pip: tuple[str, ...]
-
-    def missing(self) -> str | None: ...
-    def unsupported(self, case: Any) -> str | None: ...
-    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Any: ...
-    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> Tensor: ...
+import fused_rope_attn
+from baselines import BASELINES, Baseline, attentions, masked, rotations
+from baselines.base import missing_package
+from baselines.masked import MaskedAttention
+from baselines.norms import NORMED, Norms, hf_norm
+from bench.suite import Provider
+from fused_rope_attn import testing
+from fused_rope_attn.experimental import corope_attention
+from fused_rope_attn.experimental.corope import reference as corope_reference
 
 
-@dataclass(frozen=True)
-class Fused:
-    """``fused_rope_attn.rope_attention`` as a user calls it, with one choice of backend and strategy."""
+class Given(NamedTuple):
+    """The arguments of a call in addition to q, k and v.
 
-    name: str
-    label: str
-    backend: str = "auto"
-    strategy: str = "auto"
-    rotates: bool = True
+    case: the problem with the provider's variant. tables: what its ``prepare`` made. options: keywords of
+    ``rope_attention``. weights: sinks and norms' weights by keyword. ends, longest: of packed sequences.
+    """
+
+    case: testing.Case
+    tables: Any
+    options: dict[str, Any]
+    weights: dict[str, Tensor]
+    ends: Tensor
+    longest: int
+
+
+def _keep_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return cos, sin
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProvider(Provider):
+    """``run(q, k, v, given) -> o``; shapes as in ``baselines/base.py``, packed as in ``baselines/masked.py``.
+
+    prepare: brings (N, D/2) float32 tables into its form before any clock runs. variant: fields of the case that it
+    changes, for example its mask. form: how tensors are handed over, see ``problem.Problem``. options: backend and
+    strategy of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
+    """
+
+    run: Callable[[Tensor, Tensor, Tensor, Given], Tensor]
+    prepare: Callable[[Tensor, Tensor, torch.dtype], Any] = _keep_tables
+    variant: Mapping[str, Any] = field(default_factory=dict)
+    form: str = "dense"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    unsupported: Callable[[testing.Case], str | None] = lambda case: None
     in_place: bool = False
     half_tables: bool = False
     backward: bool = True
-    pip: tuple[str, ...] = ()
-
-    def missing(self) -> str | None:
-        return None
-
-    def unsupported(self, case: Any) -> str | None:
-        if self.backend != "hopper":
-            return None
-        from fused_rope_attn.attention import planning
-        from fused_rope_attn.runtime import device
-
-        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        needs = planning.Needs(
-            device.arch(where), case.dtype, case.head_dim, self.strategy, no_keys=case.len_k == 0
-        )  # fmt: skip
-        obstacle = planning.obstacle("hopper", needs)
-        return None if obstacle is None else obstacle[1]
-
-    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return cos, sin
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> Tensor:
-        import fused_rope_attn
-
-        return fused_rope_attn.rope_attention(q, k, v, *tables, causal, backend=self.backend, strategy=self.strategy)
-
-    def plan(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool) -> str:
-        """What the call runs, in words, for the result rows."""
-        import fused_rope_attn
-
-        return str(
-            fused_rope_attn.plan(q, k, v, *tables, causal, backend=self.backend, strategy=self.strategy),
-        )
+    active: Callable[[], AbstractContextManager] = nullcontext
 
 
-OURS: dict[str, Fused] = {
-    fused.name: fused
-    for fused in (
-        Fused("fused", "fused (auto)"),
-        Fused("fused_inline", "fused, inline", "triton", "inline"),
-        Fused("fused_prepass", "fused, prepass", "triton", "prepass"),
-        Fused("fused_hopper", "fused, hopper", "hopper"),
+# Ours
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    """Call ``rope_attention`` as a user does."""
+    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
+
+
+def _fused_varlen(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    limits = given.ends, given.ends, given.longest, given.longest
+    return fused_rope_attn.rope_attention_varlen(q, k, v, *given.tables, *limits, True, **given.options)
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Any:
+    """Return the plan of a call of ours."""
+    if q.ndim == 3:
+        limits = given.ends, given.ends, given.longest, given.longest
+        return fused_rope_attn.plan_varlen(q, k, v, *given.tables, *limits, True, **given.options)
+    return fused_rope_attn.plan(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
+
+
+def _no_hopper(case: testing.Case) -> str | None:
+    """Return why the kernels for sm_90 do not serve a case here, or None."""
+    from fused_rope_attn.attention import planning
+    from fused_rope_attn.runtime import device
+
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needs = planning.Needs(device.arch(where), case.dtype, case.head_dim, "auto", no_keys=case.len_k == 0)
+    obstacle = planning.obstacle("hopper", needs)
+    return None if obstacle is None else obstacle[1]
+
+
+def ours(name: str, label: str, *, backend: str = "auto", strategy: str = "auto", **changes: Any) -> AttentionProvider:
+    """Return ours with one choice of backend and strategy."""
+    options = {"backend": backend, "strategy": strategy}
+    options = {key: value for key, value in options.items() if value != "auto"}
+    return replace(AttentionProvider(name, label, "ours", run=fused, options=options), **changes)
+
+
+OURS: dict[str, AttentionProvider] = {
+    provider.name: provider
+    for provider in (
+        ours("fused", "fused (auto)"),
+        ours("fused_inline", "fused, inline", backend="triton", strategy="inline"),
+        ours("fused_prepass", "fused, prepass", backend="triton", strategy="prepass"),
+        ours("fused_hopper", "fused, hopper", backend="hopper", unsupported=_no_hopper),
     )
 }
-
-PROVIDERS: dict[str, Provider] = {**OURS, **BASELINES}
-
-
-def is_ours(name: str) -> bool:
-    return name in OURS
-
-
-# What ``--providers`` takes beside names; "rivals" are those that rotate.
+# Groups that ``--providers`` takes in addition to names; "rivals" are those that rotate.
 GROUPS = {
     "ours": list(OURS),
-    "rivals": [name for name, provider in BASELINES.items() if provider.rotates],
-    "bare": [name for name, provider in BASELINES.items() if not provider.rotates],
+    "rivals": [name for name, baseline in BASELINES.items() if baseline.rotates],
+    "bare": [name for name, baseline in BASELINES.items() if not baseline.rotates],
 }
+
+
+# Rivals
+
+
+def rival(baseline: Baseline) -> AttentionProvider:
+    """Return a baseline as a provider."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        return baseline.run(q, k, v, given.tables, given.case.causal)
+
+    def run_normed(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        return baseline.run(q, k, v, given.tables, given.case.causal, norms_of(given))
+
+    b, role = baseline, "rival" if baseline.rotates else "bare"
+    return AttentionProvider(
+        *(b.name, b.label, role, b.missing, b.pip),
+        run=run_normed if b.norm else run,
+        prepare=b.prepare,
+        unsupported=b.unsupported,
+        in_place=b.in_place,
+        half_tables=b.half_tables,
+        backward=b.backward,
+    )
+
+
+def norms_of(given: Given) -> Norms:
+    """Return the norms of a case that has them."""
+    assert given.case.norms is not None
+    return Norms(given.weights["q_norm"], given.weights["k_norm"], given.case.norm_eps, given.case.norms)
+
+
+def _norm_apart(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    """Norm q and k by the model's own modules, then call ``rope_attention``."""
+    norms = norms_of(given)
+    pairs = ((q, norms.q_norm), (k, norms.k_norm))
+    q, k = (hf_norm(x.transpose(1, 2), weight, *norms[2:]).transpose(1, 2) for x, weight in pairs)
+    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal)
+
+
+def masked_rival(attention: MaskedAttention, form: str, rotation: Any) -> AttentionProvider:
+    """Return a rotation in place and an attention with a window ("dense") or of packed sequences ("packed")."""
+
+    def window(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        assert attention.window is not None and given.case.window is not None
+        return attention.window(*rotation.rotate(q, k, given.tables), v, given.case.window[0])
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        assert attention.packed is not None
+        turned = rotation.rotate(*(x.transpose(0, 1)[None] for x in (q, k)), given.tables)
+        q, k = (x[0].transpose(0, 1) for x in turned)
+        return attention.packed(q, k, v, given.ends, given.longest)
+
+    return AttentionProvider(
+        attention.name,
+        f"{rotation.label} + {attention.label}",
+        "rival",
+        lambda: rotation.missing() or attention.missing(),
+        run=window if form == "dense" else packed,
+        prepare=rotation.prepare,
+        form=form,
+        in_place=True,
+    )
+
+
+# Functions that do nothing, as a floor of host time
+
+
+class _Nothing(torch.autograd.Function):
+    """Return q, and as the gradients of q, k and v that of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return do, do, do
+
+
+class _NothingSaved(torch.autograd.Function):
+    """The same, with q, k and v saved for the backward and taken from there."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, _, _ = ctx.saved_tensors
+        return do, do, do
+
+
+def idle(name: str, label: str, function: type[torch.autograd.Function]) -> AttentionProvider:
+    """Return an autograd function that computes nothing as a provider."""
+
+    def unsupported(case: testing.Case) -> str | None:
+        same = case.heads_q == case.heads_kv and case.len_q == case.len_k
+        return None if same else "its gradients have the shape of q: needs k and v of that shape"
+
+    def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        return function.apply(q, k, v)
+
+    return AttentionProvider(name, label, "ceiling", run=run, unsupported=unsupported)
+
+
+def cudnn() -> AbstractContextManager:
+    """Choose cuDNN's attention in PyTorch."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+
+
+# Co-RoPE, which is held to its own definition
+
+_BASE = 10000.0
+
+
+def _corope(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    return corope_attention(q, k, v, base=_BASE)
+
+
+def corope_definition(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, **options: Any) -> Tensor:
+    """Compute Co-RoPE in eager PyTorch, in chunks of angles."""
+    return corope_reference.attention(q, k, v, base=_BASE, softmax_scale=q.shape[3] ** -0.5, **options)
+
+
+def corope_provider(name: str, label: str, run: Callable, longest: int | None = None) -> AttentionProvider:
+    """Return a provider of Co-RoPE for at most ``longest`` tokens."""
+
+    def unsupported(case: testing.Case) -> str | None:
+        return f"for at most {longest} tokens here" if longest and case.len_q > longest else None
+
+    return AttentionProvider(name, label, "ours" if name == "corope" else "rival", run=run, unsupported=unsupported)
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    return corope_definition(q, k, v, chunk_angles=1 << 62)
+
+
+# The table
+
+
+@functools.cache
+def table(kind: str, length: int = 0, batch: int = 1) -> dict[str, AttentionProvider]:
+    """Return the providers of a kind of cases by name, in the order of reports.
+
+    length, batch: of the case, for masks that hide nothing. Labels depend on what is installed, hence a function.
+    """
+    return {provider.name: provider for provider in _providers(kind, length, batch)}
+
+
+def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
+    plain = [*OURS.values(), *map(rival, BASELINES.values())]
+    if kind == "plain":
+        return plain
+    if kind == "host":
+        # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
+        chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
+        return [
+            OURS["fused"],
+            rival(Baseline("bare_sdpa", None, attentions.SDPA)),
+            replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=lambda: cudnn()),
+            rival(BASELINES["bare_cudnn"]),
+            idle("nothing", "a function that does nothing", _Nothing),
+            idle("nothing_saved", "... and saves q, k, v", _NothingSaved),
+            *(provider for provider in plain if provider.name not in ("fused", "bare_cudnn")),
+        ]
+    if kind == "window":
+        rivals = [masked_rival(each, "dense", rotations.LIGER) for each in masked.MASKED if each.window]
+        full = ours("causal", "ours, full causal", variant={"window": None})
+        return [ours("window", "ours, window"), full, *rivals]
+    if kind == "packed":
+        return [
+            ours("packed", "ours, packed", run=_fused_varlen, form="packed"),
+            ours("padded", "ours, padded right, causal", form="right"),
+            ours("kv_starts", "ours, padded left, kv_starts", form="left"),
+            *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
+        ]
+    if kind == "overhead":
+        variants: dict[str, dict[str, Any]] = {
+            "causal": {},
+            "window": {"window": (length, 0)},
+            "softcap": {"softcap": 50.0},
+            "sinks": {"sinks": True},
+            "kv_lens": {"kv_lens": (length,) * batch},
+            "kv_starts": {"kv_starts": (0,) * batch},
+        }
+        return [ours(name, f"ours, {name}", variant=variant) for name, variant in variants.items()]
+    if kind == "norm":
+        return [
+            ours("fused", "fused, with norms"),
+            ours("fused_without", "fused, without norms", variant={"norms": None}),
+            AttentionProvider("norm_hf_fused", "HF norm + fused", missing=_no_gemma, run=_norm_apart),
+            *map(rival, NORMED.values()),
+        ]
+    assert kind == "corope"
+    return [
+        corope_provider("corope", "`corope_attention`", _corope),
+        # There are N squared angles: 1024 tokens take about 20 GiB at once, 8192 in chunks a quarter of a minute.
+        corope_provider("chunked", "eager, in chunks", corope_definition, 2048),
+        corope_provider("dense", "eager, at once", _at_once, 1024),
+    ]
+
+
+def _no_gemma() -> str | None:
+    return missing_package("transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm")

@@ -12,9 +12,11 @@ import torch
 import baselines
 from baselines import BASELINES, attentions, base, registry, rotations, triton_fa2
 from baselines.base import Baseline
-from bench.attention.subject import check
-from bench.gate import Gate
+from bench.attention.cases import BenchCase
+from bench.attention.providers import rival
+from bench.attention.suite import ATTENTION
 from fused_rope_attn import testing
+from tests.support.bench import run
 
 _interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton kernels on CPU tensors in its interpreter"
@@ -73,7 +75,7 @@ def test_a_missing_package_is_reported_with_its_pip_name(monkeypatch):
     monkeypatch.setattr(attentions, "import_error", absent)
     reasons = registry.missing()
     for name, baseline in BASELINES.items():
-        # flash-attn alone has a stand-in: PyTorch's build of its kernels.
+        # flash-attn alone is replaced: PyTorch's build of its kernels.
         for package in set(baseline.pip) - {"flash-attn"}:
             assert f"pip install {package} (ModuleNotFoundError" in reasons[name]
     assert set(reasons) == set(BASELINES) - {"bare_flash", "bare_cudnn", "bare_triton_fa2"}
@@ -184,9 +186,10 @@ def _python(source):
 def _verdict(baseline, case):
     if reason := baseline.missing():
         pytest.skip(reason)
-    verdict = check(baseline, Gate(case, testing.make_inputs(case)), lambda: None, grads=True)
-    assert verdict.status in ("ok", "loose"), verdict.detail
-    return verdict
+    rows, _ = run(
+        ATTENTION, BenchCase("Tiny", "Tiny", (), case), providers=[rival(baseline)], rounds=1, modes=("eager",)
+    )
+    assert {row["status"] for row in rows} <= {"ok", "loose"}, rows[0]["detail"]
 
 
 @pytest.mark.parametrize("heads_kv", [4, 1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench.attention import cases
+from bench.attention.suite import ATTENTION
 
 
 def test_the_nineteen_of_the_inspiring_project():
@@ -47,15 +48,42 @@ def test_flops_and_selection():
     assert case.flops("both") == 3.5 * case.flops("fwd")
     full = _group("full", "Llama7B-full-4K")[0]
     assert full.flops("fwd") == 2 * case.flops("fwd")
-    assert cases.select(["all"], "small-1k", torch.float32)[0].case.dtype == torch.float32
-    with pytest.raises(ValueError, match="unknown group nowhere"):
+    assert _group("all", "small-1k")[0].with_dtype(torch.float32).case.dtype == torch.float32
+    with pytest.raises(ValueError, match="no case fits 'nowhere'; groups are nineteen"):
         _group("nowhere")
-    with pytest.raises(ValueError, match="no name contains nothing-like-it"):
-        _group("table", "nothing-like-it")
 
 
-def _group(group, *substrings):
-    return cases.select([group], ",".join(substrings), torch.bfloat16)
+def test_cases_are_chosen_by_groups_and_parts_of_names_and_shapes():
+    def names(text):
+        return [case.name for case in ATTENTION.choose(text)]
+
+    assert names("") == [*(case.name for case in cases.PLAIN if case.name in cases.TABLE), "Host"]
+    assert names("masks") == ["window", "packed", "overhead"] and names("packed") == ["packed"]
+    assert names("gqa+16K, phi3-1k") == ["Llama3-8B-16K", "Phi3-1K"]
+    assert all("full" in case.shape for case in ATTENTION.choose("full")) and len(names("corope")) == 4
+
+
+def test_masks_and_norms():
+    packed = next(case for case in cases.MASKED if case.kind == "packed")
+    lengths = [n for n, _ in packed.case.seqlens]
+    assert len(lengths) == 64 and min(lengths) == 16 and max(lengths) == 4096 and sum(lengths) == packed.case.len_q
+    assert cases.mixed_lengths(64, 16, 4096) == tuple(lengths) != cases.mixed_lengths(64, 16, 4096, seed=1)
+    assert "packed=64x16..4096" in packed.shape
+    assert cases.MASKED[0].case.window == (1024, 0) and cases.MASKED[0].case.len_q == 32768
+    # The attention of Qwen3-0.6B and 8B, and of Gemma 3's smallest two.
+    shapes = {(c.family, c.case.heads_q, c.case.heads_kv, c.case.head_dim) for c in cases.NORMED}
+    assert shapes == {
+        ("Qwen3-0.6B", 16, 8, 128),
+        ("Qwen3-8B", 32, 8, 128),
+        ("Gemma3-1B", 4, 1, 256),
+        ("Gemma3-4B", 8, 4, 256),
+    }
+    assert [case.case.norms for case in cases.NORMED] == [float("Gemma" in case.name) for case in cases.NORMED]
+    assert len({case.name for case in cases.NORMED}) == len(cases.NORMED)
+
+
+def _group(group, *parts):
+    return [case for case in ATTENTION.choose("+".join([group, *parts])) if case.kind == "plain"]
 
 
 def _lengths(text):

@@ -2,21 +2,20 @@
 
 import matplotlib.image
 
-from bench.attention import providers
+from bench.attention import plots, providers
 from bench.plots import pyplot
-from bench.suites.attention import plots
 from tests.support.bench import attention_row, published
 
 
 def test_plots_are_written_with_one_colour_each(tmp_path):
-    files = plots.draw_all(published(), tmp_path)
-    assert {f.name for f in files} == {"tflops_fwd_graph.png", "speedup_fwd_graph.png"}
+    files = plots.draw(published(), tmp_path)
+    assert {f.name for f in files} == {"speedup_all_fwd_graph.png"}
     for file in files:
         image = matplotlib.image.imread(file)
         assert image.shape[:2] == (1095, 1950) and image[..., :3].std() > 0.05
-    assert set(plots.COLOURS) == set(providers.PROVIDERS)
+    assert set(plots.COLOURS) == set(providers.table("plain"))
     assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
-    assert plots.draw_all([], tmp_path / "empty") == []
+    assert plots.draw([], tmp_path / "empty") == []
 
 
 def test_speedup_bars_go_below_one():
@@ -45,10 +44,3 @@ def test_the_overview_shows_both_passes_and_no_stumps():
     pyplot().close(figure)
     assert plots.overview([row for row in rows if row["pass"] == "fwd"], "graph") is None
     assert plots.overview([row for row in rows if row["case"] == "Llama7B-2K"], "graph") is None
-
-
-def test_speedups_of_many_cases_are_a_figure_of_their_own(tmp_path):
-    rows = published()
-    rows += [attention_row("Gemma-1K", name, 1.0) for name in ("fused", "liger_flash", "bare_fa4")]
-    files = {file.name for file in plots.draw_all(rows, tmp_path)}
-    assert files == {"tflops_fwd_graph.png", "speedup_fwd_graph.png", "speedup_all_fwd_graph.png"}

@@ -8,22 +8,23 @@ import torch
 
 from baselines import BASELINES
 from bench import __main__ as command
-from bench import report, timing
+from bench import report
 from bench.attention import cases, providers
+from bench.attention import suite as attention
+from bench.attention.suite import ATTENTION
+from bench.command import Progress, duration
 from bench.environment import ROOT
-from bench.suite import pick
-from bench.suites import COMMANDS, corope
 from fused_rope_attn import testing
 from tests.support.bench import FACTS, published
 from tests.support.clocks import WallClock
 
-TINY = corope.CoRopeCase("Tiny", 1, (2, 1), 9, 8)
+TINY = cases.BenchCase("Tiny", "Tiny", ("corope",), testing.Case(1, 2, 1, 9, 9, 8, dtype=torch.float32), "corope")
 
 
 def test_dry_run_lists_cases_providers_and_what_is_missing(capsys):
-    assert command.main(["--dry-run", "--group", "table"]) == 0
+    assert command.main(["--dry-run", "--cases", "table"]) == 0
     text = capsys.readouterr().out
-    for name in (*cases.TABLE, *providers.PROVIDERS):
+    for name in (*cases.TABLE, *providers.table("plain")):
         assert name in text
     for name, baseline in BASELINES.items():
         if reason := baseline.missing():
@@ -39,10 +40,14 @@ def test_without_a_gpu_the_exit_status_is_2(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--group", "nowhere"], "unknown group"),
+        (["--cases", "nowhere"], "no case fits 'nowhere'"),
         (["--providers", "nobody"], "unknown provider"),
         (["--passes", "sideways"], "--passes"),
-        (["--baseline", "nobody"], "--baseline"),
+        (["--mode", "host", "--shape", "1,2"], "five positive integers"),
+        (["--shape", "1,4,4,0,64"], "five positive integers"),
+        (["--shape", "1,4,3,8,64"], "HQ a multiple of HKV, not 4 and 3"),
+        (["nonsense"], "no command nonsense; there are attention"),
+        (["tune"], "takes attention or decode first"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):
@@ -52,25 +57,58 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
 
 def test_plot_command(tmp_path, capsys):
     report.write_lines(tmp_path / "rows.jsonl", published())
-    assert command.main(["plot", str(tmp_path / "rows.jsonl"), "--plot-dir", str(tmp_path / "figures")]) == 0
-    assert len(list((tmp_path / "figures").glob("*.png"))) == 2
-    assert command.main(["plot", str(tmp_path / "none.jsonl")]) == 2
+    assert (
+        command.main(["attention", "plot", str(tmp_path / "rows.jsonl"), "--plot-dir", str(tmp_path / "figures")]) == 0
+    )
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 1
+    assert command.main(["attention", "plot", str(tmp_path / "none.jsonl")]) == 2
 
 
-def test_help_names_the_other_commands(capsys):
+def test_help_fits_on_one_screen(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["--help"])
-    text = capsys.readouterr().out
-    assert stopped.value.code == 0 and "bench tune" in text and "bench plot" in text and "--time-budget" in text
+    assert stopped.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert all(f"\n  {name} " in "\n".join(lines) for name in command.COMMANDS)
 
 
 def test_provider_selection():
-    def select(names):
-        return pick(providers.PROVIDERS, names, groups=providers.GROUPS)
+    def select(*names, case=cases.PLAIN[0]):
+        return [provider.name for provider in ATTENTION.providers(case, names)]
 
-    assert [p.name for p in select(["ours"])] == ["fused", "fused_inline", "fused_prepass", "fused_hopper"]
-    assert {p.name for p in select(["bare", "hf_sdpa"])} == {n for n in BASELINES if n.startswith("bare")} | {"hf_sdpa"}
-    assert [p.name for p in select([])] == list(providers.PROVIDERS)
+    assert select("ours") == ["fused", "fused_inline", "fused_prepass", "fused_hopper"]
+    assert set(select("bare", "hf_sdpa")) == {name for name in BASELINES if name.startswith("bare")} | {"hf_sdpa"}
+    assert select() == list(providers.table("plain"))
+    assert select(case=cases.HOST) == list(cases.HOST_USUAL) and "hf_sdpa" in select("rivals", case=cases.HOST)
+    assert [p.name for p in attention.NORM.providers(cases.NORMED[0], ["norm_hf_sdpa"])] == [
+        "fused",
+        "fused_without",
+        "norm_hf_sdpa",
+    ]
+
+
+def test_the_mode_chooses_cases_and_shapes(capsys):
+    assert command.main(["--mode", "host", "--dry-run", "--shape", "2,8,2,64,128", "--dtype", "fp16"]) == 0
+    text = capsys.readouterr().out
+    assert "B2 H8/2 N64 D128 causal fp16" in text and "Small-512" not in text and "nothing_saved" in text
+    for mode, with_host in (("graph", False), ("graph,host", True)):
+        assert command.main(["--mode", mode, "--dry-run"]) == 0
+        text = capsys.readouterr().out
+        assert "Small-512" in text and ("\nHost " in text) == with_host
+
+
+def test_progress_says_how_long_the_rest_takes(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress(100.0)
+    progress(0.0, "Small-512")
+    now[0] = 190.0
+    progress(0.25, "Small-512: fwd graph")
+    lines = capsys.readouterr().err.splitlines()
+    assert "time left unknown  Small-512" in lines[0]
+    assert lines[1] == " 25%  1 min 30 s, about 4 min 30 s left  Small-512: fwd graph"
+    assert [duration(seconds) for seconds in (45, 200, 3900)] == ["45 s", "3 min 20 s", "1 h 5 min"]
 
 
 def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
@@ -88,48 +126,61 @@ def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
 
 
 def test_every_command_has_help(capsys):
-    for name, entry in COMMANDS.items():
+    for name in command.COMMANDS:
+        arguments = [name, "attention"] if name == "tune" else [name]
         with pytest.raises(SystemExit) as stopped:
-            command.main([name, "--help"])
-        assert stopped.value.code == 0 and entry.help
+            command.main([*arguments, "--help"])
+        assert stopped.value.code == 0 and name in command.HELP
         assert "usage: python -m bench" in capsys.readouterr().out
 
 
 def test_a_command_can_be_left_out_for_attention(capsys):
-    for arguments in ([], ["run"]):
+    for arguments in ([], ["attention"]):
         assert command.main([*arguments, "--dry-run", "--cases", "Small-1K"]) == 0
         assert "Small-1K" in capsys.readouterr().out
 
 
 def test_suites_never_import_one_another():
-    """What two of them need lies beside them; only the table of commands knows them all."""
-    folder = ROOT / "bench" / "suites"
-    for file in folder.rglob("*.py"):
-        own = file.relative_to(folder).parts[0].removesuffix(".py")
-        imported = re.findall(r"(?:from|import) bench\.suites\.(\w+)", file.read_text(encoding="utf-8"))
-        assert set(imported) <= {own}, file
-    for file in (ROOT / "bench").glob("*.py"):
-        assert not re.search(r"(?:from|import) bench\.suites\.", file.read_text(encoding="utf-8")), file
+    """Shared code is in files directly in ``bench``; only ``tune`` knows a suite."""
+    suites = {folder.name for folder in (ROOT / "bench").iterdir() if (folder / "__init__.py").exists()}
+    assert suites == {"attention", "rope", "decode", "models", "cp"}
+    offenders = []
+    for file in (ROOT / "bench").rglob("*.py"):
+        own = {file.parent.name} if file.name != "tune.py" else {"decode"}
+        imported = re.findall(r"(?:from|import) bench\.(\w+)", file.read_text(encoding="utf-8"))
+        offenders += [f"{file}: {name}" for name in (set(imported) & suites) - own]
+    assert not offenders
 
 
 class _LikeAGpu(WallClock):
-    def __init__(self, device):
-        assert device == torch.device("cuda", 0)
+    pass
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Runs the command line of Co-RoPE as on a GPU, at one tiny case on the CPU: (exit status, rows)."""
+    """Run the command line of attention as on a GPU, at one tiny case of Co-RoPE on the CPU: (exit status, rows)."""
 
-    def measure(*providers):
+    def measure(*people):
         file = tmp_path / "rows.jsonl"
-        configured = corope.CoRope(providers or corope.PROVIDERS, torch.float32)
-        monkeypatch.setattr(corope.CoRope, "configure", lambda args: (configured, [TINY]))
+        table = {provider.name: provider for provider in people} or providers.table("corope")
+
+        def clock(device, options):
+            assert device == torch.device("cuda", 0)
+            return _LikeAGpu()
+
+        suite = dataclasses.replace(
+            ATTENTION,
+            cases=(TINY,),
+            default_cases="",
+            table=lambda case: table,
+            clock=clock,
+            adapt=lambda cases, options, args: cases,
+        )
+        monkeypatch.setattr(attention, "ATTENTION", suite)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(timing, "GpuClock", _LikeAGpu)
-        monkeypatch.setattr("bench.command.environment", lambda: FACTS | {"cudnn": None})
-        status = command.main(["corope", "--out", str(file), "--rounds", "2"])
+        monkeypatch.setattr("bench.command.environment", lambda: FACTS)
+        status = command.main(["--out", str(file), "--rounds", "2", "--plot-dir", "none"])
         return status, report.read_lines([file] if file.exists() else [])
 
     return measure
@@ -138,15 +189,17 @@ def measured(monkeypatch, tmp_path):
 def test_a_measurement_writes_its_rows_and_says_what_it_found(measured, capsys):
     status, rows = measured()
     assert status == 0 and {row["provider"] for row in rows} == {"corope", "chunked", "dense"}
-    assert all(row["triton"] == "3" and row["commit"] == "abc" for row in rows)
+    assert all(row["triton"] == "3" and row["commit"] == "abc" and row["bench"] == "attention" for row in rows)
     out, err = capsys.readouterr()
     assert "toy, driver 1, torch 2, triton 3" in out and "eager, in chunks" in out and "6 rows in" in out
-    assert "gate corope" in err and "bwd eager" in err
+    assert "gate corope" in err and "bwd eager" in err and " left  " in err
 
 
 def test_ours_that_is_wrong_makes_the_status_1(measured):
-    wrong = corope.CoRopeProvider("corope", "wrong", lambda q, k, v: 1.1 * corope.corope_attention(q, k, v))
-    status, rows = measured(wrong)
+    def wrong(q, k, v, given):
+        return 1.1 * providers.corope_attention(q, k, v)
+
+    status, rows = measured(providers.corope_provider("corope", "wrong", wrong))
     assert status == 1 and [row["status"] for row in rows] == ["failed"]
 
 

@@ -1,6 +1,5 @@
 """``python -m bench compare``: which rows of two files belong together, what is noise, and what is said of it."""
 
-import dataclasses
 import json
 import math
 
@@ -8,8 +7,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import report
-from bench.compare.files import FIGURES, File, Key, Measured, read
-from bench.compare.moves import CERTAIN, Move, compare, within_noise
+from bench.compare import CERTAIN, File, Key, Measured, Move, lost, moves, read, within_noise
 from bench.environment import RESULTS
 from bench.timing import quantile
 from tests.support.bench import attention_row
@@ -75,7 +73,7 @@ def test_a_move_is_more_than_the_threshold_and_more_than_noise():
 
 def _file(rows):
     measured = {
-        Key(case, "", "", name, "fwd", "graph", "ms"): dataclasses.replace(found, ours=name == "fused")
+        Key(case, "", "", name, "fwd", "graph", "ms"): found._replace(ours=name == "fused")
         for (case, name), found in rows.items()
     }
     return File("file", measured, {}, frozenset({"fused"}), {})
@@ -88,14 +86,12 @@ def test_what_rivals_moved_by_is_noise_of_ours():
     shifts = dict(zip(((case, name) for case in "abc" for name in "rs"), (0.97, 1.03, 0.97, 1.03, 0.97, 1.03)))
     other |= {key: Measured(shift, (shift,) * 5) for key, shift in shifts.items()}
     for rivals, moved in ((other, ""), ({key: found for key, found in other.items() if key[1] == "fused"}, "worse")):
-        found = compare(one, _file(rivals), ["ms"])
-        mine = [move for move in found.moves if move.key.provider == "fused"]
+        mine = [move for move in moves(one, _file(rivals)) if move.key.provider == "fused"]
         assert [move.verdict(0.02) for move in mine] == [moved] * 3
-        assert bool(found.blind) == (moved == "worse")
 
 
 def test_the_yardstick_takes_out_a_drift_that_differs_from_round_to_round():
-    """B's clock falls by up to 20 % within the run, for everybody alike; ours is 5 % slower beyond that."""
+    """B's clock falls by up to 20 % within the run, for all providers; ours is 5 % slower beyond that."""
     drift = (1.0, 1.05, 1.1, 1.15, 1.2)
     one = _file({("a", name): Measured(1.0, (1.0, 1.001, 0.999, 1.0, 1.0)) for name in ("fused", "bare_cudnn")})
     other = _file(
@@ -104,8 +100,8 @@ def test_the_yardstick_takes_out_a_drift_that_differs_from_round_to_round():
             ("a", "bare_cudnn"): Measured(1.1, drift),
         }
     )
-    (plain,) = (move for move in compare(one, other, ["ms"]).moves if move.ours)
-    (held,) = compare(one, other, ["ms"], "bare_cudnn").moves
+    (plain,) = (move for move in moves(one, other) if move.ours)
+    (held,) = moves(one, other, "bare_cudnn")
     assert plain.ratio == pytest.approx(1.155) and plain.noise > 0.03
     assert held.ratio == pytest.approx(1.05) and held.noise < 0.002 and held.verdict(0.02) == "worse"
     assert (held.a, held.b) == (1.0, 1.155)  # what is printed is what was measured
@@ -124,9 +120,9 @@ def test_rows_are_matched_by_what_identifies_them(tmp_path):
     report.write_lines(tmp_path / "b.jsonl", [row | {"commit": "other", "label": "x"} for row in rows[::-1]])
     a, b = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl")
     assert a.measured == b.measured and a.ours == {"fused"}
-    found = compare(a, b, FIGURES)
-    assert len(found.moves) == 2 * len(rows) and all(move.ratio == 1 for move in found.moves)  # ms and MiB
-    assert found.only_a == found.only_b == [] and not found.lost and not found.won
+    found = moves(a, b)
+    assert len(found) == 2 * len(rows) and all(move.ratio == 1 for move in found)  # ms and MiB
+    assert not lost(a, b) and not lost(b, a)
 
 
 def test_the_later_run_of_a_file_counts(tmp_path):
@@ -156,9 +152,9 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path, capsys, text, message):
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_committed_file_of_rows_can_be_read_and_equals_itself(path):
     file = read(path)
-    found = compare(file, file, FIGURES)
-    assert found.moves and all(move.ratio == 1 for move in found.moves) and not found.only_a + found.only_b
-    assert any(move.ours for move in found.moves)
+    found = moves(file, file)
+    assert found and all(move.ratio == 1 for move in found) and any(move.ours for move in found)
+    assert not lost(file, file)
     values = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert {key.case for key in file.measured} <= {row["case"] for row in values}
 
@@ -202,9 +198,9 @@ def test_what_got_worse_is_printed_first_and_makes_the_status_1(run):
     assert "1.300" in table[0] and table[0].endswith("worse") and "0.800" in table[1] and table[1].endswith("better")
     assert run(_rows(), b, "--threshold", "0.4")[0] == 0
     assert run(b, _rows())[0] == 1  # the other way round another case is the worse one
-    assert run(_rows(), b, "--providers", "hf_sdpa")[0] == 0
-    assert run(_rows(), b, "--cases", "70b")[0] == 0
-    status, text = run(_rows(), b, "--all", "--figures", "ms")
+    assert run(_rows(), b, "--only", "hf_sdpa")[0] == 0
+    assert run(_rows(), b, "--only", "Llama70B-1K")[0] == 0
+    status, text = run(_rows(), b, "--all", "--only", "ms")
     ratios = [
         float(line.split("ms")[-1].split()[0])
         for line in text.splitlines()
@@ -223,12 +219,11 @@ def test_two_machines_are_compared_by_a_yardstick(run):
     """Everything takes 1.4 times as long on the other card, ours 1.5 times."""
     a, b = _rows(), _rows(1.5, 1.4, gpu="NVIDIA H100")
     assert "gpu: NVIDIA H200 in A, NVIDIA H100 in B" in run(a, b)[1]
-    status, text = run(a, b, "--yardstick", "bare_cudnn", "--figures", "ms")
+    status, text = run(a, b, "--yardstick", "bare_cudnn", "--only", "ms")
     assert status == 1 and "Ours: 4 worse" in text and "Others: 0 worse, 0 better, 12 unmoved" in text
     assert f"{1.5 / 1.4:.3f}" in text and "over those of bare_cudnn" in text
     left = [row for row in b if (row["case"], row["provider"]) != ("Small-1K", "bare_cudnn")]
-    status, text = run(a, left, "--yardstick", "bare_cudnn")
-    assert "Left out, without bare_cudnn in both:\n  fwd graph of fused, hf_sdpa, liger_fa4, bare_fa4: Small-1K" in text
+    assert "Ours: 3 worse" in run(a, left, "--yardstick", "bare_cudnn", "--only", "ms")[1]
     for name, message in (("fused", "fused is ours"), ("nobody", "nobody is not timed in both files")):
         status, text = run(a, b, "--yardstick", name)
         assert status == 2 and message in text and "bare_cudnn" in text
@@ -237,7 +232,7 @@ def test_two_machines_are_compared_by_a_yardstick(run):
 def test_memory_is_compared_as_it_is(run):
     """It has no rounds, no noise, and no clock that a yardstick could take out."""
     b = _rows(2.0, 2.0, peak_mib=96.0)
-    status, text = run(_rows(), b, "--yardstick", "bare_cudnn", "--figures", "peak_mib")
+    status, text = run(_rows(), b, "--yardstick", "bare_cudnn", "--only", "peak_mib")
     assert status == 1 and "64 MiB" in text and "1.500" in text and "Ours: 4 worse" in text
 
 
@@ -247,14 +242,15 @@ def test_energy_is_compared_beside_the_time(run):
             row | {"mode": "load", "mj": mj, "mj_rounds": [mj * (1 + 1e-3 * i) for i in range(4)]} for row in _rows()
         ]
 
-    status, text = run(rows(100.0), rows(90.0), "--figures", "ms,mj", "--providers", "fused", "--all")
+    status, text = run(rows(100.0), rows(90.0), "--only", "fused+ms,fused+mj", "--all")
     assert status == 0 and "0.900" in text and "100 mJ" in text and "Ours: 0 worse" in text
     # All of them use less: what rivals moved by is noise, so that it takes more than that to be better.
     assert "Ours: 0 worse, 0 better, 8 unmoved" in text
     others = [
-        row if row["ours"] else row | {"mj": 100.0, "mj_rounds": [100.0, 100.1, 100.2, 100.3]} for row in rows(90)
+        row if row["role"] == "ours" else row | {"mj": 100.0, "mj_rounds": [100.0, 100.1, 100.2, 100.3]}
+        for row in rows(90)
     ]
-    assert "Ours: 0 worse, 4 better, 4 unmoved" in run(rows(100.0), others, "--figures", "ms,mj")[1]
+    assert "Ours: 0 worse, 4 better, 4 unmoved" in run(rows(100.0), others, "--only", "ms,mj")[1]
 
 
 def test_rows_of_one_file_alone_are_named(run):
@@ -266,21 +262,21 @@ def test_rows_of_one_file_alone_are_named(run):
     }
     status, text = run(a, b)
     assert status == 1, "what of ours is not measured any more is a failure"
-    assert "alone:\n  fwd graph of fused, hf_sdpa, liger_fa4, bare_cudnn: Llama7B-4K" in text
-    assert "alone:\n  fwd graph of bare_fa4: Small-1K, Llama7B-2K, Llama70B-1K" in text
-    assert "Measured in A, not in B:\n  Small-1K fused fwd graph: failed: dq" in text
+    assert "Measured in A, not in B:\n  fused fwd graph (failed: dq): Small-1K\n" in text
+    assert "  hf_sdpa fwd graph: Llama7B-4K" in text
+    assert "Measured in B, not in A:\n  bare_fa4 fwd graph: Small-1K, Llama7B-2K, Llama70B-1K" in text
     missing = {"status": "missing", "detail": "pip install x", "pass": None, "mode": None}
     b = [row | missing if row["provider"] == "liger_fa4" else row for row in _rows()]
     status, text = run(_rows(), b)
-    assert status == 0 and "Small-1K liger_fa4 fwd graph: missing: pip install x" in text
+    assert status == 0 and "liger_fa4 fwd graph (missing: pip install x): Small-1K" in text
     assert "Measured in B, not in A:" in run(b, _rows())[1]
 
 
 def test_what_is_left_out_still_tells_the_noise(run):
     """Rivals moved by 5 %, some up and some down: ours at one case, asked for alone, did not move by more."""
     b = [row | _times(row["ms"] * (1.05 if number % 2 else 0.95)) for number, row in enumerate(_rows())]
-    for options in ((), ("--providers", "fused"), ("--providers", "fused", "--cases", "Small-1K")):
-        status, text = run(_rows(), b, "--figures", "ms", *options)
+    for only in ("ms", "fused+ms", "fused+ms+Small-1K"):
+        status, text = run(_rows(), b, "--only", only)
         assert status == 0 and "Ours: 0 worse, 0 better" in text
     assert "Too few rivals" not in text and "hf_sdpa" not in text and "Llama7B" not in text
 
@@ -288,11 +284,8 @@ def test_what_is_left_out_still_tells_the_noise(run):
 def test_wrong_options_are_named(run):
     for options, message in (
         (("--threshold", "2"), "--threshold"),
-        (("--figures", "tflops"), "--figures takes ms, mj, peak_mib"),
-        (("--providers", "nobody"), "leave nothing that both files have; there are the providers fused, hf_sdpa"),
-        (("--cases", "nowhere"), "leave nothing"),
-        (("--passes", "bwd"), "the passes fwd and the modes graph"),
-        (("--modes", "eager"), "leave nothing"),
+        (("--only", "nobody"), "--only nobody leaves nothing; it takes Small-1K"),
+        (("--only", "fused+bwd"), "leaves nothing"),
     ):
         status, text = run(_rows(), _rows(), *options)
         assert status == 2 and message in text
@@ -302,13 +295,12 @@ def test_wrong_options_are_named(run):
     assert status == 2 and "one GPU, but holds those of NVIDIA H100, NVIDIA H200" in text
 
 
-def test_committed_rows_of_two_days_differ_in_ours_alone(capsys):
-    """Nobody else's code changed between these files: of 190 rows of rivals none may be called moved, and of ours those
-    moved that the experiments of that day say."""
-    a, b = (read(RESULTS / f"{name}.jsonl") for name in ("h200-2026-11-21-4dcef00-all", "h200-2026-11-22-all"))
-    moves = [move for move in compare(a, b, ["ms"], "bare_cudnn").moves if move.key.mode == "graph"]
-    verdicts = {(move.key.provider, move.key.case, move.key.part): move.verdict(0.02) for move in moves}
-    assert len([1 for name, *_ in verdicts if name != "fused"]) == 190
+def test_committed_rows_of_two_releases_of_triton_differ_in_ours_alone():
+    """Nothing of the rivals is compiled by Triton: of their 224 rows none may be called moved."""
+    a, b = (read(RESULTS / f"h200-2026-11-23-triton-{release}.jsonl") for release in ("3.6.0", "3.9.0"))
+    found = [move for move in moves(a, b, "bare_cudnn") if move.key[5:] == ("graph", "ms")]
+    verdicts = {(move.key.provider, move.key.case, move.key.part): move.verdict(0.02) for move in found}
+    assert len([1 for name, *_ in verdicts if name != "fused"]) == 224
     assert not any(verdict for (name, *_), verdict in verdicts.items() if name != "fused")
-    assert verdicts["fused", "Small-512", "fwd"] == "better" and verdicts["fused", "Llama70B-1K", "fwd"] == "better"
-    assert quantile([move.noise for move in moves], 0.5) < 0.02 and CERTAIN > 1
+    assert verdicts["fused", "Long-64K", "bwd"] == "better" and verdicts["fused", "Llama7B-512", "fwd"] == "better"
+    assert quantile([move.noise for move in found], 0.5) < 0.02 and CERTAIN > 1

@@ -1,66 +1,103 @@
-"""``python -m bench cp`` without a GPU: its cases, its table and its plot."""
+"""``python -m bench cp`` without a GPU: its cases, a run of two processes, its table and its plot."""
 
 import json
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
+from bench import report
 from bench.__main__ import main
-from bench.suites.context_parallel.cases import KINDS, Work
-from bench.suites.context_parallel.command import table
-from bench.suites.context_parallel.plots import draw
-from bench.suites.context_parallel.providers import PROVIDERS
+from bench.cp import command
+from bench.cp.command import CP, RanksClock
+from bench.cp.providers import KINDS, PROVIDERS, CpCase
+from bench.cp.tables import draw, results
+from bench.suite import Options
+from tests.support.bench import FACTS
+from tests.support.clocks import WallClock
 
 
 def rows():
     found = []
     for ranks, length, part in ((2, 32768, "fwd"), (2, 131072, "fwd"), (4, 32768, "bwd")):
-        row = {**Work("plain", length).fields(), "shape": f"P={ranks}", "ranks": ranks, "pass": part, "mode": "eager"}
-        row |= {"status": "ok", "gpu": "a card"}
-        times = {"ms": 2.0, "mib": 100.0, "detail": ""}
-        found.append({**row, **times, "provider": "fused", "label": "ours", "efficiency": 0.975})
-        found.append({**row, "provider": "torch", "label": "torch", "status": "missing", "detail": "no such thing"})
+        case = CpCase("plain", length, ranks)
+        row = {"case": case.name, "shape": case.shape, "kind": "plain", "length": length, "pass": part, "mode": "eager"}
+        row |= {"status": "ok", "detail": "", "ranks": ranks} | FACTS
+        times = {"ms": 2.0, "p20": 2.0, "p80": 2.0, "rounds": [2.0], "peak_mib": 100.0}
+        found.append(row | times | {"provider": "fused", "label": "ours", "role": "ours", "efficiency": 0.975})
+        absent = {"status": "missing", "detail": "no such thing", "role": "rival"}
+        found.append(row | absent | {"provider": "torch", "label": "torch"})
     return found
 
 
 def test_cases(capsys):
-    assert main(["cp", "--dry-run", "--ranks", "2", "--lengths", "32K,128K", "--kinds", "packed,plain"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "packed-32K on 2 GPUs", "packed-128K on 2 GPUs", "plain-32K on 2 GPUs",
-        "plain-128K on 2 GPUs",
-    ]  # fmt: skip
+    assert main(["cp", "--dry-run", "--cases", "p=2+packed+32k,p=2+plain-128k"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["plain-128K", "P=2"], ["packed-32K", "P=2"]]
+    assert not any(case.slow for case in CP.choose("")) and len(CP.choose("slow")) == 3
+    assert main(["cp", "--cases", "nothing-like-it"]) == 2
+    if torch.cuda.device_count() < 4:
+        assert main(["cp"]) == 2 and "4 GPUs are asked for" in capsys.readouterr().err
 
 
 def test_documents_fill_the_sequence():
-    limits = Work("packed", 131072).documents
+    limits = CpCase("packed", 131072, 2).documents
     lengths = [b - a for a, b in zip(limits, limits[1:])]
     assert limits[0] == 0 and limits[-1] == 131072 and max(lengths) <= 32768 and min(lengths) > 0
 
 
 def test_who_is_measured():
-    found = {
-        name: {kind for kind in KINDS if provider.is_for(Work(kind, 1024))} for name, provider in PROVIDERS.items()
-    }
-    assert found.pop("fused-balanced") == {"packed"}
+    found = {name: set(provider.only) for name, provider in PROVIDERS.items()}
+    assert found.pop("fused-balanced") == {"packed"} and found.pop("torch") == {"plain"}
     assert all(kinds == set(KINDS) for kinds in found.values())
+    names = [provider.name for provider in CP.providers(CpCase("packed", 1024, 2), ())]
+    assert names == ["one", "fused", "fused-balanced"]
 
 
-def test_table_names_who_was_not_timed():
-    text = table(rows())
-    assert "97.5 %" in text and "plain-128K" in text
-    assert "! plain-32K: torch fwd: missing: no such thing" in text
+class _RanksOfCpus(RanksClock):
+    """The clock of ranks, by wall time."""
+
+    synchronize = release = WallClock.synchronize
+    _times = WallClock.sample
+
+    def peak_mib(self, fn):
+        fn()
+        return self._most([1.0 + dist.get_rank()])[0]
 
 
-def test_plot(tmp_path):
+def _serve(rank, size, file, out):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    clock = _RanksOfCpus(torch.device("cpu"), dist.group.WORLD)
+    cases = [CpCase(kind, 64, size) for kind in KINDS]
+    command.measure(rank, clock, Options(rounds=2, round_ms=1.0), cases, ["one", "fused", "all_gather"], FACTS, out)
+    dist.destroy_process_group()
+
+
+def test_all_ranks_time_the_same_calls(tmp_path):
+    """Rows are those of the slowest rank, and one file has them once."""
+    mp.spawn(_serve, args=(2, tmp_path / "store", tmp_path / "rows.jsonl"), nprocs=2)
+    found = report.read_lines([tmp_path / "rows.jsonl"])
+    assert {row["status"] for row in found} == {"ok"}, found
+    assert {(row["case"], row["provider"], row["pass"]) for row in found} == {
+        (f"{kind}-64", name, part) for kind in KINDS for name in ("one", "fused") for part in ("fwd", "bwd")
+    }
+    assert all(row["peak_mib"] == 2.0 and row["shape"] == "P=2" and len(row["rounds"]) == 2 for row in found)
+    assert all(row["efficiency"] > 0 for row in found if row["provider"] == "fused")
+    assert "| window-64 | 2 | ours |" in results(found)
+
+
+def test_text_names_who_was_not_timed():
+    text = report.case_report(rows()[:2])
+    assert "97.5%" in text and "plain-32K" in text and "! torch (fwd eager): missing: no such thing" in text
+
+
+def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    (file,) = draw(rows(), tmp_path)
-    assert file.stat().st_size > 5000
     assert draw([row for row in rows() if row["status"] == "missing"], tmp_path) == []
-
-
-def test_plot_of_a_file(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
     assert main(["cp", "plot", str(file), "--plot-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split()[1] == str(tmp_path / "context_parallel_eager.png")
+    assert (tmp_path / "context_parallel_eager.png").stat().st_size > 5000
     assert main(["cp", "plot", str(tmp_path / "none.jsonl")]) == 2

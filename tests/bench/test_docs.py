@@ -1,4 +1,4 @@
-"""``python -m bench docs``: the documents' figures come from committed rows, and from nothing else."""
+"""``python -m bench docs``: the figures of the documents are those of committed rows."""
 
 import re
 
@@ -21,9 +21,9 @@ def _open(name):
 def toy(tmp_path, monkeypatch):
     """One page with one block, of rows of attention."""
     report.write_lines(tmp_path / "rows.jsonl", published())
-    block = docs.Block("bench:headline", "page.md", "attention", "attention.tables", "headline")
+    block = docs.Block("bench:headline", "page.md", "rows.jsonl", "attention.tables.headline")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
-    monkeypatch.setattr(docs, "CURRENT", {"attention": tmp_path / "rows.jsonl"})
+    monkeypatch.setattr(docs, "RESULTS", tmp_path)
     monkeypatch.setattr(docs, "BLOCKS", (block,))
     page = tmp_path / "page.md"
     page.write_text(f"# before\n{_open('bench:headline')}after\n", encoding="utf-8")
@@ -34,10 +34,10 @@ def test_figures_are_those_of_the_committed_rows(capsys):
     assert main(["docs", "--check"]) == 0, capsys.readouterr().err
 
 
-def test_every_suite_has_a_current_file():
-    assert set(docs.CURRENT) >= {block.suite for block in docs.BLOCKS}
-    for path in docs.CURRENT.values():
-        assert report.read_runs([path])
+def test_the_committed_files_of_rows_are_those_that_pages_show():
+    files = {block.file for block in docs.BLOCKS}
+    assert files == {path.name for path in docs.RESULTS.glob("*.jsonl")}
+    assert all(report.read_runs([docs.RESULTS / file]) for file in files)
     assert {block.page for block in docs.BLOCKS} == set(_PAGES)
     assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == ["bench:headline"]
 
@@ -61,7 +61,7 @@ def test_the_command_writes_checks_and_complains(toy, capsys):
     assert main(["docs"]) == 0 and "matches the rows" in capsys.readouterr().out
     toy.write_text(text.replace("8 of 8", "9 of 8"), encoding="utf-8")
     assert main(["docs", "--check"]) == 1
-    docs.CURRENT["attention"].unlink()
+    (docs.RESULTS / "rows.jsonl").unlink()
     assert main(["docs"]) == 2 and "rows.jsonl" in capsys.readouterr().err
 
 
@@ -77,11 +77,11 @@ def test_the_command_writes_checks_and_complains(toy, capsys):
 )
 def test_bad_markers_are_refused(text, message, toy):
     with pytest.raises(ValueError, match=message):
-        docs.rewrite("page.md", text, {"attention": published()})
+        docs.rewrite("page.md", text, {"rows.jsonl": published()})
 
 
 def test_rows_of_two_cards_make_no_table(toy):
     rows = published()
     rows[0] = rows[0] | {"gpu": "NVIDIA B200"}
     with pytest.raises(ValueError, match="one gpu.*B200, NVIDIA H200"):
-        docs.rewrite("page.md", toy.read_text(encoding="utf-8"), {"attention": rows})
+        docs.rewrite("page.md", toy.read_text(encoding="utf-8"), {"rows.jsonl": rows})

@@ -1,4 +1,4 @@
-"""What every row carries of the machine and the tree."""
+"""Facts of the machine and the tree in every row."""
 
 import json
 

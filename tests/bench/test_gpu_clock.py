@@ -1,4 +1,4 @@
-"""The clock of a GPU, with stand-ins for CUDA's streams, graphs and events."""
+"""The clock of a GPU with fake CUDA streams, graphs and events."""
 
 import gc
 import time

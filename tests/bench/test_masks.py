@@ -1,4 +1,4 @@
-"""``python -m bench masks`` without a GPU: its cases, its gate on every form of the tensors, and what it concludes."""
+"""Masks as cases of attention: every form of the tensors is held to float64, and visited scores are counted right."""
 
 from dataclasses import replace
 
@@ -8,19 +8,23 @@ import torch
 from baselines import masked
 from baselines.rotations import LIGER
 from bench import report
-from bench.__main__ import main
-from bench.suites.masks import lines, problem, visited
-from bench.suites.masks.report import results, summary
-from bench.suites.masks.suite import Masks
+from bench.attention import cases, problem, providers, visited
+from bench.attention.problem import Problem, Subject
+from bench.attention.suite import ATTENTION, table
+from bench.attention.tables import masks
+from bench.report import case_report
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case
-from tests.support.bench import run as run_suite
+from tests.support.bench import run
 
 TINY = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 LENGTHS = (5, 12, 1, 7)
+WINDOW = cases.masks_case("window", replace(TINY, window=(6, 0)))
+PACKED = cases.masks_case("packed", cases.packed(TINY, LENGTHS))
+OVERHEAD = cases.masks_case("overhead", replace(TINY, batch=2))
 
 
 def full_attention(q, k, v, exists):
@@ -46,86 +50,63 @@ def forgetful(q, k, v, left):
 
 
 @pytest.fixture
-def toys(monkeypatch):
-    """Rivals that run everywhere: the right one, one whose window is a key too wide, one that is not installed."""
+def toys():
+    """Return rivals that run everywhere: a right one, one with too wide a window, one that is not installed."""
 
     def rotate(q, k, tables):
-        return apply_rope_qk(q, k, *tables)
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in tables)
+        return apply_rope_qk(q, k, cos, sin)
 
     rotation = replace(LIGER, missing=lambda: None, rotate=rotate)
-    monkeypatch.setattr(lines, "LIGER", rotation)
-    monkeypatch.setattr(problem, "LIGER", rotation)
     right = masked.MaskedAttention("right", "right", lambda: None, toy_window, toy_packed)
     wrong = masked.MaskedAttention("wrong", "wrong", lambda: None, forgetful)
     absent = masked.MaskedAttention("absent", "absent", lambda: "pip install absent", toy_window, toy_packed)
-    monkeypatch.setattr(lines, "MASKED", (right, wrong, absent))
+    window = [providers.masked_rival(each, "dense", rotation) for each in (right, wrong, absent)]
+    return window, [providers.masked_rival(each, "packed", rotation) for each in (right, absent)]
 
 
-def run(*figures):
-    return run_suite(Masks(), *figures, modes=("eager",))[0]
+def mine(case):
+    return [provider for provider in table(case).values() if provider.role == "ours"]
 
 
 def test_every_form_agrees_with_float64_and_is_timed(toys):
-    rows = run(
-        lines.window_lines(TINY, 6), lines.packed_lines(TINY, LENGTHS), lines.overhead_lines(replace(TINY, batch=2))
-    )
+    window, packed = toys
+    rows = run(ATTENTION, WINDOW, providers=[*mine(WINDOW), *window])[0]
+    rows += run(ATTENTION, PACKED, providers=[*mine(PACKED), *packed])[0]
+    rows += run(ATTENTION, OVERHEAD, providers=mine(OVERHEAD))[0]
     found = {(row["case"], row["provider"]): row for row in rows}
     assert found["window", "wrong"]["status"] == "failed"
     assert found["window", "absent"]["status"] == found["packed", "absent"]["status"] == "missing"
-    timed = {(row["case"], row["provider"], row["pass"]) for row in report.timed(rows)}
-    for part in ("fwd", "bwd"):
-        for figure, names in {
-            "window": ("causal", "window", "right"),
+    timed = report.timed(rows)
+    assert {(row["case"], row["provider"], row["pass"]) for row in timed} == {
+        (case, name, part)
+        for case, names in {
+            "window": ("window", "causal", "right"),
             "packed": ("packed", "padded", "kv_starts", "right"),
             "overhead": ("causal", "window", "softcap", "sinks", "kv_lens", "kv_starts"),
-        }.items():
-            assert {(figure, name, part) for name in names} <= timed
-    assert not report.red(rows) and all(len(row["rounds"]) == 2 for row in report.timed(rows))
-    assert all(row["backend"] == "reference" for row in report.timed(rows) if row["ours"])
-    text = summary(rows)
-    assert "x the padded batch" in text and "against Liger rope + right" in text
-    assert "! window: Liger rope + wrong: failed" in text and "pip install absent" in text
-    block = results(rows)
+        }.items()
+        for name in names
+        for part in ("fwd", "bwd")
+    }
+    assert not report.red(rows) and all(row["mode"] == "eager" and len(row["rounds"]) == 2 for row in timed)
+    assert all(row["backend"] == "reference" for row in timed if row["role"] == "ours")
+    text = case_report([row for row in rows if row["case"] == "window"])
+    assert "! Liger rope + wrong: FAILED the gate" in text and "pip install absent" in text
+    block = masks(rows)
     assert "| ours, sinks | reference |" in block and "commit abc" in block and "Liger rope + right." in block
-    with pytest.raises(ValueError, match="no times"):
-        results([])
+    assert "A window, B1 H4/2 N24 D16 causal fp32 window=6,0:" in block and "packed=4x1..12" in block
 
 
-def test_a_padded_batch_that_is_wrong_is_red(toys, monkeypatch):
+def test_a_padded_batch_that_is_wrong_is_red(monkeypatch):
     """The gate sees one sequence's rows in another's place."""
-    right = problem.Problem._rows
-    monkeypatch.setattr(problem.Problem, "_rows", lambda self, form: right(self, "right"))
-    rows = run(lines.packed_lines(TINY, LENGTHS))
+    right = problem.Problem.rows
+    monkeypatch.setattr(problem.Problem, "rows", lambda self, form: right(self, "right"))
+    rows, _ = run(ATTENTION, PACKED, providers=mine(PACKED))
     assert {row["provider"]: row["status"] for row in rows}["kv_starts"] == "failed" and report.red(rows)
 
 
-def timed(figure, name, part, times, **fields):
-    return {
-        "case": figure, "provider": name, "label": name, "pass": part, "ms": times[0], "rounds": times, "ours": True,
-        "p20": times[0], "p80": times[0], "status": "ok", "mode": "eager", "shape": "", "detail": "",
-    } | fields  # fmt: skip
-
-
-def test_what_it_concludes():
-    rows = [
-        timed("window", "causal", "fwd", [10.0, 12.0], visited=1000),
-        timed("window", "window", "fwd", [1.2, 1.44], visited=100),
-        timed("window", "causal", "bwd", [10.0], visited=1000),
-        timed("window", "window", "bwd", [1.5], visited=100),
-        *(timed("packed", "packed", part, [1.0]) for part in ("fwd", "bwd")),
-        *(timed("packed", "padded", part, [2.0]) for part in ("fwd", "bwd")),
-        *(timed("packed", "fast", part, [0.5], ours=False) for part in ("fwd", "bwd")),
-        *(timed("packed", "slow", part, [1.5], ours=False) for part in ("fwd", "bwd")),
-    ]
-    text = summary(rows)
-    assert "forward: a visited block costs 1.20 of full causal's (at most 1.3: ok)" in text
-    assert "backward: a visited block costs 1.50 of full causal's (at most 1.3: MISSED)" in text
-    assert "2.00x the padded batch (at least 1.5: ok)" in text and "0.50x LOSS against fast" in text
-    assert summary([]) == "nothing was timed"
-
-
 def test_visited_scores():
-    """Of each block of queries the whole blocks of keys that hold a visible one."""
+    """A block of queries visits whole blocks of keys that hold a visible one."""
     for length, left, block_m, block_n in ((200, 37, 64, 32), (256, 64, 64, 64), (100, 5, 32, 64), (130, 129, 16, 16)):
         case = replace(TINY, len_q=length, len_k=length, window=(left, 0))
         for c in (case, replace(case, window=None)):
@@ -149,7 +130,7 @@ def test_visited_scores():
 
 @pytest.mark.parametrize("shape", [(200, 200, 37), (256, 256, 64), (130, 130, 129), (64, 300, 100), (300, 200, 20)])
 def test_visited_by_keys(shape):
-    """Of each block of keys the query blocks from the first to the last that hold a query which sees one of them."""
+    """A block of keys visits the query blocks from the first to the last query that sees one of its keys."""
     len_q, len_k, left = shape
     for block_m, block_n in ((64, 128), (32, 64), (16, 16)):
         for window in ((left, 0), None):
@@ -170,8 +151,8 @@ def test_visited_by_the_sm_90_kernels():
     plan = Plan("hopper", "prepass", "", forward, backward)
     full = replace(TINY, len_q=32768, len_k=32768)
     window = replace(full, window=(1024, 0))
-    count = {(name, part): visited.visited(c, part, plan) for name, c in (("full", full), ("window", window))
-             for part in ("fwd", "bwd")}  # fmt: skip
+    named = {"full": full, "window": window}
+    count = {(name, part): visited.visited(c, part, plan) for name, c in named.items() for part in ("fwd", "bwd")}
     assert count["full", "fwd"] == 256 * 257 // 2 * 128 * 128
     # Nine blocks for each but the first tiles, which have 1, 2, ... 8.
     assert count["window", "fwd"] == (256 * 9 - 36) * 128 * 128
@@ -183,32 +164,18 @@ def test_visited_by_the_sm_90_kernels():
     assert visited.ran(mixed, "bwd") == "triton"
 
 
-def test_packed_lines_name_the_kernels_that_ran(monkeypatch):
+def test_packed_calls_name_the_kernels_that_ran(monkeypatch):
     """By the plan of the call itself, which looks at the number of sequences and the longest."""
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
-    case = replace(TINY, dtype=torch.bfloat16)
+    made = Problem(replace(PACKED.case, dtype=torch.bfloat16), torch.device("cpu"))
+    packed = providers.table("packed")["packed"]
     for backend, expected in (("hopper", "hopper"), ("triton", "triton"), ("auto", "reference")):
-        line = lines.packed_lines(case, LENGTHS)[0]
-        plan = problem.Subject(line, problem.Problem(line.case, torch.device("cpu")), backend).plan()
+        plan = Subject(packed, made, backend).plan()
         assert {visited.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
     asked = []
-    monkeypatch.setattr(
-        planning, "plan_for", lambda problem: asked.append(problem) or planning.Plan("triton", None, "")
-    )
-    problem.Subject(line, problem.Problem(line.case, torch.device("cpu")), "triton").plan()
+    monkeypatch.setattr(planning, "plan_for", lambda problem: asked.append(problem) or Plan("triton", None, ""))
+    Subject(packed, made, "triton").plan()
     assert [(x.max_seqlen, x.sequences) for x in asked] == [(max(LENGTHS), len(LENGTHS))]
-
-
-def test_the_lines_that_are_run():
-    chosen = lines.lines()
-    assert {line.figure for line in chosen} == set(lines.FIGURES)
-    packed = next(line.case for line in chosen if line.name == "packed")
-    lengths = [n for n, _ in packed.seqlens]
-    assert len(lengths) == 64 and min(lengths) == 16 and max(lengths) == 4096 and sum(lengths) == packed.len_q
-    assert lines.mixed_lengths(64, 16, 4096) == tuple(lengths) != lines.mixed_lengths(64, 16, 4096, seed=1)
-    assert "packed=64x16..4096" in lines.shape(packed)
-    window = next(line.case for line in chosen if line.name == "window")
-    assert window.window == (1024, 0) and window.len_q == 32768
 
 
 def test_the_rivals_say_what_they_lack():
@@ -225,11 +192,3 @@ def test_flex_attention_has_the_window():
     flex = torch.nn.attention.flex_attention.flex_attention
     out = flex(q, k, v, block_mask=block_mask(40, 6, "cpu"), enable_gqa=True)
     torch.testing.assert_close(out, toy_window(q, k, v, 6), rtol=1e-4, atol=1e-5)
-
-
-def test_the_command(capsys):
-    assert main(["masks", "--dry-run"]) == 0
-    assert "FlexAttention" in capsys.readouterr().out
-    assert main(["masks", "--figures", "walls"]) == 2
-    if not torch.cuda.is_available():
-        assert main(["masks"]) == 2

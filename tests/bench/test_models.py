@@ -11,8 +11,10 @@ from transformers.models.llama import modeling_llama
 
 from bench import report
 from bench.__main__ import main
-from bench.suites.models import providers, serving, shapes, suite
-from bench.suites.models import report as models_report
+from bench.models import providers, serving, shapes, suite, tables
+from bench.models.providers import ModelProvider
+from bench.report import case_report
+from bench.suite import Options
 from fused_rope_attn.integrations.transformers import patch_report
 from tests.support.bench import run as run_suite
 
@@ -32,7 +34,9 @@ TINY = shapes.Model(
 
 
 def run(chosen, works, model=TINY, **options):
-    return run_suite(suite.Models(chosen), *(suite.Case(model, work) for work in works), modes=("eager",), **options)
+    suite.ModelTrial._made = None
+    cases = [suite.ModelCase(model, work) for work in works]
+    return run_suite(suite.MODELS_SUITE, *cases, providers=chosen, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -46,23 +50,23 @@ def broken(model):
 
 def test_rows(tmp_path):
     chosen = [providers.PROVIDERS["sdpa"], providers.PROVIDERS["fused"]]
-    chosen.append(providers.Provider("absent", "Absent", broken, lambda: "not installed"))
-    chosen.append(providers.Provider("broken", "Broken", broken))
+    chosen.append(ModelProvider("absent", "Absent", missing=lambda: "not installed", on=broken))
+    chosen.append(ModelProvider("broken", "Broken", on=broken))
     works = [shapes.Work("train", 2, 16), shapes.Work("prefill", 1, 16), shapes.Work("decode", 2, 16)]
     rows, measurement = run(chosen, works)
     assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not measurement.not_run
     for work in works:
-        found = {row["provider"]: row for row in rows if row["pass"] == work.name}
+        found = {row["provider"]: row for row in rows if row["shape"].startswith(f"{work.name} ")}
         assert found["absent"]["status"] == "missing" and "no such thing" in found["broken"]["detail"]
         ours, sdpa = found["fused"], found["sdpa"]
-        assert ours["status"] == sdpa["status"] == "ok" and ours["ours_faster"] == 1.0
+        assert ours["status"] == sdpa["status"] == "ok"
         assert ours["off_first"] < 1e-5 and sdpa["off_first"] == 0.0  # equal inputs, equal results
         assert ours["tokens_s"] == pytest.approx(work.tokens / ours["ms"] * 1e3)
         assert ("loss" in ours) == (work.kind == "train")
     file = tmp_path / "rows.jsonl"
     report.write_lines(file, rows)
-    text = models_report.summary(report.read_lines([file]))
-    assert "patch_model" in text and "missing" in text and "Tiny" in text
+    text = case_report([row for row in report.read_lines([file]) if row["shape"] == "train-16 B2 N16"])
+    assert "patch_model" in text and "missing" in text and "tokens/s" in text and "loss" in text
 
 
 _NORMED = TINY.config | {"head_dim": 16, "num_key_value_heads": 1}
@@ -74,7 +78,7 @@ NORMED = [
 
 @pytest.fixture
 def liger(monkeypatch):
-    """What the benchmark takes of Liger, in PyTorch, and how often its norm ran."""
+    """Replace Liger by PyTorch, and count the calls of its norm."""
     calls = []
     source = """
 class LigerRMSNorm(torch.nn.Module):
@@ -96,16 +100,15 @@ class LigerRMSNorm(torch.nn.Module):
 
 @pytest.mark.parametrize("model", NORMED)
 def test_models_with_norms_of_heads(model, liger):
-    """A layer has two norms of heads, and Qwen 3 two others, Gemma 3 four; one more is behind the layers."""
+    """A layer has two norms of heads, and Qwen 3 two others, Gemma 3 four; one more follows the layers."""
     chosen = [replace(provider, missing=lambda: None) for provider in providers.PROVIDERS.values()]
     chosen = [provider for provider in chosen if provider.name != "flash_2" and provider.kinds != ("serve",)]
     rows, _ = run(chosen, [shapes.Work("train", 1, 16)], model)
     found = {row["provider"]: row for row in rows}
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 7
     assert all(row["off_first"] < 1e-5 for row in rows)
-    assert [name for name, row in found.items() if row["ours"]] == ["fused", "fused_liger"]
-    assert found["fused_liger"]["ours_faster"] == 1.0 == found["fused"]["ours_faster"]
-    block = models_report.results(rows)
+    assert [name for name, row in found.items() if row["role"] == "ours"] == ["fused", "fused_liger"]
+    block = tables.results(rows)
     assert "over norms outside" in block and f"| {model.name} | train-16, B1 N16 |" in block
     assert set(liger) == {"gemma" if model.name == "Gemma" else "llama"}
     made = shapes.make(model, torch.device("cpu"))
@@ -117,9 +120,12 @@ def test_models_with_norms_of_heads(model, liger):
             counts[name] = len(liger), patch_report(made)[0].norms
     others = 3 + 2 * (model.name == "Gemma")
     assert counts == {
-        "liger_norm": (2, ""), "liger_all": (2 + others, ""), "fused_liger": (others, "fused"),
-        "own_norms": (0, "its own: q_norm has hooks"), "fused": (0, "fused"),
-    }  # fmt: skip
+        "liger_norm": (2, ""),
+        "liger_all": (2 + others, ""),
+        "fused_liger": (others, "fused"),
+        "own_norms": (0, "its own: q_norm has hooks"),
+        "fused": (0, "fused"),
+    }
     norm = made.model.layers[0].self_attn.q_norm
     assert "forward" not in norm.__dict__ and not norm._forward_hooks and "offset" not in norm.__dict__
 
@@ -127,11 +133,11 @@ def test_models_with_norms_of_heads(model, liger):
 def test_models_without_norms_of_heads():
     rows, _ = run([providers.PROVIDERS["own_norms"], providers.PROVIDERS["fused"]], [shapes.Work("train", 1, 16)])
     assert [row["status"] for row in rows] == ["unsupported", "ok"]
-    assert "norms outside" not in models_report.summary(rows) + models_report.results(rows)
+    assert "norms outside" not in tables.results(rows)
 
 
 @pytest.mark.filterwarnings("ignore:.*paged.*:FutureWarning")
-def test_training_with_activation_checkpointing():
+def test_training_with_activation_checkpointing(monkeypatch):
     """Every layer runs twice a step; afterwards, and in a work that does not ask for it, once."""
     forwards = []
 
@@ -151,18 +157,19 @@ def test_training_with_activation_checkpointing():
     losses, counts = [], []
     model = shapes.make(TINY, torch.device("cpu"))
     for work in works:
-        trial = suite.ModelTrial(chosen, suite.Case(TINY, work), model, CountingClock())
+        monkeypatch.setattr(suite.ModelTrial, "_made", (TINY, model))
+        trial = suite.ModelTrial(suite.ModelCase(TINY, work), chosen, CountingClock(), Options())
         facts = [trial.enter(provider).facts for provider in chosen]
         losses += [fact["loss"] for fact in facts]
         counts.append(len(forwards) // len(layers(model)))
         forwards.clear()
-    # Two steps each: the one that warms up and the one whose memory is measured.
+    # Two steps each: one to warm up and one to measure memory.
     assert counts == [4, 2] and works[0].name == "train-16-checkpoint"
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and not model.is_gradient_checkpointing
 
 
 class CountingClock:
-    """A clock whose memory is that of one call, which it makes."""
+    """A clock that calls the function to measure memory."""
 
     device = torch.device("cpu")
 
@@ -172,7 +179,7 @@ class CountingClock:
 
 
 def test_requests_of_mixed_lengths(monkeypatch):
-    """Continuous batching: whoever takes part answers alike, and each is timed with a manager of its own."""
+    """Continuous batching: all providers answer alike, and each is timed with a manager of its own."""
     monkeypatch.setattr(serving, "PAGE", 16)
     monkeypatch.setattr("gc.collect", lambda *given: 0)  # which managers call again and again
     for module in (serving, shapes):
@@ -185,22 +192,16 @@ def test_requests_of_mixed_lengths(monkeypatch):
     assert all(found[name]["off_first"] == 0.0 for name in ("eager", "sdpa_graphs", "fused"))
     assert work.tokens == 3 * shapes.NEW_TOKENS
     assert found["eager"]["tokens_s"] == pytest.approx(work.tokens / found["eager"]["ms"] * 1e3)
-    text = models_report.serving(rows)
+    text = tables.serving(rows)
     assert "manager of transformers" in text and "| Tiny (3 layers left out) | serve-24, B3 N24 |" in text
     assert "| eager | sdpa, graphs | `patch_model` | over the best |" in text and "Liger" not in text
     with pytest.raises(ValueError, match="no rows"):
-        models_report.results(rows)
+        tables.results(rows)
 
 
 def test_what_a_deadline_leaves():
     rows, measurement = run([providers.PROVIDERS["sdpa"]], [shapes.Work("train", 1, 2048)], deadline=0.0)
     assert rows == [] and measurement.not_run == ["Tiny train-2K B1 N2048"]
-
-
-def test_losses_are_printed():
-    row = {"case": "M", "pass": "w", "label": "sdpa", "provider": "sdpa", "status": "ok", "ms": 1.0, "tokens_s": 1.0}
-    row |= {"peak_mib": 1.0, "ours_faster": 0.8, "loss": 2.0}
-    assert "slower than sdpa: M w 0.80" in models_report.summary([row])
 
 
 def test_switching_leaves_the_model_as_it_was():
@@ -216,8 +217,8 @@ def test_switching_leaves_the_model_as_it_was():
 def test_command_line(capsys):
     assert main(["models", "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("Llama-3.2-1B", "24 layers left out", "Qwen3-0.6B", "prefill-16K", "liger"))
-    assert main(["models", "--dry-run", "--models", "no"]) == 2
-    assert main(["models", "--dry-run", "--models", "Gemma3", "--work", "decode"]) == 2
+    assert all(name in text for name in ("Llama-3.2-1B", "Qwen3-0.6B", "prefill-16K", "liger"))
+    assert main(["models", "--dry-run", "--cases", "no such"]) == 2
+    assert main(["models", "--dry-run", "--cases", "Gemma3+decode"]) == 2
     if not torch.cuda.is_available():
         assert main(["models"]) == 2 and "no GPU" in capsys.readouterr().err

@@ -1,9 +1,11 @@
-"""Rows to files and back, and tables of text."""
+"""Rows to files and back, and their text for the terminal."""
 
 import pytest
 
 from bench import report
-from tests.support.bench import attention_row
+from bench.attention import cases
+from bench.report import case_report, summary
+from tests.support.bench import attention_row, published
 
 
 def test_columns_are_aligned():
@@ -35,3 +37,57 @@ def test_a_case_comes_from_one_run(tmp_path):
         ("Small-1K", "liger_flash"): 2.0,
         ("Small-2K", "fused"): 9.0,
     }
+
+
+def test_rows_of_earlier_releases_get_a_role():
+    def role(**fields):
+        return report.normalised({"provider": "x", **fields})["role"]
+
+    assert role(ours=True) == "ours" and role(ours=False) == "rival" and role(provider="fused-balanced") == "ours"
+    assert role(ours=False, rotates=False) == role(ours=False, bare=True) == "bare"
+    assert role(provider="copy", ours=False) == "ceiling" and role(role="ours", ours=False) == "ours"
+    assert report.normalised({"role": "ours", "mib": 3.0})["peak_mib"] == 3.0
+
+
+def test_losses_are_printed_like_wins():
+    text = summary(published())
+    # Small-512, Small-1K, Llama7B-2K, Llama70B-1K beat the strongest separate pair; the other four lose.
+    assert "4 not more, 4 more" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line and line.split()[0] in cases.TABLE}
+    assert set(lines) == set(cases.TABLE)
+    assert "0.91x LOSS" in lines["Llama7B-4K"] and "Liger rope + FA4" in lines["Llama7B-4K"]
+    assert "0.80x LOSS" in lines["Llama7B-4K"] and "bare FA4" in lines["Llama7B-4K"]
+    assert "1.93x" in lines["Small-512"] and "0.83x LOSS" in lines["Small-512"]
+    assert len({len(line.rstrip()) for line in text.splitlines()}) > 1
+
+
+def test_case_report_marks_the_reservations():
+    rows = [r for r in published() if r["case"] == "Llama7B-4K"]
+    rows.append(attention_row("Llama7B-4K", "hf_flash_attn", 1.9, status="loose"))
+    failed = {"status": "failed", "detail": "dq: 7 rows beyond 2.5x"}
+    rows.append(attention_row("Llama7B-4K", "compiled_fa4", 0.1, **failed))
+    text = case_report(rows)
+    assert "~ HF rope + FA2" in text and "1.32 times" in text
+    assert "compiled rope + FA4 (fwd graph): FAILED the gate: dq: 7 rows" in text
+    body = [line for line in text.splitlines() if line.startswith(("fused", "HF", "Liger", "bare"))]
+    assert len(body) == 7 and "compiled" not in "".join(body)
+
+
+def test_energies_are_compared_under_load():
+    def row(provider, ms, mj, **extra):
+        load = {"mode": "load", "mj": mj, "mj_rounds": [mj] * 3, "watts": mj / ms, "mhz": 1700}
+        return attention_row("Llama7B-2K", provider, ms, **load, **extra)
+
+    rows = [row("fused", 0.15, 100.0), row("liger_fa4", 0.14, 110.0), row("bare_cudnn", 0.16, 80.0)]
+    text = summary(rows)
+    assert "energy against the strongest rival: 1 not more, 0 more" in text and "0.80x LOSS" in text
+    report_ = case_report(rows)
+    assert "under load" in report_ and "667" in report_ and "1700" in report_ and "0.93x LOSS" in report_
+
+
+def test_to_take_longer_than_a_ceiling_is_no_loss():
+    rows = [
+        attention_row("Host", name, ms, "fwd", "host", kind="host") for name, ms in (("fused", 1.0), ("nothing", 0.1))
+    ]
+    assert "0.10x" in case_report(rows) and "LOSS" not in case_report(rows)
+    assert summary([]) == "nothing was timed"

@@ -1,11 +1,11 @@
-"""Helpers of the suites' tests: a run on a CPU, and rows of attention with made-up times."""
-
-import dataclasses
+"""Shared by the tests of the benchmark: runs on a CPU, and rows of attention with made-up times."""
 
 import torch
 
 from bench.attention import cases, providers
-from bench.runner import Options, Run
+from bench.attention.providers import AttentionProvider
+from bench.runner import Run
+from bench.suite import Options
 from fused_rope_attn import testing
 from tests.support.clocks import WallClock
 
@@ -14,60 +14,39 @@ FACTS = {
     "driver": "1",
     "torch": "2",
     "triton": "3",
+    "cudnn": None,
     "date": "2026-01-02T03:04:05",
     "commit": "abc",
     "packages": {"transformers": "5"},
 }
-
-
 TINY = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
 
 
-@dataclasses.dataclass
-class Scripted:
-    """A provider that does what a test wants; ``run`` receives what a baseline receives."""
-
-    name: str
-    action: object
-    label: str = ""
-    rotates: bool = True
-    in_place: bool = False
-    half_tables: bool = False
-    backward: bool = True
-    pip: tuple = ("scripted",)
-    lacks: str | None = None
-
-    def __post_init__(self):
-        self.label = self.label or self.name
-
-    def missing(self):
-        return self.lacks
-
-    def unsupported(self, case):
-        return None
-
-    def prepare(self, cos, sin, dtype):
-        return cos, sin
-
-    def run(self, q, k, v, tables, causal):
-        return self.action(q, k, v, tables, causal)
+def scripted(name, run, label="", role="rival", lacks=None, **fields):
+    """Return a provider of attention that runs ``run(q, k, v, given)``, as in ``AttentionProvider``."""
+    return AttentionProvider(name, label or name, role, lambda: lacks, ("scripted",), run=run, **fields)
 
 
-def right(q, k, v, tables, causal):
-    return providers.OURS["fused"].run(q, k, v, tables, causal)
+def right(q, k, v, given):
+    return providers.fused(q, k, v, given)
 
 
-def run(suite, *cases, clock=None, **options):
-    """(the rows of all cases, the run), after two rounds unless ``options`` say otherwise."""
-    measurement = Run(suite, Options(**{"rounds": 2} | options), clock or WallClock(), FACTS)
-    return [row for block in measurement.rows(list(cases)) for row in block], measurement
+def run(suite, *chosen, providers=None, clock=None, **options):
+    """Return (the rows of all cases, the run), after two rounds unless ``options`` say otherwise."""
+
+    def people(case):
+        return suite.providers(case, ()) if providers is None else providers
+
+    measurement = Run(suite, Options(**{"rounds": 2} | options), clock or WallClock(), FACTS, people)
+    return [row for block in measurement.rows(list(chosen)) for row in block], measurement
 
 
-def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", **extra):
-    """A row of ``python -m bench`` as an H200 would give it, with ``ms`` in every round."""
-    bench_case = next(c for c in cases.CASES if c.name == case)
-    c, who = bench_case.case, providers.PROVIDERS[provider]
+def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", kind="plain", **extra):
+    """Return a row of attention as an H200 would give it, with ``ms`` in every round."""
+    bench_case = next(c for c in (*cases.CASES, *cases.NORMED) if c.name == case)
+    c, who = bench_case.case, providers.table(kind)[provider]
     return {
+        "bench": "attention",
         "case": case,
         "family": bench_case.family,
         "groups": bench_case.groups,
@@ -89,8 +68,7 @@ def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", **e
         "date": "2026-11-21T10:00:00+00:00",
         "provider": provider,
         "label": who.label,
-        "ours": providers.is_ours(provider),
-        "rotates": who.rotates,
+        "role": who.role,
         "pass": part,
         "mode": mode,
         "status": status,
@@ -100,7 +78,7 @@ def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", **e
         "p80": 1.03 * ms,
         "rounds": [ms] * 5,
         "calls": 100,
-        "tflops": bench_case.flops(part) / ms * 1e-9,
+        "tflops": bench_case.flops(part or "fwd") / ms * 1e-9,
         "peak_mib": 64.0,
         "gate_row_ratio": 3.3,
         "gate_rms_ratio": 1.4,
@@ -108,7 +86,7 @@ def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", **e
 
 
 def published(mode="graph"):
-    """Rows of forward with the published times of the rivals, and ours winning at some shapes and losing at others."""
+    """Return rows of forward with published times of the rivals, ours winning at some shapes and losing at others."""
     figures = {
         "Small-512": (0.0161, 0.076, 0.031, 0.076, 0.0133, 0.030),
         "Small-1K": (0.0290, 0.123, 0.034, 0.076, 0.0258, 0.0258),

@@ -31,7 +31,7 @@ class Machine:
     def sleep(self, seconds):
         self.now += seconds
 
-    # The counter of ``bench.suites.energy``.
+    # The counter of ``bench.load``.
 
     def millijoules(self):
         at = self.step * int(self.now / self.step + 1e-9)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from bench.suites.models import shapes
+from bench.models import shapes
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.dtypes import BF16
 from tests.support.hf_models import MODELS, make_ids, make_model

@@ -1,0 +1,234 @@
+"""One case of attention: its tensors, one provider on them, and the trial that judges and times all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.attention import providers
+from bench.attention.cases import MASKS, BenchCase
+from bench.attention.providers import AttentionProvider, Given
+from bench.attention.visited import ran, visited
+from bench.gate import OF_WEIGHTS, Gate, Verdict
+from bench.load import Loads
+from bench.report import Row
+from bench.suite import Entry, Options, Times, Trial, case_fields, forward_or_backward
+from bench.timing import Measurement, quantile
+from fused_rope_attn import testing
+
+
+class Problem:
+    """The tensors of a case in every form, made once.
+
+    dense: (B, H, N, D). packed: (T, H, D). right, left: (B, H, longest, D), where every sequence is a batch entry that
+    is padded on that side.
+    """
+
+    def __init__(self, case: testing.Case, device: torch.device):
+        self.case, self.device = case, device
+        self.inputs = testing.make_inputs(case, device)
+        self._forms: dict[str, list[Tensor]] = {}
+        self.lengths = [n for n, _ in case.seqlens or ()]
+        self.longest = max(self.lengths, default=0)
+        counts = torch.tensor(self.lengths, dtype=torch.int64)
+        self.ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
+        self.starts = (self.longest - counts).int().to(device)
+        self.position = torch.cat([torch.arange(n) for n in self.lengths] or [torch.arange(case.len_k)]).to(device)
+
+    def rows(self, form: str) -> Tensor:
+        """Return the row of the padded batch at which each packed token is stored."""
+        index = torch.arange(len(self.lengths), device=self.device)
+        counts = torch.tensor(self.lengths, device=self.device)
+        begin = index * self.longest + (self.starts if form == "left" else 0)
+        return begin.repeat_interleave(counts) + self.position
+
+    def tensors(self, form: str) -> list[Tensor]:
+        """Return q, k, v and do."""
+        x = self.inputs
+        if form not in self._forms:
+            given = [x.q, x.k, x.v, x.do]
+            if form != "dense":
+                given = [t[0].transpose(0, 1) for t in given]
+            if form in ("right", "left"):
+                rows, count = self.rows(form), len(self.lengths) * self.longest
+                padded = [t.new_zeros(count, *t.shape[1:]).index_copy_(0, rows, t) for t in given]
+                given = [t.unflatten(0, (-1, self.longest)).transpose(1, 2) for t in padded]
+            self._forms[form] = given
+        return self._forms[form]
+
+    def as_case(self, x: Tensor, form: str) -> Tensor:
+        """Return an output or gradient as the case has it: (B, H, N, D)."""
+        if form in ("right", "left"):
+            x = x.transpose(1, 2).flatten(0, 1)[self.rows(form)]
+        return x if form == "dense" else x.transpose(0, 1)[None]
+
+
+class Subject:
+    """One provider on a problem. ``case``: the problem with the provider's variant; ``backend``: of ours."""
+
+    def __init__(self, provider: AttentionProvider, problem: Problem, backend: str = "auto"):
+        self.provider, self.problem = provider, problem
+        self.case = replace(problem.case, **provider.variant)
+        cos, sin = problem.inputs.cos, problem.inputs.sin
+        if provider.form == "packed" and not provider.ours:  # these rotate each token by its own row
+            cos, sin = cos[problem.position], sin[problem.position]
+        masks = testing.masks_of(self.case, problem.device) if provider.form == "dense" else {}
+        # Only what differs from the default: host time is measured as of a call that a user writes.
+        masks = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
+        norms = testing.norms_of(self.case, problem.device)
+        found = {**masks, **norms}
+        self._weights = {name: found.pop(name) for name in ("sinks", "q_norm", "k_norm") if name in found}
+        if provider.form == "left":
+            found["kv_starts"] = problem.starts
+        if provider.ours and backend != "auto" and "backend" not in provider.options:
+            found["backend"] = backend
+        tables = provider.prepare(cos, sin, self.case.dtype)
+        options = {**found, **provider.options}
+        self._given = Given(self.case, tables, options, self._weights, problem.ends, problem.longest)
+
+    def _run(self) -> Callable[..., Tensor]:
+        """Return ``run(q, k, v, *weights)``."""
+        run, given, names = self.provider.run, self._given, tuple(self._weights)
+        if not names:
+            return lambda q, k, v: run(q, k, v, given)
+        return lambda q, k, v, *weights: run(q, k, v, given._replace(weights=dict(zip(names, weights))))
+
+    def _leaves(self, grads: bool = True) -> list[Tensor]:
+        """Return q, k, v and the weights as leaves. A provider that works in place gets copies of q and k."""
+        q, k, v, _ = self.problem.tensors(self.provider.form)
+        qk = [x.detach().clone() if self.provider.in_place else x.detach() for x in (q, k)]
+        weights = [weight.detach() for weight in self._weights.values()]
+        return [x.requires_grad_(grads) for x in (*qk, v.detach(), *weights)]
+
+    def once(self, grads: bool, do: Tensor | None = None) -> dict[str, Tensor]:
+        """Return o, and with ``grads`` the gradients that the gate compares, as the case has them."""
+        leaves = self._leaves(grads)
+        with torch.set_grad_enabled(grads):
+            o = self._run()(*leaves)
+        found = {"o": o.detach()}
+        if grads:
+            names = ("q", "k", "v", *self._weights)
+            compared = {f"d{name}": x for name, x in zip(names, leaves) if name != "sinks"}
+            given = self.problem.tensors(self.provider.form)[3] if do is None else do
+            found |= dict(zip(compared, torch.autograd.grad(o, list(compared.values()), given)))
+        form = self.provider.form
+        return {name: x if name in OF_WEIGHTS else self.problem.as_case(x, form) for name, x in found.items()}
+
+    def make(self, part: str) -> Callable[[], Any]:
+        """Return the function of a pass, as ``suite.forward_or_backward`` has it."""
+        return forward_or_backward(self._run(), self._leaves(), self.problem.tensors(self.provider.form)[3], part)
+
+    def plan(self) -> Any:
+        """Return the plan of ours."""
+        return providers.plan(*self.problem.tensors(self.provider.form)[:3], self._given)
+
+
+def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtype | None = None) -> testing.Results:
+    """Return outputs and gradients of Co-RoPE by its definition, in float64 or in the dtype of the inputs."""
+    q, k, v, do = (x.to(dtype or x.dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = providers.corope_definition(*leaves)
+    return testing.Results(o.detach(), o.detach(), *torch.autograd.grad(o, leaves, do))
+
+
+class AttentionTrial(Trial):
+    """One case of any kind."""
+
+    def __init__(self, case: BenchCase, people: Any, clock: Any, options: Options) -> None:
+        super().__init__(case, people, clock, options)
+        self.problem = Problem(case.case, clock.device)
+        heads = None
+        if case.kind == "corope":  # its definition takes long: one group of heads
+            heads = [(case.case.batch - 1, case.case.heads_kv - 1)]
+        elif case.kind == "overhead":  # of other heads the reference would draw other sinks
+            heads = [(0, 0)]
+        reference = corope_results if case.kind == "corope" else testing.run_reference
+        self.gate = Gate(case.case, self.problem.inputs, heads=heads, reference=reference)
+        self._grads = options.passes != ("fwd",)
+        self._subjects: dict[str, Subject] = {}
+        self.measurement = Loads if options.modes == ("load",) else Measurement
+        # Rows of norms and Co-RoPE hold the memory of forward and backward together.
+        self._both_memory = case.kind in ("norm", "corope")
+        self.measures_memory = not self._both_memory
+        self.default_modes = {"plain": ("eager", "graph"), "host": ("host",), "norm": ("graph",)}.get(
+            case.kind, ("eager",)
+        )
+
+    def modes(self) -> tuple[str, ...]:
+        """Time the case of host time on the host, and others on the host only where nothing else was asked for."""
+        asked = super().modes()
+        of_host = self.case.kind == "host"
+        return tuple(mode for mode in asked if (mode == "host") == of_host) or asked
+
+    def default_passes(self, mode: str) -> tuple[str, ...]:
+        return ("fwd", "fwd_grad", "both") if mode == "host" else ("fwd", "bwd")
+
+    def unsupported(self, provider: AttentionProvider) -> str | None:
+        return provider.unsupported(self.case.case)
+
+    def unsupported_pass(self, provider: AttentionProvider, part: str) -> str | None:
+        return None if provider.backward or part == "fwd" else f"{provider.label} has a forward pass only"
+
+    def enter(self, provider: AttentionProvider) -> Entry:
+        grads = self._grads and provider.backward
+        begin = time.perf_counter()
+        subject = Subject(provider, self.problem, self.options.backend)
+        with provider.active():
+            do = self.gate.do if provider.form == "dense" else None
+            outputs = subject.once(grads, do)
+            self.clock.synchronize()
+        seconds = time.perf_counter() - begin
+        verdict = replace(self._judge(provider, subject, outputs), first_call_s=seconds)
+        facts = verdict.fields()
+        if self._both_memory and verdict.status != "failed":
+            facts["peak_mib"] = self.clock.peak_mib(lambda: subject.once(grads))
+        self._subjects[provider.name] = subject
+        return Entry(provider, verdict, subject.make, facts, provider.active)
+
+    def _judge(self, provider: AttentionProvider, subject: Subject, outputs: dict[str, Tensor]) -> Verdict:
+        if provider.role == "ceiling":  # no attention: q, and the gradient as it came
+            x = self.problem.inputs
+            right = torch.equal(outputs.pop("o"), x.q) and all(torch.equal(found, x.do) for found in outputs.values())
+            return Verdict() if right else Verdict("failed", detail="must return q, and do as every gradient")
+        tables = "none" if provider.role == "bare" else "half" if provider.half_tables else "float32"
+        forgiving = not provider.ours and not self.options.strict
+        return self.gate.judge(outputs, tables, case=subject.case, forgiving=forgiving)
+
+    def gated(self) -> None:
+        self.gate.release()
+
+    def fields(self) -> Row:
+        counter = getattr(self.clock, "counter", None)
+        limit = {} if counter is None else {"limit_watts": counter.limit_watts()}
+        return {"family": self.case.family, **case_fields(self.case.case), **limit}
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        """Return TFLOP/s, quartiles of host time, and of ours the plan, its kernels and the scores that they visit."""
+        rows: dict[str, Row] = {}
+        for provider in self.providers:
+            if provider.name not in measured:
+                continue
+            row = rows[provider.name] = {}
+            found = measured[provider.name]
+            if mode == "host":
+                row |= {"p25": quantile(found.samples, 0.25), "p75": quantile(found.samples, 0.75)}
+            elif self.case.kind not in (*MASKS, "corope"):  # a mask hides some of the work
+                row["tflops"] = self.case.flops(part) / found.quantiles()[0] * 1e-9
+            if provider.ours and self.case.kind != "corope":
+                row |= self._plan(self._subjects[provider.name], part)
+        return rows
+
+    def _plan(self, subject: Subject, part: str) -> Row:
+        try:
+            plan = subject.plan()
+        except Exception as error:  # an explanation is no reason to lose a measurement
+            return {"plan": f"{type(error).__name__}: {error}"}
+        row = {"plan": str(plan), "backend": ran(plan, part)}
+        if self.case.kind == "window":
+            row["visited"] = visited(subject.case, part, plan)
+        return row

@@ -1,0 +1,354 @@
+"""``python -m bench compare A B``: what moved between two files of rows, and by how much more than noise.
+
+Two files are two processes, often on two days. The rounds of one file say how a median varies within a process. They do
+not say how it varies from one process to the next, with other addresses, another temperature and another card. The rows
+of rivals say that, because their code is the same in both files. Both kinds of noise count: a ratio has moved where it
+is further from 1 than both together explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.command import refuse
+from bench.environment import shown
+from bench.names import words
+from bench.report import TIMED, Row, read_runs, table
+from bench.timing import quantile
+
+# Figure -> the field with its value in every round; a figure without rounds has no noise. Less is better.
+FIGURES: dict[str, str | None] = {"ms": "rounds", "mj": "mj_rounds", "peak_mib": None}
+_UNITS = {"ms": "ms", "mj": "mJ", "peak_mib": "MiB"}
+# The two checkouts of a row of ``tools.compare_checkouts``; both are ours, and the first may be the same in two files.
+_CHECKOUTS = ("before", "after")
+# A ratio further from 1 than so many times its noise has moved. Medians of few rounds have long tails.
+CERTAIN = 3.0
+# Fewer rivals than this say nothing about the noise between two processes.
+_ENOUGH = 4
+# For the normal distribution: the standard error of a median over that of a mean, and the standard deviation over two
+# measures of spread, the median distance from the centre and half of the distance from p20 to p80.
+_OF_MEDIAN, _OF_MAD, _OF_P80 = 1.2533, 1.4826, 1 / 0.8416
+
+
+class Key(NamedTuple):
+    """The identity of a measurement; a field that a suite does not have is ""."""
+
+    case: str
+    shape: str
+    dtype: str
+    provider: str
+    part: str
+    mode: str
+    figure: str
+
+
+class Measured(NamedTuple):
+    """One figure of one row. rounds: () where the row lacks them. spread: (p20, p80) of all samples."""
+
+    value: float
+    rounds: tuple[float, ...] = ()
+    spread: tuple[float, float] | None = None
+    ours: bool = False
+
+
+class File(NamedTuple):
+    """``measured``: what has a figure. ``failed``: the reason why a measurement lacks one. ``ours``: the providers that
+    may have other code in another file. ``facts``: machine and versions."""
+
+    path: Path
+    measured: dict[Key, Measured]
+    failed: dict[Key, str]
+    ours: frozenset[str]
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One figure in both files. ratio: B over A, above 1 it got worse. noise: a standard deviation of its logarithm."""
+
+    key: Key
+    ours: bool
+    a: float
+    b: float
+    ratio: float
+    noise: float
+
+    @property
+    def times_noise(self) -> float:
+        """Return the distance from 1 in standard deviations; infinite where there is no noise."""
+        distance = abs(math.log(self.ratio))
+        return distance / self.noise if self.noise else math.inf if distance else 0.0
+
+    def verdict(self, threshold: float) -> str:
+        """Return "worse" or "better" where it moved by more than ``threshold`` (0.02 is 2 %) and noise, else ""."""
+        if abs(math.log(self.ratio)) <= math.log1p(threshold) or self.times_noise <= CERTAIN:
+            return ""
+        return "worse" if self.ratio > 1 else "better"
+
+
+# Files
+
+
+def read(path: Path) -> File:
+    """Read the latest run of every case in a file. OSError or ValueError where it is no file of rows of one GPU."""
+    rows = _rows(path)
+    if not rows:
+        raise ValueError(f"{path} holds no rows")
+    cards = sorted({str(row["gpu"]) for row in rows})
+    if len(cards) > 1:
+        raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards)}")
+    measured = {key: found for row in rows for key, found in _measured(row)}
+    failed = {
+        _key(row, "ms"): f"{row['status']}: {row['detail']}" if row.get("detail") else row["status"]
+        for row in rows
+        if row["status"] not in TIMED
+    }
+    ours = frozenset(row["provider"] for row in rows if row["role"] == "ours") - {_CHECKOUTS[0]}
+    facts: dict[str, set[str]] = {}
+    for row in rows:
+        found = {name: row.get(name) for name in ("gpu", "driver", "torch", "triton", "cudnn", "commit")}
+        for name, value in {**found, "date": str(row.get("date", ""))[:10], **(row.get("packages") or {})}.items():
+            if value:
+                facts.setdefault(name, set()).add(str(value))
+    return File(path, measured, failed, ours, {name: " and ".join(sorted(all_)) for name, all_ in facts.items()})
+
+
+def _rows(path: Path) -> list[Row]:
+    """Return rows as suites write them; bring those of ``tools.compare_checkouts`` into that form."""
+    with path.open(encoding="utf-8") as file:
+        first = next((line for line in file if line.strip()), "{}")
+    try:
+        of_checkouts = {"part", "environment"} <= set(json.loads(first))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} holds no result rows: {error}") from None
+    if not of_checkouts:
+        return [row for row in read_runs([path]) if "status" in row]
+    latest = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        for row in _checkout_rows(json.loads(line)) if line.strip() else ():
+            latest[row["case"], row["pass"], row["mode"], row["provider"]] = row
+    return list(latest.values())
+
+
+def _checkout_rows(row: Row) -> Iterator[Row]:
+    """Yield two rows, of the checkout before and of this one. Microseconds become milliseconds."""
+    part, _, host = row["part"].partition(", ")
+    unit = {"ms": 1.0, "us": 1e-3}[row["unit"]]
+    for provider in _CHECKOUTS:
+        found = {"case": row["case"], "shape": "", "provider": provider, "pass": part, "mode": host or "graph"}
+        found |= {"role": "ours", **row["environment"]}
+        if "error" in row:
+            yield found | {"status": "failed", "detail": row["error"]}
+        else:
+            rounds = [unit * value for value in row[provider]]
+            yield found | {"status": "ok", "rounds": rounds, "ms": quantile(rounds, 0.5)}
+
+
+def _key(row: Row, figure: str) -> Key:
+    fields = (row.get(name) or "" for name in ("case", "shape", "dtype", "provider", "pass", "mode"))
+    return Key(*map(str, fields), figure)
+
+
+def _measured(row: Row) -> Iterator[tuple[Key, Measured]]:
+    for figure, rounds in FIGURES.items():
+        if row["status"] in TIMED and row.get(figure):
+            spread = (row["p20"], row["p80"]) if figure == "ms" and "p20" in row else None
+            values = tuple(row.get(rounds) or ()) if rounds else ()
+            yield _key(row, figure), Measured(row[figure], values, spread, row["role"] == "ours")
+
+
+# Noise
+
+
+def within_noise(found: Measured) -> float:
+    """Return the standard error of the logarithm of a median, from the rounds of one process.
+
+    From the quantiles of the samples where there is one round, because samples of one round share its clock; 0 where
+    there is neither.
+    """
+    if len(found.rounds) > 1:
+        logs = [math.log(value) for value in found.rounds]
+        return _OF_MEDIAN * statistics.stdev(logs) / math.sqrt(len(logs))
+    if found.spread is not None:
+        return 0.5 * _OF_P80 * math.log(found.spread[1] / found.spread[0])
+    return 0.0
+
+
+def _between(pairs: list[tuple[Key, Measured, Measured]]) -> dict[tuple[str, str, str], float]:
+    """Return (pass, mode, figure) -> the standard deviation of the ratios of rivals around 1."""
+    distances: dict[tuple[str, str, str], list[float]] = {}
+    for key, one, other in pairs:
+        if not one.ours and FIGURES[key.figure]:
+            distances.setdefault(key[4:], []).append(abs(math.log(other.value / one.value)))
+    return {of: _OF_MAD * quantile(found, 0.5) for of, found in distances.items() if len(found) >= _ENOUGH}
+
+
+def _over(found: Measured, yardstick: Measured) -> Measured:
+    """Divide one measurement by another of the same process, round by round, so that a shared drift cancels."""
+    spread = found.spread
+    if spread is not None and yardstick.spread is not None:
+        spread = spread[0] / yardstick.spread[1], spread[1] / yardstick.spread[0]
+    if len(found.rounds) == len(yardstick.rounds) and found.rounds:
+        rounds = tuple(x / y for x, y in zip(found.rounds, yardstick.rounds))
+        return Measured(quantile(list(rounds), 0.5), rounds, spread, found.ours)
+    return Measured(found.value / yardstick.value, (), spread, found.ours)
+
+
+def moves(a: File, b: File, yardstick: str | None = None) -> list[Move]:
+    """Match two files; return the worst move first.
+
+    yardstick: divide times and energies by those of this provider; leave out cases without it in both files.
+    ValueError where it is one of ours or not in both files, or where nothing matches.
+    """
+    both = [key for key in a.measured if key in b.measured]
+    if not both:
+        raise ValueError(f"{a.path} and {b.path} have no measurement in common")
+    shared = sorted({key.provider for key in both} - a.ours - b.ours)
+    if yardstick is not None and yardstick not in shared:
+        what = "is ours" if yardstick in a.ours | b.ours else "is not timed in both files"
+        raise ValueError(
+            f"--yardstick must be a provider of both files that is not ours, but {yardstick} {what}; there are: "
+            f"{', '.join(shared) or 'none'}"
+        )
+    pairs = []
+    for key in both:
+        one, other = a.measured[key], b.measured[key]
+        if yardstick is not None and FIGURES[key.figure]:
+            by = key._replace(provider=yardstick)
+            if by == key or by not in a.measured or by not in b.measured:
+                continue
+            one, other = _over(one, a.measured[by]), _over(other, b.measured[by])
+        pairs.append((key, one, other))
+    between = _between(pairs)
+    found = []
+    for key, one, other in pairs:
+        noise = math.hypot(within_noise(one), within_noise(other), between.get(key[4:], 0.0))
+        ratio = other.value / one.value
+        found.append(Move(key, one.ours, a.measured[key].value, b.measured[key].value, ratio, noise))
+    return sorted(found, key=lambda move: -move.ratio)
+
+
+def lost(file: File, other: File) -> dict[Key, str]:
+    """Return what only ``file`` has timed, with the reason that ``other`` gives, "" where it says nothing."""
+    found = {}
+    for key in file.measured:
+        if key.figure == "ms" and key not in other.measured:
+            # A failure may be of all passes or all modes.
+            places = (key._replace(part=part, mode=mode) for part in (key.part, "") for mode in (key.mode, ""))
+            found[key] = next((other.failed[place] for place in places if place in other.failed), "")
+    return found
+
+
+# The command
+
+
+def main(argv: list[str]) -> int:
+    """Compare. Exit status: 0 nothing of ours got worse, 1 something did or fails now, 2 cannot compare."""
+    args = _parser().parse_args(argv)
+    try:
+        if not 0 <= args.threshold < 1:
+            raise ValueError(f"--threshold must be at least 0 and below 1, as 0.02 for 2 %, not {args.threshold:g}")
+        a, b = read(args.a), read(args.b)
+        every = moves(a, b, args.yardstick)
+    except (OSError, ValueError) as error:
+        return refuse("compare", str(error))
+
+    def wanted(key: Key) -> bool:
+        # Rows that are left out have told the noise with the rest.
+        only = words(args.only)
+        return not only or any(all(part in key for part in word.split("+")) for word in only)
+
+    chosen = [move for move in every if wanted(move.key)]
+    if not chosen:
+        names = dict.fromkeys(part for move in every for part in move.key if part)
+        return refuse("compare", f"--only {args.only} leaves nothing; it takes {', '.join(names)}")
+    moved = [move for move in chosen if move.verdict(args.threshold)]
+    gone, won = ({key: why for key, why in keys.items() if wanted(key)} for keys in (lost(a, b), lost(b, a)))
+    blocks = [_heading(a, b, args.yardstick), _table(chosen if args.all else moved, args.threshold)]
+    blocks += [_counts(chosen, args.threshold), _blindness(every)]
+    blocks += [_listed("Measured in A, not in B", gone), _listed("Measured in B, not in A", won)]
+    print("\n\n".join(filter(None, blocks)))
+    failed = any(why and key.provider in a.ours for key, why in gone.items())
+    return int(failed or any(move.ours and move.ratio > 1 for move in moved))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m bench compare",
+        description="Say what moved between two files of rows of the same suite, and by how much more than noise. Rows "
+        "are matched by case, shape, dtype, provider, pass and mode. The noise is that of the rounds within each file, "
+        "and what the rivals, whose code is the same in both, moved by from one file to the other.",
+        epilog="Exit status: 0 nothing of ours got worse, 1 something did or fails now, 2 cannot compare.",
+    )
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="JSON lines: the rows before")
+    add("b", type=Path, metavar="B", help="JSON lines: the rows after")
+    text = "divide by this provider of both files, round by round: for two machines, or two clocks of one"
+    add("--yardstick", metavar="NAME", help=text)
+    text = "the least share that counts as moved, however small the noise (default: %(default)s, which is 2 %%)"
+    add("--threshold", type=float, default=0.02, metavar="SHARE", help=text)
+    text = "only these cases, providers, passes, modes or figures; A+B: both. The others still tell the noise"
+    add("--only", default="", metavar="WORDS", help=text)
+    add("--all", action="store_true", help="also print what did not move")
+    return parser
+
+
+def _heading(a: File, b: File, yardstick: str | None) -> str:
+    """Name the files, and what differs between their machines and versions."""
+    lines = [f"A: {shown(a.path)}", f"B: {shown(b.path)}"]
+    for name in dict.fromkeys((*a.facts, *b.facts)):
+        one, other = a.facts.get(name, "none"), b.facts.get(name, "none")
+        lines.append(f"{name}: {one}" if one == other else f"{name}: {one} in A, {other} in B")
+    if yardstick:
+        lines.append(f"B / A is of figures over those of {yardstick}")
+    return "\n".join(lines)
+
+
+def _table(found: list[Move], threshold: float) -> str:
+    """Show a line for each move."""
+    lines = []
+    for move in found:
+        key, unit = move.key, _UNITS[move.key.figure]
+        times = "-" if math.isinf(move.times_noise) else f"{move.times_noise:.1f}"
+        line = [key.case, key.provider + (" (ours)" if move.ours else ""), key.part, key.mode]
+        line += [f"{move.a:.4g} {unit}", f"{move.b:.4g} {unit}", f"{move.ratio:.3f}"]
+        lines.append([*line, f"{100 * move.noise:.1f}%", times, move.verdict(threshold)])
+    header = ["case", "provider", "pass", "mode", "A", "B", "B / A", "noise", "times noise", ""]
+    return table(header, lines, left=4) if lines else ""
+
+
+def _counts(found: list[Move], threshold: float) -> str:
+    def count(ours: bool) -> str:
+        verdicts = [move.verdict(threshold) for move in found if move.ours == ours]
+        worse, better = verdicts.count("worse"), verdicts.count("better")
+        return f"{worse} worse, {better} better, {len(verdicts) - worse - better} unmoved"
+
+    return (
+        f"Ours: {count(True)}. Others: {count(False)}. Moved is what differs by more than {threshold:.1%} and by more "
+        f"than {CERTAIN:g} times its noise."
+    )
+
+
+def _blindness(found: list[Move]) -> str:
+    """Name the passes and modes at which too few rivals say what is noise from one run to the next."""
+    rivals = Counter(move.key[4:] for move in found if not move.ours)
+    few = dict.fromkeys(move.key[4:] for move in found if FIGURES[move.key.figure] and rivals[move.key[4:]] < _ENOUGH)
+    where = ", ".join(" ".join(filter(None, key)) for key in few)
+    return f"Too few rivals say what is noise between runs; it is that of the rounds alone at {where}." if few else ""
+
+
+def _listed(title: str, keys: dict[Key, str]) -> str:
+    """Show a line for each provider, pass, mode and reason, with the cases."""
+    cases: dict[str, list[str]] = {}
+    for key, why in keys.items():
+        cases.setdefault(f"{key.provider} {key.part} {key.mode}{f' ({why})' if why else ''}", []).append(key.case)
+    lines = [f"  {what}: {', '.join(found)}" for what, found in cases.items()]
+    return "\n".join([f"{title}:", *lines]) if lines else ""

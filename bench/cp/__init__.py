@@ -1,0 +1,1 @@
+"""The suite ``cp``: one sequence over several GPUs."""

@@ -1,0 +1,197 @@
+"""``python -m bench cp``: a process for each GPU, in which all ranks time the same calls of the same run."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bench import command, report
+from bench.cp import tables
+from bench.cp.providers import HEAD_DIM, HEADS_KV, HEADS_Q, KINDS, PROVIDERS, USUAL, CpCase, CpProvider
+from bench.environment import environment, shown
+from bench.gate import Verdict
+from bench.names import words
+from bench.report import Row
+from bench.runner import Run
+from bench.suite import Entry, Options, Suite, Times, Trial
+from bench.timing import DeviceClock, ratio
+
+_MOST_CALLS = 10  # of one provider in one round
+
+
+class RanksClock(DeviceClock):
+    """Device time of the rank that takes longest, the most memory of a rank, and decisions that all ranks share."""
+
+    def __init__(self, device: torch.device, group: Any, slow: bool = False):
+        super().__init__(device)
+        self.group, self.slow = group, slow
+
+    def _most(self, values: list[float]) -> list[float]:
+        found = torch.tensor(values, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
+
+    def any(self, flag: bool) -> bool:
+        return bool(self._most([float(flag)])[0])
+
+    def peak_mib(self, fn: Callable[[], Any]) -> float:
+        return self._most([super().peak_mib(fn)])[0]
+
+    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
+        """Return the ms of each of ``calls`` calls in succession, after one that is not measured if calls are short."""
+        if not self.slow:
+            fn()
+        self.synchronize()
+        dist.barrier(self.group)
+        return self._most(self._times(fn, calls))
+
+    def _times(self, fn: Callable[[], Any], calls: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+        torch.cuda._sleep(2_000_000)  # some work, during which the hosts get ahead of their GPUs
+        events[0].record()
+        for event in events[1:]:
+            fn()
+            event.record()
+        self.synchronize()
+        return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        if self.slow:
+            return 1
+        return max(1, min(_MOST_CALLS, int(round_ms / max(self.sample(fn, 1)[0], 1e-3))))
+
+
+class CpTrial(Trial):
+    """One case. It has no gate: the tests on several GPUs hold every rank to float64."""
+
+    case: CpCase
+    measures_memory = True
+    default_modes = ("eager",)
+
+    def __init__(self, case: CpCase, providers: Sequence[CpProvider], clock: RanksClock, options: Options) -> None:
+        super().__init__(case, providers, clock, options)
+        clock.slow = case.slow
+        self._inputs, self._tables = case.inputs(clock.device), case.tables(clock.device)
+
+    def unsupported(self, provider: CpProvider) -> str | None:
+        return None if self.case.kind in provider.only else f"serves {', '.join(provider.only)} only"
+
+    def enter(self, provider: CpProvider) -> Entry:
+        run, leaves, do, active = provider.prepare(self.case, self._inputs, self._tables, self.clock.group)
+
+        def make(part: str) -> Callable[[], Any]:
+            if part == "fwd":
+                return lambda: run(*leaves)
+            o = run(*leaves)
+            return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+        return Entry(provider, Verdict(), make, active=active)
+
+    def gated(self) -> None:
+        self._inputs = []
+
+    def fields(self) -> Row:
+        sizes = {"batch": 1, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "head_dim": HEAD_DIM, "dtype": "bf16"}
+        return {"kind": self.case.kind, "length": self.case.length, "ranks": self.case.ranks, **sizes}
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        """Return one GPU's time divided by the number of GPUs, over this time: 1 is ideal."""
+        rounds = {name: found.round_medians for name, found in measured.items()}
+        one = rounds.pop("one", None)
+        if one is None:
+            return {}
+        ranks = self.case.ranks
+        return {name: {"efficiency": ratio(one, times) / ranks} for name, times in rounds.items()}
+
+
+CP = Suite(
+    name="cp",
+    description="Time causal attention of one sequence over several GPUs.",
+    # A causal sequence of 1M tokens takes one GPU a minute for both passes: group "slow".
+    cases=[CpCase(k, n, p) for p in (4, 2, 1) for k in KINDS for n in (1 << 15, 1 << 17, 1 << 18, 1 << 20)],
+    trial=CpTrial,
+    table=lambda case: {name: p for name, p in PROVIDERS.items() if case.kind in p.only},
+    default_cases="usual",
+    usual=USUAL,
+    modes=("eager",),
+    rounds=3,
+    round_ms=400.0,
+    draw=tables.draw,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Exit status: 0 fine, 1 one of ours did not run, 2 cannot run here."""
+    if argv[:1] == ["plot"]:
+        return command.plot(CP, argv[1:])
+    args = command.parser(CP).parse_args(argv)
+    names = words(args.providers)
+    try:
+        options, cases = command.options_of(CP, args), CP.choose(args.cases)
+        CP.check_providers(cases, names)
+    except ValueError as error:
+        return command.refuse("cp", str(error))
+    if args.dry_run:
+        print(command.listing(CP, cases, names))
+        return 0
+    sizes = list(dict.fromkeys(case.ranks for case in cases))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < max(sizes):
+        return command.refuse("cp", f"{max(sizes)} GPUs are asked for, and here are {count}")
+    begin, facts = time.monotonic(), environment()
+    if args.time_budget:
+        options.deadline = begin + args.time_budget
+    out = command.out_file("cp", args.out, facts)
+    print(command.heading(facts, out))
+    for size in sizes:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"tcp://localhost:{free.getsockname()[1]}"
+        here = [case for case in cases if case.ranks == size]
+        try:
+            mp.spawn(serve, args=(size, address, options, here, names, facts, out), nprocs=size)
+        except Exception as error:  # what was measured before is in the file
+            print(f"! {size} GPUs: {type(error).__name__}: {error}")
+    rows = [row for row in report.read_lines([out]) if row["date"] == facts["date"]] if out.exists() else []
+    print("\n" + report.summary(rows))
+    print(f"\n{len(rows)} rows in {shown(out)} after {command.duration(time.monotonic() - begin)}")
+    if args.plot_dir != "none" and rows:
+        command.draw(CP, rows, Path(args.plot_dir), None)
+    return int(report.red(rows))
+
+
+def serve(
+    rank: int, size: int, address: str, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Path
+) -> None:
+    """Run all cases as one rank; rank 0 prints, and appends the rows to ``out``."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
+    try:
+        measure(rank, RanksClock(device, dist.new_group(list(range(size)))), options, cases, names, facts, out)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(
+    rank: int, clock: RanksClock, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Path
+) -> None:
+    """Time the cases with a clock that all ranks share."""
+    progress = command.Progress(time.monotonic())
+    run = Run(CP, options, clock, facts, lambda case: CP.providers(case, names))
+    if rank == 0:
+        run.progress = progress
+    for block in run.rows(cases):
+        if rank == 0:
+            progress.clear()
+            report.write_lines(out, block)
+            print("\n" + report.case_report(block), flush=True)
+    if rank == 0 and run.not_run:
+        print(f"\nNot run, for lack of time: {'; '.join(run.not_run)}")

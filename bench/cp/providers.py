@@ -1,0 +1,177 @@
+"""Cases of context parallelism, and who is measured: one GPU, ours on P of them, and PyTorch's context_parallel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.names import length_name
+from bench.suite import Provider
+from fused_rope_attn import apply_rope, rope_attention, rope_attention_varlen, rope_tables
+from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
+
+KINDS = ("plain", "window", "packed")
+WINDOW = (4096, 0)
+HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
+
+
+@dataclass(frozen=True)
+class CpCase:
+    """One causal sequence of ``length`` tokens on ``ranks`` GPUs, bfloat16, 32 query heads, 8 key heads, D 128."""
+
+    kind: str
+    length: int
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{length_name(self.length)}"
+
+    @property
+    def shape(self) -> str:
+        return f"P={self.ranks}"
+
+    @property
+    def slow(self) -> bool:
+        """Return whether a call takes so long that nothing needs to be warm: a minute for both passes on one GPU."""
+        return self.kind == "plain" and self.length >= 1 << 20
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (self.kind, "slow" if self.slow else "usual")
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return WINDOW if self.kind == "window" else None
+
+    @property
+    def documents(self) -> list[int]:
+        """Return where documents of 512 to 32768 tokens begin and end; logarithms of lengths are drawn uniformly."""
+        generator, limits = random.Random(self.length), [0]
+        while limits[-1] < self.length:
+            limits.append(min(self.length, limits[-1] + int(2 ** generator.uniform(9, 15))))
+        return limits
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """Return q, k, v and do of the whole sequence, (1, H, N, D), the same on every GPU."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int) -> Tensor:
+            shape = (1, self.length, heads, HEAD_DIM)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2)
+
+        return [normal(HEADS_Q), normal(HEADS_KV), normal(HEADS_KV), normal(HEADS_Q)]
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return rope_tables(self.length, HEAD_DIM, base=500000.0, device=device)
+
+
+class Prepared(NamedTuple):
+    """A provider's call of one case: ``run(q, k, v) -> o``, its leaves, the gradient of o."""
+
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    leaves: list[Tensor]
+    do: Tensor
+    active: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpProvider(Provider):
+    """``prepare(case, inputs, tables, group)`` shards q, k, v and do. only: the kinds that it serves."""
+
+    prepare: Callable[[CpCase, list[Tensor], tuple[Tensor, Tensor], Any], Prepared]
+    only: tuple[str, ...] = KINDS
+
+
+def _leaves(shards: list[Tensor]) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in shards[:3]]
+
+
+def _one(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], group: Any) -> Prepared:
+    """Run the whole sequence on one GPU. Every GPU does, so that all are as warm."""
+    leaves, do = _leaves(inputs), inputs[3]
+    if case.kind != "packed":
+        return Prepared(lambda q, k, v: rope_attention(q, k, v, *tables, True, window=case.window), leaves, do)
+    limits = case.documents
+    longest = max(b - a for a, b in zip(limits, limits[1:]))
+    cu = torch.tensor(limits, dtype=torch.int32, device=do.device)
+
+    def packed(*qkv: Tensor) -> Tensor:
+        rows = (x[0].transpose(0, 1) for x in qkv)
+        return rope_attention_varlen(*rows, *tables, cu, cu, longest, longest, True).transpose(0, 1).unsqueeze(0)
+
+    return Prepared(packed, leaves, do)
+
+
+def _ours(method: str = "auto", sharding: str = "zigzag") -> CpProvider:
+    """Return ours by the method that ``plan_cp`` chooses or by a given one, with zigzag or balanced shards."""
+
+    def prepare(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], group: Any) -> Prepared:
+        if case.kind != "packed":
+            *shards, do = [cp_shard(x, 2, group=group, sharding=sharding) for x in inputs]
+            options = {"group": group, "window": case.window, "method": method}
+            return Prepared(lambda q, k, v: rope_attention_cp(q, k, v, *tables, **options), _leaves(shards), do)
+        plan = plan_varlen_cp(case.documents, group=group, device=inputs[3].device, sharding=sharding)
+        *shards, do = [cp_shard(x, 2, group=group, sharding=plan.sharding) for x in inputs]
+
+        def packed(*qkv: Tensor) -> Tensor:
+            rows = (x[0].transpose(0, 1) for x in qkv)
+            return rope_attention_varlen_cp(*rows, *tables, plan, method=method).transpose(0, 1)[None]
+
+        return Prepared(packed, _leaves(shards), do)
+
+    words = [word for word in (method, sharding) if word not in ("auto", "zigzag")]
+    only = KINDS if sharding == "zigzag" else ("packed",)
+    name, label = "-".join(["fused", *words]), ", ".join(["ours", *words])
+    return CpProvider(name, label, "ours", prepare=prepare, only=only)
+
+
+def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], group: Any) -> Prepared:
+    """Run PyTorch's own with SDPA's flash attention on rotated q and k: its rotation costs nothing here.
+
+    K and V have as many heads as Q, because its ring takes no grouped ones.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    q, k, v, do = inputs
+    k, v = (x.repeat_interleave(HEADS_Q // HEADS_KV, dim=1) for x in (apply_rope(k, *tables), v))
+    # Its load balancing cuts as our zigzag does.
+    *shards, do = [cp_shard(x, 2, group=group).contiguous() for x in (apply_rope(q, *tables), k, v, do)]
+    mesh = DeviceMesh.from_group(group, do.device.type, mesh_dim_names=("cp",))
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # It reads the length of the sequence from a buffer.
+        buffer = torch.zeros(case.length, device=do.device)
+        flash = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
+        with flash, context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+            yield
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Prepared(run, _leaves(shards), do, active)
+
+
+PROVIDERS: dict[str, CpProvider] = {
+    provider.name: provider
+    for provider in (
+        CpProvider("one", "one GPU", "ceiling", prepare=_one),
+        _ours(),
+        _ours(sharding="balanced"),
+        _ours("all_gather"),
+        _ours("all_to_all"),
+        CpProvider("torch", "torch context_parallel", prepare=_torch, only=("plain",)),
+    )
+}
+USUAL = ("one", "fused", "fused-balanced", "torch")

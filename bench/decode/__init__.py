@@ -1,0 +1,1 @@
+"""The suite ``decode``: one step of generation with a cache."""

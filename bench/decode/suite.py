@@ -1,0 +1,187 @@
+"""``python -m bench decode``: a step of generation, its rivals, and a copy of as many bytes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import timing
+from bench.decode.pages import FLOAT8_SCALE, Step
+from bench.decode.providers import COPY, COPY_BYTES, OURS, PROVIDERS, READ, DecodeProvider
+from bench.gate import Compared, Verdict, ends, judge
+from bench.names import dtype_name, length_name, short_dtype
+from bench.report import Row
+from bench.suite import Entry, Options, Suite, Times, Trial
+from fused_rope_attn import rope_tables
+from fused_rope_attn.generation import reference
+from fused_rope_attn.generation.cache_reference import quantise
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One step of ``batch`` sequences with caches of ``length`` rows, all but the last in use before it.
+
+    mixed: sequence i of 1 to batch has length / i tokens instead (Zipf's law), and the last one has 1.
+    """
+
+    batch: int
+    length: int
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'mixed' if self.mixed else 'B'}{self.batch}-{length_name(self.length)}"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (f"b{self.batch}",) if not self.mixed else ("mixed",)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each sequence after the step."""
+        if not self.mixed:
+            return [self.length] * self.batch
+        return [self.length // i for i in range(1, self.batch)] + [1]
+
+    @property
+    def shape(self) -> str:
+        """Return ``B8 H32/8 S4096 D128 bf16``."""
+        heads = f"{self.heads_q}/{self.heads_kv}"
+        return f"B{self.batch} H{heads} S{self.length} D{self.head_dim} {short_dtype(self.dtype)}"
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of keys and values: what a step reads."""
+        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * self.dtype.itemsize
+
+    def step(self, device: torch.device) -> Step:
+        """Return normally distributed inputs, equal for equal device."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int, length: int) -> Tensor:
+            x = torch.empty(self.batch, heads, length, self.head_dim, dtype=self.dtype, device=device)
+            return x.normal_(generator=generator)
+
+        new = normal(self.heads_q, 1), normal(self.heads_kv, 1), normal(self.heads_kv, 1)
+        caches = normal(self.heads_kv, self.length), normal(self.heads_kv, self.length)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device) - 1
+        return Step(*new, *caches, lengths, *rope_tables(self.length, self.head_dim, device=device))
+
+
+CASES = tuple(DecodeCase(b, n) for b, n in itertools.product((1, 8, 64), (4096, 32768, 131072)))
+CASES += (DecodeCase(64, 65536, mixed=True),)
+# Caches in pages or float8 are copies, one for each provider.
+MOST_POOLED_BYTES = 2 << 30
+
+
+def compared(o: Tensor, step: Step, provider: DecodeProvider) -> Iterator[Compared]:
+    """Yield the group of the first key head of the first sequence, and the last of the last, with float64 and eager."""
+    group = step.q.shape[1] // step.k.shape[1]
+    tables = [table.to(step.q.dtype) if provider.rounded_tables else table for table in step[6:]]
+    for b, h in ends(step.q.shape[0], step.k.shape[1]):
+        heads = slice(h * group, (h + 1) * group)
+
+        def reference_in(dtype: torch.dtype) -> Tensor:
+            # Copies, because the reference writes too. It does not read what others wrote into the last row.
+            q, k, v, k_cache, v_cache = (
+                x[b : b + 1, heads if x is step.q else slice(h, h + 1)].to(dtype, copy=True)  # noqa: B023
+                for x in step[:5]
+            )
+            cos, sin = (table.double() for table in tables) if dtype is torch.float64 else tables
+            scales: dict[str, Tensor] = {}
+            if provider.float8:
+                scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), FLOAT8_SCALE, device=q.device))
+                k_cache, v_cache = (quantise(x, scales["k_scale"]) for x in (k_cache, v_cache))
+            given = q, k_cache, v_cache, cos, sin, k, v, step.lengths[b : b + 1]  # noqa: B023
+            options = {"causal": True, "softmax_scale": q.shape[3] ** -0.5, "rotary_dim": q.shape[3], **scales}
+            return reference.attention_with_kvcache(*given, cache_is_rotated=not provider.raw, **options)[0]
+
+        yield "o", o[b : b + 1, heads], reference_in(torch.float64), reference_in(step.q.dtype)
+
+
+class DecodeTrial(Trial):
+    """One case. Every provider runs without gradients. A copy is timed directly, and its time scaled to the cache."""
+
+    case: DecodeCase
+    default_modes = ("eager", "graph")
+
+    def __init__(self, case: DecodeCase, providers: Sequence[DecodeProvider], clock: Any, options: Options) -> None:
+        super().__init__(case, providers, clock, options)
+        self._step = case.step(clock.device)
+
+    def default_passes(self, mode: str) -> tuple[str, ...]:
+        return ("decode",)
+
+    def unsupported(self, provider: DecodeProvider) -> str | None:
+        if provider.even and self.case.mixed:
+            return "serves sequences of one length only"
+        if provider.stored and self.case.bytes > MOST_POOLED_BYTES:
+            return "its caches would be another copy of so many bytes"
+        return None
+
+    @torch.no_grad()
+    def enter(self, provider: DecodeProvider) -> Entry:
+        begin = time.perf_counter()
+        run = provider.make(self._step)
+        out = run()
+        self.clock.synchronize()
+        seconds = time.perf_counter() - begin
+        verdict = replace(self._judge(provider, out), first_call_s=seconds)
+        copies = provider.role == "ceiling"
+        scale = max(1.0, self.case.bytes / COPY_BYTES) if copies else 1.0
+        facts = verdict.fields() | {"stored": provider.stored}
+        return Entry(provider, verdict, lambda part: run, facts, torch.no_grad, scale, captures=not copies)
+
+    def _judge(self, provider: DecodeProvider, out: Tensor) -> Verdict:
+        step = self._step
+        if provider.role == "ceiling":
+            return Verdict()
+        if provider.role == "bare":  # attends to the caches as they are, with the query as it is
+            last = {"k": step.k_cache[:, :, -1:].clone(), "v": step.v_cache[:, :, -1:].clone()}
+            step = step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin), **last)
+        return judge(compared(out, step, provider), self.case.dtype, forgiving=not provider.ours)
+
+    def fields(self) -> Row:
+        case = self.case
+        row = {name: getattr(case, name) for name in ("batch", "length", "head_dim", "bytes")}
+        return row | {"heads": (case.heads_q, case.heads_kv), "dtype": dtype_name(case.dtype), "flush": "read"}
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        rows = timing.bandwidths(self.case.bytes, measured, COPY)
+        for provider in self.providers:
+            if provider.name in rows and getattr(provider, "float8", False):  # reads half as many bytes
+                rows[provider.name] = {name: value and value / 2 for name, value in rows[provider.name].items()}
+        return rows
+
+
+def obstacle(case: DecodeCase, memory: int | None = None) -> str | None:
+    """Return "memory" where the caches of a case do not fit in ``memory`` bytes, by default what the GPU has left."""
+    if memory is None and torch.cuda.is_available():
+        memory = int(0.95 * torch.cuda.mem_get_info()[0])
+    held = 2 * case.batch * case.heads_kv * case.length * case.head_dim * case.dtype.itemsize
+    return "memory" if memory is not None and held + 2 * COPY_BYTES > memory else None
+
+
+DECODE = Suite(
+    name="decode",
+    description="Time one step of generation with a cache.",
+    cases=CASES,
+    trial=DecodeTrial,
+    table=lambda case: PROVIDERS,
+    always=(OURS, COPY, READ),
+    passes=("decode",),
+    rounds=3,
+    # A step reads and hardly writes. After a flush by writing, the write-back would take a good part of its time.
+    clock=lambda device, options: timing.GpuClock(device, reads=True),
+    obstacle=obstacle,
+)

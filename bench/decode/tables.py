@@ -1,0 +1,48 @@
+"""The generated tables of the documents about a step of generation."""
+
+from __future__ import annotations
+
+from bench.decode.providers import OURS, RAW, READ
+from bench.report import Row, comparison, faster, groups, markdown, milliseconds, provenance, strongest
+
+
+def results(rows: list[Row]) -> str:
+    """Show our step, the shares of a copy's bandwidth, and the strongest rival, as CUDA graphs."""
+    lines = []
+    for (case, shape, _, _), group in groups(rows, "graph").items():
+        mine = group.get(OURS)
+        if mine is None:
+            continue
+        shown = (mine, group.get(RAW), group.get(READ))
+        shares = [f"{100 * row['of_copy']:.0f}%" if row and row.get("of_copy") else "-" for row in shown]
+        rival = strongest(group.values())
+        beside = ["", "", ""] if rival is None else comparison(rival, mine)
+        lines.append([case, shape, milliseconds(mine["ms"]), f"{mine['gb_s']:.0f}", *shares, *beside])
+    if not lines:
+        raise ValueError("no CUDA-graph times of bench decode with our own among them")
+    header = ["case", "shape", "ours ms", "GB/s", "of copy", "raw", "read", "strongest rival", "ms", "speedup"]
+    note = (
+        "Times are of CUDA graphs, L2 flushed by reading. of copy: the share of the bandwidth of a copy of as many "
+        "bytes; raw: that with keys that are rotated in the loop; read: that of a plain read. The strongest rival also "
+        "rotates and writes the new token; speedup: its time over ours, below 1 a loss."
+    )
+    return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN', 'flash-attn-4')}"
+
+
+def stored(rows: list[Row]) -> str:
+    """Show our step on caches in pages and in float8, over that on contiguous ones, as CUDA graphs."""
+    names = dict.fromkeys(row["provider"] for row in rows if row.get("stored") and row["mode"] == "graph")
+    lines = []
+    for (case, shape, _, _), group in groups(rows, "graph").items():
+        if OURS in group and any(name in group for name in names):
+            shown = [f"{faster(group[name], group[OURS]):.3f}" if name in group else "-" for name in names]
+            lines.append([case, shape, milliseconds(group[OURS]["ms"]), *shown])
+    if not lines:
+        raise ValueError("no CUDA-graph times of bench decode in pages or float8, with contiguous ones among them")
+    note = (
+        "Times over that of our step onto the contiguous bfloat16 cache. Pools lie in memory as (pages, rows, heads, "
+        "columns), in random order; pageN: pages of N rows. gather_sdpa: pages of 16 gathered into a contiguous cache, "
+        "rotation, write and SDPA. mixed64-64K: 64 sequences of 64K / i tokens, the last of 1."
+    )
+    header = ["case", "shape", "contiguous ms", *(name.removeprefix(f"{OURS}_") for name in names)]
+    return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN')}"

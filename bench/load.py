@@ -1,0 +1,234 @@
+"""A clock that loads the card: CUDA graphs back to back, and the power that the card draws meanwhile.
+
+A card under load sits at its power limit or near it, and its clock follows. Only the steady state counts, so that a
+sample begins with a stretch that is not measured. The energy of a call is the power of the card times the time of a
+call: both are constant in the steady state, and each is measured over the stretch that suits it. Time is taken by CUDA
+events around all calls. Power is taken between the first and the last step of the energy counter, because the counter
+moves in steps of tens of milliseconds and a reading between two of them is late by an unknown share.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from bench.timing import DeviceClock, quantile
+
+_WARM_SHARE = 0.15  # of the replays of a sample: not measured, so that the card's clock settles
+_GRAPH_MS = 1.0  # the least duration of a graph, filled with several calls, so that replaying costs nothing
+_MOST_CALLS = 64  # in one graph
+_BURST_MS = 5.0  # of replays that are queued at once
+_AHEAD = 4  # bursts in the queue, so that the device does not wait while NVML answers
+_POLL_S = 2e-4
+
+
+class Nvml:
+    """The counter of one CUDA device. It counts the whole card with its memory, and all processes on it.
+
+    RuntimeError says what was missing where NVML, the card or its energy counter cannot be reached.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            raise RuntimeError("energy is read through NVML: pip install nvidia-ml-py") from None
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            # By its identity, because NVML numbers cards without CUDA_VISIBLE_DEVICES.
+            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._card: Any = pynvml.nvmlDeviceGetHandleByUUID(identity)
+            self.millijoules()
+        except pynvml.NVMLError as error:
+            name = torch.cuda.get_device_name(device)
+            raise RuntimeError(f"{name} must have an energy counter that NVML reads, but NVML says: {error}") from error
+
+    def millijoules(self) -> int:
+        """Return the energy since the driver was loaded. It moves in steps, some tens of milliseconds apart."""
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card)
+
+    def megahertz(self) -> int:
+        """Return the present clock of the multiprocessors."""
+        return self._nvml.nvmlDeviceGetClockInfo(self._card, self._nvml.NVML_CLOCK_SM)
+
+    def limit_watts(self) -> float | None:
+        """Return the power limit in force, or None where the card does not say."""
+        try:
+            return self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._card) / 1e3
+        except self._nvml.NVMLError:
+            return None
+
+
+@dataclass(frozen=True)
+class Load:
+    """One sample: ``calls`` calls of ``ms`` each, at ``watts`` and ``mhz``; ``mj`` is the energy of a call."""
+
+    calls: int
+    ms: float
+    watts: float
+    mhz: float
+
+    @property
+    def mj(self) -> float:
+        return self.watts * self.ms
+
+
+@dataclass
+class Loads:
+    """A sample for each round, with the interface of ``timing.Measurement``."""
+
+    rounds: list[Load] = field(default_factory=list)
+
+    def add(self, sample: Load) -> None:
+        self.rounds.append(sample)
+
+    @property
+    def round_medians(self) -> list[float]:
+        return self.of("ms")
+
+    def of(self, figure: str) -> list[float]:
+        """Return one figure of every round."""
+        return [getattr(load, figure) for load in self.rounds]
+
+    def quantiles(self) -> tuple[float, float, float]:
+        """Return (median, p20, p80) of the milliseconds."""
+        times = self.round_medians
+        return quantile(times, 0.5), quantile(times, 0.2), quantile(times, 0.8)
+
+    def scaled(self, factor: float) -> Loads:
+        """Return the same measurement with every time multiplied by ``factor``."""
+        return Loads([replace(load, ms=factor * load.ms) for load in self.rounds])
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a result row says: times, then median and rounds of the other figures."""
+        median, p20, p80 = self.quantiles()
+        row: dict[str, Any] = {"ms": median, "p20": p20, "p80": p80, "rounds": self.round_medians}
+        row["calls"] = sum(load.calls for load in self.rounds)
+        for figure in ("mj", "watts", "mhz"):
+            values = self.of(figure)
+            row |= {figure: quantile(values, 0.5), f"{figure}_rounds": values}
+        return row
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured graph of ``calls`` calls; calling it replays it."""
+
+    replay: Callable[[], Any]
+    calls: int
+
+    def __call__(self) -> None:
+        self.replay()
+
+
+class LoadClock(DeviceClock):
+    """A ``runner.Clock`` that returns a ``Load`` for each sample."""
+
+    def __init__(self, device: torch.device, counter: Any):
+        super().__init__(device)
+        self.counter = counter
+
+    def capture(self, make: Callable[[], Callable[[], Any]]) -> Graph:
+        """Capture a graph of as many calls as last ``_GRAPH_MS``; the outputs of the last call are checked."""
+        once = Graph(super().capture(make), 1)
+        calls = max(1, min(_MOST_CALLS, math.ceil(_GRAPH_MS / self._replay_ms(once))))
+        if calls == 1:
+            return once
+        del once  # free its memory before the next graph takes as much
+
+        def make_several() -> Callable[[], Any]:
+            fn = make()
+
+            def several() -> Any:
+                for _ in range(calls - 1):
+                    fn()
+                return fn()
+
+            return several
+
+        return Graph(super().capture(make_several), calls)
+
+    def calls_for(self, fn: Graph, round_ms: float) -> int:
+        """Return how many replays fill ``round_ms`` of device time."""
+        return max(1, round(round_ms / self._replay_ms(fn)))
+
+    def sample(self, fn: Graph, calls: int) -> Load:
+        """Replay ``calls`` times, after a share that is not measured, and watch the card.
+
+        RuntimeError where the energy counter moves less than twice meanwhile.
+        """
+        each = max(1, round(_BURST_MS / self._replay_ms(fn)))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._burst_by_burst(fn, math.ceil(_WARM_SHARE * calls), each, lambda: None)
+        watch = Watch(self.counter)
+        begin.record()
+        self._burst_by_burst(fn, calls, each, watch.look)
+        end.record()
+        self.synchronize()
+        ms = begin.elapsed_time(end) / (calls * fn.calls)
+        return Load(calls * fn.calls, ms, watch.watts(), watch.mhz())
+
+    def _burst_by_burst(self, fn: Graph, replays: int, each: int, look: Callable[[], None]) -> None:
+        """Queue replays in bursts of ``each``, at most ``_AHEAD`` of them, and look at the card while waiting."""
+        queued: deque[Any] = deque()
+        for first in range(0, replays, each):
+            for _ in range(min(each, replays - first)):
+                fn()
+            done = torch.cuda.Event()
+            done.record()
+            queued.append(done)
+            while len(queued) >= _AHEAD:
+                look()
+                if queued[0].query():
+                    queued.popleft()
+                else:
+                    time.sleep(_POLL_S)
+
+    def _replay_ms(self, fn: Graph, replays: int = 3) -> float:
+        """Return the device time of a replay, a mean over a few that follow one another."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        fn()
+        begin.record()
+        for _ in range(replays):
+            fn()
+        end.record()
+        self.synchronize()
+        return max(begin.elapsed_time(end) / replays, 1e-4)
+
+
+class Watch:
+    """The steps of an energy counter, and the clock of the card at each look."""
+
+    def __init__(self, counter: Any):
+        self._counter = counter
+        self._last = counter.millijoules()
+        self._steps: list[tuple[float, int]] = []  # (seconds, millijoules) right after a step
+        self._mhz: list[float] = []
+
+    def look(self) -> None:
+        read = self._counter.millijoules()
+        if read != self._last:
+            self._last = read
+            self._steps.append((time.perf_counter(), read))
+            self._mhz.append(self._counter.megahertz())
+
+    def watts(self) -> float:
+        """Return the mean power between the first and the last step. RuntimeError with fewer than two steps."""
+        if len(self._steps) < 2:
+            raise RuntimeError(
+                f"the energy counter must move at least twice in a sample, but moved {len(self._steps)} times: give "
+                "more --round-ms"
+            )
+        (begin, low), (end, high) = self._steps[0], self._steps[-1]
+        return (high - low) / (end - begin) * 1e-3
+
+    def mhz(self) -> float:
+        """Return the median over the steps."""
+        return quantile(self._mhz, 0.5)

@@ -1,0 +1,1 @@
+"""The suite ``models``: whole models of transformers, patched and not."""

@@ -1,0 +1,97 @@
+"""Continuous batching of ``bench models``: requests of mixed lengths through a manager of transformers.
+
+The manager runs and is warm, as in a server, and answers all requests again in each call. It shares no blocks between
+requests, because it would remember the prompts of the call before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.shapes import NEW_TOKENS, Work
+from fused_rope_attn.integrations.transformers import is_patched
+
+# The most tokens of a pass, and the tokens of a page.
+_MOST_TOKENS, PAGE = 4096, 256
+
+
+class Served:
+    """All requests of one work: calling it answers them once; ``result`` is their new tokens, (requests, new tokens).
+
+    Prompts have from a sixteenth of ``work.length`` to all of it, evenly in the logarithm.
+    """
+
+    def __init__(self, model: nn.Module, work: Work):
+        self.model, self.work = model, work
+        generator = torch.Generator().manual_seed(1)
+        shares = torch.rand(work.batch, generator=generator)
+        lengths = [max(1, round(work.length * 16 ** (share - 1))) for share in shares.tolist()]
+        vocabulary = model.config.vocab_size
+        self.prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+        self.result: Tensor | None = None
+        self._manager: Any = None
+        self._implementation = ""
+        model.eval()
+
+    def begin(self, **chosen: Any) -> None:
+        """Make and start the manager with the present attention of the model. chosen: further options of it."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        model: Any = self.model
+        implementation = model.config._attn_implementation
+        fields = ContinuousBatchingConfig.__dataclass_fields__
+        pages = sum(math.ceil((len(prompt) + NEW_TOKENS) / PAGE) for prompt in self.prompts)
+        options: dict[str, Any] = {
+            "page_size" if "page_size" in fields else "block_size": PAGE,
+            "num_blocks": pages + len(self.prompts),
+            "max_batch_tokens": max(_MOST_TOKENS, self.work.batch),
+            "max_requests_per_batch": self.work.batch,
+            "allow_block_sharing": False,
+        }
+        # By default managers replace SDPA and eager mode by flash-attention where it is installed.
+        if "auto_switch_to_flash" in fields:
+            options["auto_switch_to_flash"] = False
+        elif implementation in ("eager", "sdpa") and not is_patched(model):
+            model.set_attn_implementation(f"paged|{implementation}")
+        greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
+        self._manager = model.init_continuous_batching(
+            generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options | chosen)
+        )
+        self._manager.warmup()
+        self._manager.start()
+        self._implementation = model.config._attn_implementation
+        model.config._attn_implementation = implementation
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Give the model's config the state in which the manager has left it."""
+        config: Any = self.model.config
+        before = config._attn_implementation
+        config._attn_implementation = self._implementation
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def __call__(self) -> None:
+        ids = self._manager.add_requests(self.prompts, max_new_tokens=NEW_TOKENS)
+        found: dict[str, list[int]] = {}
+        while len(found) < len(ids):
+            output = self._manager.get_result(timeout=1)
+            if output is None and not self._manager.is_running():
+                raise RuntimeError("continuous batching has ended before all requests were answered")
+            if output is not None and output.error is not None:
+                raise RuntimeError(output.error)
+            if output is not None and output.is_finished():
+                found[output.request_id] = output.generated_tokens
+        self.result = torch.tensor([found[name] for name in ids])
+
+    def __del__(self) -> None:
+        if self._manager is not None:
+            self._manager.destroy()

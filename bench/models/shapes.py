@@ -1,0 +1,108 @@
+"""The models and the works of ``bench models``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.names import length_name
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model: the family of transformers' classes, its config, and how many layers are left out for lack of memory.
+
+    config_class: where it is not the family's. norms: it norms the heads of q and k. kinds: the works that it is for.
+    """
+
+    name: str
+    family: str
+    config: dict[str, Any]
+    left_out: int = 0
+    config_class: str = ""
+    norms: bool = False
+    kinds: tuple[str, ...] = ("train", "prefill", "decode", "serve")
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], head_dim: int, **more: Any) -> dict:
+    """Return fields of a config. heads: of queries and of keys."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return sizes | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_dim} | more
+
+
+_LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
+_QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000.0}
+_GEMMA3 = {"vocab_size": 262144, "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "sliding_window": 512}
+MODELS = (
+    Model("Llama-3.2-1B", "Llama", _sizes(2048, 8192, 16, (32, 8), 64, **_LLAMA3)),
+    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3), left_out=24),
+    Model("Qwen3-0.6B", "Qwen3", _sizes(1024, 3072, 28, (16, 8), 128, **_QWEN3), norms=True),
+    Model(
+        "Gemma3-1B",
+        "Gemma3",
+        _sizes(1152, 6912, 26, (4, 1), 256, **_GEMMA3),
+        config_class="Gemma3TextConfig",
+        norms=True,
+        kinds=("train", "prefill", "serve"),
+    ),
+)
+# New tokens of each request of continuous batching.
+NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """One work on a model.
+
+    ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token after another to a
+    dynamic cache of ``length`` tokens; ``serve`` answers requests of up to ``length`` tokens with NEW_TOKENS each, by
+    continuous batching. checkpoints: training keeps only the input of each layer, and runs it again before its
+    backward.
+    """
+
+    kind: str
+    batch: int
+    length: int
+    checkpoints: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{length_name(self.length)}{'-checkpoint' if self.checkpoints else ''}"
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens; where tokens are generated, of new ones."""
+        per_sequence = {"decode": 1, "serve": NEW_TOKENS}.get(self.kind, self.length)
+        return self.batch * per_sequence
+
+
+WORK = (
+    Work("train", 4, 2048),
+    Work("train", 2, 4096),
+    Work("train", 2, 4096, checkpoints=True),
+    Work("prefill", 1, 4096),
+    Work("prefill", 1, 16384),
+    Work("decode", 8, 4096),
+    Work("serve", 64, 512),
+    Work("serve", 64, 2048),
+)
+
+
+def make(shape: Model, device: torch.device) -> nn.Module:
+    """Return the model with random weights, bfloat16 on a GPU."""
+    import transformers
+
+    config_class = getattr(transformers, shape.config_class or f"{shape.family}Config")
+    config = config_class(**shape.config, tie_word_embeddings=True)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with device:
+            return getattr(transformers, f"{shape.family}ForCausalLM")(config)
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,192 @@
+"""``python -m bench models``: whole models of transformers, patched and with other attentions that a user can choose.
+
+The shapes are real, the weights random bfloat16. One model serves all providers, which are switched on and off between
+the rounds, so that weights, inputs and clock are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.gate import Verdict
+from bench.models.providers import PROVIDERS, ModelProvider
+from bench.models.serving import Served
+from bench.models.shapes import MODELS, WORK, Model, Work, make
+from bench.report import Row
+from bench.suite import Entry, Options, Suite, Times, Trial
+
+# Tokens that are added to a cache before they are taken back. Real generation never truncates after every token.
+DECODED = 64
+
+
+class Step:
+    """One work on one model; calling it runs it once.
+
+    result: the loss, or the logits of the last token; of decoding, of the first token that is added to the cache.
+    """
+
+    def __init__(self, model: nn.Module, work: Work, device: torch.device):
+        self.model, self.work = model, work
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = model.config.vocab_size
+        self.ids = torch.randint(vocabulary, (work.batch, work.length), generator=generator).to(device)
+        self.result: Tensor | None = None
+        self.past, self.added = None, 0
+        model.train(work.kind == "train")
+
+    def __call__(self) -> None:
+        if self.work.kind == "train":
+            loss = self.model(self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            self.model.zero_grad(set_to_none=True)
+            self.result = loss.detach()
+            return
+        with torch.no_grad():
+            if self.work.kind == "prefill":
+                self.result = self.model(self.ids, use_cache=True, logits_to_keep=1).logits
+            else:
+                logits = self.model(self.ids[:, -1:], past_key_values=self.past).logits
+                self.result = logits if self.added == 0 else self.result
+                self.added += 1
+                if self.added == DECODED:
+                    self.past.crop(-DECODED)
+                    self.added = 0
+
+    def fill(self) -> None:
+        """Fill the cache that decoding adds to, by the provider that is on."""
+        if self.work.kind == "decode":
+            with torch.no_grad():
+                self.past = self.model(self.ids, use_cache=True, logits_to_keep=1).past_key_values
+                self.added = 0
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One work on one model. Rows hold the model as the case, the work as the pass."""
+
+    model: Model
+    work: Work
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (self.work.kind,)
+
+    @property
+    def shape(self) -> str:
+        """Return ``train-2K B4 N2048``."""
+        return f"{self.work.name} B{self.work.batch} N{self.work.length}"
+
+
+class ModelTrial(Trial):
+    """One work on one model.
+
+    There is no gate: the models' own tests hold them to float64. Rows hold how far a result is from the first
+    provider's; of served requests the share of differing tokens, which is large after one token that rounding has
+    changed.
+    """
+
+    case: ModelCase
+    default_modes = ("eager",)
+    _made: tuple[Model, nn.Module] | None = None  # one model at a time is in memory
+
+    def __init__(self, case: ModelCase, providers: Sequence[ModelProvider], clock: Any, options: Options) -> None:
+        super().__init__(case, providers, clock, options)
+        self._first: Tensor | None = None
+        made = ModelTrial._made
+        if made is None or made[0] is not case.model:
+            made = ModelTrial._made = None  # before the next one is made
+            clock.release()
+            made = ModelTrial._made = case.model, make(case.model, clock.device)
+        self._model = made[1]
+
+    def default_passes(self, mode: str) -> tuple[str, ...]:
+        return (self.case.work.name,)
+
+    def unsupported(self, provider: ModelProvider) -> str | None:
+        if self.case.work.kind not in provider.kinds:
+            return f"takes no part in {self.case.work.kind}"
+        return "the model has no norms of heads" if provider.norms and not self.case.model.norms else None
+
+    def enter(self, provider: ModelProvider) -> Entry:
+        if self.case.work.kind == "serve":
+            return self._enter_serving(provider)
+        step = Step(self._model, self.case.work, self.clock.device)
+        try:
+            with self._in_force(provider):
+                step.fill()
+                step()  # the first call may allocate memory that it keeps
+                facts: Row = {"peak_mib": self.clock.peak_mib(step)}
+        except Exception:
+            self._model.zero_grad(set_to_none=True)
+            raise
+        self._first = step.result if self._first is None else self._first
+        facts |= _agreement(self._first, step.result)
+        return Entry(provider, Verdict(), lambda part: step, facts, lambda: self._in_force(provider))
+
+    @contextmanager
+    def _in_force(self, provider: ModelProvider) -> Iterator[None]:
+        """Switch the provider on, and activation checkpointing where the work asks for it."""
+        with provider.on(self._model):
+            if not self.case.work.checkpoints:
+                yield
+                return
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            try:
+                yield
+            finally:
+                self._model.gradient_checkpointing_disable()
+
+    def _enter_serving(self, provider: ModelProvider) -> Entry:
+        served = Served(self._model, self.case.work)
+
+        @contextmanager
+        def active() -> Iterator[None]:
+            with provider.on(self._model), served.active():
+                yield
+
+        with provider.on(self._model):
+            served.begin(**provider.manager)
+        with active():
+            facts: Row = {"peak_mib": self.clock.peak_mib(served)}
+        self._first = served.result if self._first is None else self._first
+        facts["off_first"] = (self._first != served.result).double().mean().item()
+        return Entry(provider, Verdict(), lambda part: served, facts, active)
+
+    def fields(self) -> Row:
+        work = self.case.work
+        return {"layers_left_out": self.case.model.left_out, "batch": work.batch, "length": work.length}
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        tokens = self.case.work.tokens
+        return {name: {"tokens_s": tokens / found.quantiles()[0] * 1e3} for name, found in measured.items()}
+
+
+def _agreement(first: Tensor, result: Tensor) -> Row:
+    """Return how far a result is from the first provider's, over the rms of that; and the result where it is a loss."""
+    distance = (result.double() - first.double()).square().mean().sqrt() / first.double().square().mean().sqrt()
+    facts = {"off_first": distance.item()}
+    return facts | {"loss": result.item()} if result.ndim == 0 else facts
+
+
+CASES = tuple(ModelCase(model, work) for model in MODELS for work in WORK if work.kind in model.kinds)
+MODELS_SUITE = Suite(
+    name="models",
+    description="Time whole models of transformers, patched and not.",
+    cases=CASES,
+    trial=ModelTrial,
+    table=lambda case: {name: p for name, p in PROVIDERS.items() if case.work.kind in p.kinds},
+    passes=("step",),
+    modes=("eager",),
+    rounds=3,
+    round_ms=300.0,
+)

@@ -1,0 +1,93 @@
+"""The generated tables of the documents about models."""
+
+from __future__ import annotations
+
+from bench.models.providers import OURS, OURS_WITH_LIGER
+from bench.report import Group, Row, faster, markdown, provenance, timed
+
+_HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", "over sdpa", "over Liger", "MiB"]
+_NORMED = (
+    "Models that norm the heads of q and k, which `patch_model` leaves to the kernels: over Liger's RMSNorm of the "
+    "heads and its rotation with sdpa, over `patch_model` with the norms outside, and, with Liger's RMSNorm in all "
+    "other norms of both, over Liger's RMSNorm and rotation with sdpa."
+)
+_NORMED_HEADER = ["model", "work", "over Liger, heads", "over norms outside", "over Liger, all norms"]
+_NORMED_HEADER += ["MiB, norms outside", "MiB"]
+_SERVED = (
+    "New tokens per second of requests that come all at once, with prompts from a sixteenth of the work's length to "
+    "all of it, to a manager of transformers that runs and is warm. With its own defaults a manager captures CUDA "
+    "graphs and prepares passes while others run for flash-attention, and for `patch_model`; `eager` and `sdpa` have "
+    "graphs where they are asked for."
+)
+_UNPATCHED = {
+    "eager": "eager",
+    "eager_graphs": "eager, graphs",
+    "sdpa": "sdpa",
+    "sdpa_graphs": "sdpa, graphs",
+    "flash_2": "flash_attention_2",
+}
+
+
+def results(rows: list[Row]) -> str:
+    """Show tokens per second at each work except ``serve``."""
+    groups = _groups(rows, served=False)
+    lines, normed = [], []
+    for (model, work), group in groups.items():
+        mine, rivals = group[OURS], [group.get("sdpa"), group.get("liger")]
+        speeds = [f"{row['tokens_s']:.0f}" if row else "-" for row in (*rivals, mine)]
+        gains = [_gain(group, name, OURS) for name in ("sdpa", "liger")]
+        lines.append([_named(model, mine), work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
+        if outside := group.get("own_norms"):
+            gains = [_gain(group, name, OURS) for name in ("liger_norm", "own_norms")]
+            gains.append(_gain(group, "liger_all", OURS_WITH_LIGER))
+            normed.append([model, work, *gains, f"{outside['peak_mib']:.0f}", f"{mine['peak_mib']:.0f}"])
+    ours = [group[OURS] for group in groups.values()]
+    tables = [markdown(_HEADER, lines)]
+    if normed:
+        tables.append(f"{_NORMED}\n\n{markdown(_NORMED_HEADER, normed)}")
+    return "\n\n".join(tables) + (
+        "\n\nTokens per second in eager mode, random bfloat16 weights, one after the other in one process; ×: their "
+        "time over ours, below 1 a loss; MiB: peak memory beyond the weights. train: forward, loss and backward; "
+        "prefill: into an empty dynamic cache; decode: one token onto one. With few tokens the host is the limit, and "
+        f"most of its time is the model's own. {provenance(ours, 'transformers', 'liger-kernel')}"
+    )
+
+
+def serving(rows: list[Row]) -> str:
+    """Show continuous batching, with those of the unpatched ones that were measured anywhere."""
+    groups = _groups(rows, served=True)
+    names = [name for name in _UNPATCHED if any(name in group for group in groups.values())]
+    lines = []
+    for (model, work), group in groups.items():
+        mine, rivals = group[OURS], [name for name in names if name in group]
+        speeds = [f"{group[name]['tokens_s']:.0f}" if name in group else "-" for name in (*names, OURS)]
+        best = max(rivals, key=lambda name: group[name]["tokens_s"], default="")
+        lines.append([_named(model, mine), work, *speeds, _gain(group, best, OURS)])
+    header = ["model", "work", *(_UNPATCHED[name] for name in names), "`patch_model`", "over the best"]
+    ours = [group[OURS] for group in groups.values()]
+    return f"{markdown(header, lines)}\n\n{_SERVED} {provenance(ours, 'transformers')}"
+
+
+def _groups(rows: list[Row], served: bool) -> dict[tuple[str, str], Group]:
+    """Return (model, work) -> provider -> its timed row, where there are ours. ValueError without any."""
+    groups: dict[tuple[str, str], Group] = {}
+    for row in timed(rows):
+        if row["pass"].startswith("serve") is served:
+            # Rows of earlier releases have the name of the work only as their pass.
+            shape = row["shape"].removeprefix(f"{row['pass']} ")
+            groups.setdefault((row["case"], f"{row['pass']}, {shape}"), {})[row["provider"]] = row
+    groups = {key: group for key, group in groups.items() if OURS in group}
+    if not groups:
+        raise ValueError("no rows of bench models with our own times")
+    return groups
+
+
+def _named(model: str, row: Row) -> str:
+    return model + (f" ({row['layers_left_out']} layers left out)" if row["layers_left_out"] else "")
+
+
+def _gain(group: dict[str, Row], name: str, ours: str) -> str:
+    """Return a provider's time over one of ours."""
+    if name not in group or ours not in group:
+        return "-"
+    return f"{faster(group[name], group[ours]):.2f}×"

@@ -1,0 +1,1 @@
+"""The suite ``rope``: the rotation alone."""

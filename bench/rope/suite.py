@@ -1,0 +1,227 @@
+"""``python -m bench rope``: the rotation alone, its rivals, and a copy of the same bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gate import Compared, Verdict, ends, judge
+from bench.names import DTYPES, dtype_name, length_name, short_dtype
+from bench.report import Row
+from bench.rope import tables
+from bench.rope.providers import COPY, NORM_EPS, OURS, PROVIDERS, RopeProvider
+from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
+from bench.timing import bandwidths
+from fused_rope_attn import rope_tables, testing
+from fused_rope_attn.attention.reference import rotate
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """x, or q and k, of (B, N, H, D) for each H of ``heads``. norms: q and k are normed first."""
+
+    family: str
+    batch: int
+    heads: tuple[int, ...]
+    length: int
+    head_dim: int
+    groups: tuple[str, ...]
+    dtype: torch.dtype = torch.bfloat16
+    interleaved: bool = False
+    norms: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{length_name(self.length)}"
+
+    @property
+    def style(self) -> str:
+        return "interleaved" if self.interleaved else "half"
+
+    @property
+    def shape(self) -> str:
+        """Return ``B2 H32+8 N4096 D128 bf16 half``."""
+        sizes = f"B{self.batch} H{'+'.join(map(str, self.heads))} N{self.length} D{self.head_dim}"
+        return f"{sizes} {short_dtype(self.dtype)} {self.style}{' norms' * self.norms}"
+
+    @property
+    def bytes(self) -> int:
+        """Return what is read and written: twice the tensors. The tables stay in the cache and count nothing."""
+        return 2 * self.batch * sum(self.heads) * self.length * self.head_dim * self.dtype.itemsize
+
+
+def _cases() -> Iterator[RopeCase]:
+    # The shape of the project that inspired this one, which timed a single tensor.
+    for length in range(256, 1025, 128):
+        yield from (
+            RopeCase("Wide", 10, (96,), length, 128, ("wide",), DTYPES[dtype], interleaved)
+            for dtype in ("bf16", "fp32")
+            for interleaved in (False, True)
+        )
+    # q and k of models, in one launch where a provider has one.
+    models = [("Small", 4, (8, 8), n, 64) for n in (512, 1024)]
+    models += [("Llama3-8B", 2, (32, 8), n, 128) for n in (512, 1024, 2048, 4096)]
+    models += [("Llama3-8B", 1, (32, 8), 16384, 128), ("Llama3-70B", 1, (64, 8), 4096, 128)]
+    models += [("Llama7B", 2, (32, 32), 4096, 128)]
+    for sizes in models:
+        yield from (RopeCase(*sizes, ("models",), interleaved=interleaved) for interleaved in (False, True))
+    # Models that norm q and k by head.
+    normed = [("Qwen3-0.6B", 4, (16, 8), n, 128) for n in (512, 2048, 4096)]
+    normed += [("Qwen3-8B", 2, (32, 8), n, 128) for n in (1024, 2048, 4096)]
+    normed += [("Qwen3-8B", 1, (32, 8), 16384, 128), ("Gemma3-4B", 2, (8, 4), 4096, 256)]
+    for sizes in normed:
+        yield RopeCase(*sizes, ("norms",), norms=True)
+
+
+class Subject:
+    """One provider on one problem's tensors; ``weights`` are those of its norms, or none."""
+
+    def __init__(
+        self, provider: RopeProvider, xs: list[Tensor], dos: list[Tensor], weights: list[Tensor], prepared: Any
+    ) -> None:
+        # A copy is a ceiling for bandwidth and computes no gradient for the weights.
+        self._weights = [weight.detach().requires_grad_(provider.role != "ceiling") for weight in weights]
+        self.provider, self._xs, self._dos = provider, xs, dos
+        self._tables, self._interleaved = prepared
+
+    def _tensors(self, tensors: list[Tensor]) -> list[Tensor]:
+        # A provider that works in place gets memory of its own.
+        return [x.clone() if self.provider.in_place else x for x in self.provider.views(tensors)]
+
+    def _run(self, xs: list[Tensor]) -> list[Tensor]:
+        if self._weights:
+            assert self.provider.norm is not None  # the trial has asked
+            return self.provider.norm(xs, self._weights, self._tables, self._interleaved)
+        return self.provider.rotate(xs, self._tables, self._interleaved)
+
+    def _leaves(self, xs: list[Tensor]) -> list[Tensor]:
+        return xs + [weight for weight in self._weights if weight.requires_grad]
+
+    def once(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return outputs and gradients (B, N, H, D), and the weights' gradients (D,)."""
+        xs = [x.detach().requires_grad_() for x in self._tensors(self._xs)]
+        # Views, because a provider that works in place may not overwrite a leaf.
+        outs = self._run([x.view_as(x) for x in xs])
+        results = [out.detach().clone() for out in outs]
+        gradients = list(torch.autograd.grad(outs, self._leaves(xs), self._tensors(self._dos)))
+        of_xs, of_weights = gradients[: len(xs)], gradients[len(xs) :]
+        count = len(self._xs)
+        return self.provider.back(results, count), self.provider.back(of_xs, count), of_weights
+
+    def make(self, part: str) -> Callable[[], Any]:
+        """Return the function of a pass. It returns the tensors that a replay of its graph overwrites."""
+        given = self._tensors(self._dos)
+        xs = [x.detach().requires_grad_() for x in self._tensors(self._xs)]
+
+        def run(*leaves: Tensor) -> list[Tensor]:
+            return self._run([x.view_as(x) for x in leaves[: len(xs)]])
+
+        fn = forward_or_backward(run, self._leaves(xs), given, part)
+        if not self.provider.in_place:
+            return fn
+
+        def in_place() -> list[Tensor]:
+            fn()
+            return []
+
+        return in_place
+
+
+class RopeTrial(Trial):
+    """One case."""
+
+    case: RopeCase
+
+    def __init__(self, case: RopeCase, providers: Sequence[RopeProvider], clock: Any, options: Options) -> None:
+        super().__init__(case, providers, clock, options)
+        drawn: dict[str, Any] = {"generator": torch.Generator(clock.device).manual_seed(0)}
+        drawn |= {"device": clock.device, "dtype": case.dtype}
+
+        def normal() -> list[Tensor]:
+            return [torch.randn(case.batch, case.length, heads, case.head_dim, **drawn) for heads in case.heads]
+
+        self._xs, self._dos = normal(), normal()
+        self._weights = [torch.randn(case.head_dim, **drawn) for _ in case.heads if case.norms]
+        self._cos, self._sin = rope_tables(case.length, case.head_dim, device=clock.device)
+
+    def unsupported(self, provider: RopeProvider) -> str | None:
+        return provider.unsupported(self.case.interleaved, self.case.norms)
+
+    def enter(self, provider: RopeProvider) -> Entry:
+        case = self.case
+        begin = time.perf_counter()
+        prepared = provider.prepare(self._cos, self._sin, case.dtype, case.interleaved), case.interleaved
+        subject = Subject(provider, self._xs, self._dos, self._weights, prepared)
+        outs, gradients, of_weights = subject.once()
+        self.clock.synchronize()
+        seconds = time.perf_counter() - begin
+        if provider.role == "ceiling":
+            same = all(torch.equal(a, b) for a, b in zip((*outs, *gradients), (*self._xs, *self._dos)))
+            verdict = Verdict() if same else Verdict("failed", detail="is no copy")
+        else:
+            # A provider is not charged for tables that it was given rounded.
+            cos, sin = (x.to(case.dtype) if provider.rounded_tables else x for x in (self._cos, self._sin))
+            if self._weights:
+                compared = self._compared_with_norms(cos, sin, outs, gradients, of_weights)
+            else:
+                compared = self._compared(cos, sin, outs, gradients)
+            verdict = judge(compared, case.dtype, forgiving=not provider.ours)
+        verdict = replace(verdict, first_call_s=seconds)
+        return Entry(provider, verdict, subject.make, facts=verdict.fields())
+
+    def _compared(self, cos: Tensor, sin: Tensor, outs: list[Tensor], gradients: list[Tensor]) -> Iterator[Compared]:
+        """Yield the first and the last head of every tensor, (N, D), with float64 and eager PyTorch."""
+        for name, results, inputs in (("o", outs, self._xs), ("dx", gradients, self._dos)):
+            options = {"interleaved": self.case.interleaved, "inverse": name == "dx"}
+            for result, x in zip(results, inputs):
+                for batch, head in ends(x.shape[0], x.shape[2]):
+                    part = x[batch, :, head]
+                    ref64 = rotate(part.double(), cos.double(), sin.double(), **options)
+                    yield name, result[batch, :, head], ref64, rotate(part, cos, sin, **options)
+
+    def _compared_with_norms(
+        self, cos: Tensor, sin: Tensor, outs: list[Tensor], gradients: list[Tensor], of_weights: list[Tensor]
+    ) -> Iterator[Compared]:
+        """Yield the same with norms, and the weights' gradients, (1, D)."""
+        options = {"rotary_dim": self.case.head_dim, "interleaved": self.case.interleaved}
+        options |= {"norm_eps": NORM_EPS, "norm_offset": 0.0}
+        for x, dy, weight, y, dx, dweight in zip(self._xs, self._dos, self._weights, outs, gradients, of_weights):
+            given = x.transpose(1, 2), dy.transpose(1, 2), cos, sin
+            ref64, eager = (
+                testing.run_rotation_reference(*given, dtype, weight=weight, **options)
+                for dtype in (torch.float64, None)
+            )
+            for batch, head in ends(x.shape[0], x.shape[2]):
+                yield "o", y[batch, :, head], ref64.y[batch, head], eager.y[batch, head]
+                yield "dx", dx[batch, :, head], ref64.dx[batch, head], eager.dx[batch, head]
+            if ref64.dweight is not None and eager.dweight is not None:
+                yield "dweight", dweight[None], ref64.dweight[None], eager.dweight[None]
+
+    def fields(self) -> Row:
+        case = self.case
+        names = ("family", "batch", "heads", "length", "head_dim", "style", "norms", "bytes")
+        return {name: getattr(case, name) for name in names} | {"dtype": dtype_name(case.dtype)}
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        rows = bandwidths(self.case.bytes, measured, COPY)
+        if part == "bwd" and self._weights:
+            # The gradient of a norm also reads the normed tensor: three tensors where a copy moves two.
+            for name in (name for name in rows if name != COPY):
+                rows[name] = {key: value and 1.5 * value for key, value in rows[name].items()}
+        return rows
+
+
+ROPE = Suite(
+    name="rope",
+    description="Time the rotation alone.",
+    cases=tuple(_cases()),
+    trial=RopeTrial,
+    table=lambda case: PROVIDERS,
+    always=(OURS, COPY),
+    draw=tables.draw,
+)

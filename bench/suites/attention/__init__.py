@@ -1,1 +1,0 @@
-"""``python -m bench``: rope_attention beside every rival, forward and backward."""

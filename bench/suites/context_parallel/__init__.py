@@ -1,1 +1,0 @@
-"""``python -m bench cp``: context parallelism. Several processes, one for each GPU, measure together."""

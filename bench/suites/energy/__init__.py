@@ -1,1 +1,0 @@
-"""The benchmark of what a call costs in energy."""

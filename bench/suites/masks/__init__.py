@@ -1,1 +1,0 @@
-"""``python -m bench masks``: what windows, packed sequences, caps, sinks and lengths cost."""

@@ -1,1 +1,0 @@
-"""``python -m bench models``: whole models of transformers, patched and not."""

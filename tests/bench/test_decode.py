@@ -1,0 +1,174 @@
+"""``python -m bench decode``: its cases, its gate, its rows, and the table of a tuning run."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import report, tune
+from bench.__main__ import main
+from bench.decode import suite as decode
+from bench.decode.pages import stored_step
+from bench.decode.providers import COPY, OURS, PROVIDERS, RAW, READ, DecodeProvider, appending
+from bench.decode.suite import DECODE
+from bench.decode.tables import results, stored
+from bench.report import case_report, summary
+from fused_rope_attn.generation import configs, planning
+from fused_rope_attn.runtime.device import is_interpreted
+from tests.support.bench import run as run_suite
+
+TINY = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
+
+
+def select(names):
+    return DECODE.providers(TINY, names)
+
+
+def run(providers, *cases, **options):
+    return run_suite(DECODE, *cases, providers=providers, **options)
+
+
+def scripted(name, make, **changes):
+    return DecodeProvider(name, name, make=make, **changes)
+
+
+def separate(step):
+    return appending(step, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+
+def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
+    def attention_alone(step):
+        last = {"k": step.k_cache[:, :, -1:].clone(), "v": step.v_cache[:, :, -1:].clone()}
+        return separate(step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin), **last))
+
+    bare = scripted("bare", lambda step: lambda: attention_alone(step)(), role="bare")
+    people = [*select([OURS, RAW]), scripted("separate", separate), bare]
+    rows, _ = run(people, TINY)
+    timed = {(row["provider"], row["mode"]) for row in report.timed(rows)}
+    assert timed == {(p.name, mode) for p in people for mode in ("eager", "graph")}, rows
+    for row in rows:
+        assert row["status"] == "ok" and row["bytes"] == 2 * 2 * 2 * 32 * 16 * 4 and len(row["rounds"]) == 2
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] * 1e-6) and row["of_copy"] > 0
+        assert (row["role"] == "ours") == (row["provider"] in (OURS, RAW)) and row["shape"] == "B2 H4/2 S32 D16 fp32"
+    text = summary(rows)
+    assert "separate" in text and "bare" in text and "B2-32" in text and "%" in case_report(rows)
+    block = results(rows)
+    assert "| B2-32 | B2 H4/2 S32 D16 fp32 |" in block and "commit abc" in block and "graph |" not in block
+    with pytest.raises(ValueError, match="our own"):
+        results([row for row in rows if row["provider"] != OURS])
+    report.write_lines(tmp_path / "rows.jsonl", rows)
+    assert len(report.read_lines([tmp_path / "rows.jsonl"])) == len(rows)
+
+
+def test_pages_and_float8_are_judged_and_shown_beside_the_contiguous_step():
+    names = ["fused_page16", "fused_float8", "fused_page16_float8", "gather_sdpa"]
+    rows, _ = run(select([OURS, *names]), TINY, modes=("eager",))
+    assert {row["provider"] for row in report.timed(rows)} == {OURS, COPY, READ, *names}, rows
+    assert [row["role"] for row in rows if row["provider"] in names] == ["ours", "ours", "ours", "rival"]
+    rates = {row["provider"]: row["gb_s"] * row["ms"] for row in rows}
+    assert rates["fused_float8"] == pytest.approx(rates["fused_page16"] / 2)
+    header, _, line = stored([row | {"mode": "graph"} for row in rows]).splitlines()[:3]
+    assert header.endswith("| page16 | float8 | page16_float8 | gather_sdpa |") and line.startswith("| B2-32")
+
+    def wrong_angles(step):
+        return stored_step(16, False)(step._replace(cos=step.cos.roll(1, 0)))
+
+    wrong = scripted("fused_page16", wrong_angles, role="ours", page_size=16)
+    assert [row["status"] for row in run([wrong], TINY)[0]] == ["failed"]
+
+
+def test_mixed_lengths():
+    case = replace(TINY, batch=5, length=64, mixed=True)
+    assert case.lengths == [64, 32, 21, 16, 1] and case.bytes == 134 * 2 * 2 * 16 * 4 and case.name == "mixed5-64"
+    rows, _ = run(select([OURS, "fused_page16", "sdpa_flash"]), case, modes=("eager",))
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status == {OURS: "ok", COPY: "ok", READ: "ok", "fused_page16": "ok", "sdpa_flash": "unsupported"}, rows
+
+
+def test_who_is_wrong_broken_or_missing_is_named_and_not_timed():
+    def unrotated(step):
+        return separate(step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin)))
+
+    def forgetful(step):
+        return appending(
+            step, lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:], enable_gqa=True)
+        )
+
+    def broken(step):
+        raise RuntimeError("no such kernel\nand more")
+
+    people = [
+        scripted("unrotated", unrotated),
+        scripted("forgetful", forgetful),
+        scripted("broken", broken),
+        scripted("absent", separate, missing=lambda: "pip install absent"),
+    ]
+    rows, _ = run(people, TINY)
+    statuses = {"unrotated": "failed", "forgetful": "failed", "broken": "error", "absent": "missing"}
+    assert {row["provider"]: row["status"] for row in rows} == statuses
+    text = case_report(rows)
+    assert summary(rows) == "nothing was timed" and "pip install absent" in text and "no such kernel" in text
+
+
+def test_what_is_left_out_is_named():
+    rows, measurement = run(select([OURS]), TINY, deadline=-math.inf)
+    assert rows == [] and measurement.not_run == ["B2-32 B2 H4/2 S32 D16 fp32"]
+    short = replace(DECODE, obstacle=lambda case: decode.obstacle(case, memory=1000))
+    rows, measurement = run_suite(short, TINY, providers=select([OURS]))
+    assert rows == [] and measurement.not_run == ["B2-32 B2 H4/2 S32 D16 fp32 (memory)"]
+
+
+def test_cases_and_names():
+    names = [case.name for case in decode.CASES]
+    assert names == [*(f"B{b}-{n}" for b in (1, 8, 64) for n in ("4K", "32K", "128K")), "mixed64-64K"]
+    assert [case.name for case in DECODE.choose("B8,B1-4K")] == ["B1-4K", "B8-4K", "B8-32K", "B8-128K"]
+    assert DECODE.choose("") == list(decode.CASES)
+    assert decode.CASES[0].bytes == 16 << 20
+    with pytest.raises(ValueError, match="B1-4K"):
+        DECODE.choose("B3-")
+
+
+def test_configurations_by_name():
+    base = configs.decode("sm_90", 2, 128, True)
+    chosen = tune.decode_config("32x8x5x3r168l4", base)
+    assert chosen == replace(
+        base, block_n=32, num_warps=8, num_stages=5, programs_per_sm=3, max_registers=168, least_tiles=4
+    )
+    assert chosen.launch_options == {"num_warps": 8, "num_stages": 5, "maxnreg": 168} and chosen.pdl
+    assert tune.decode_config("64x4x4x2", base).launch_options == {"num_warps": 4, "num_stages": 4}
+    for text in ("64x4x4", "axbxcxd", "64x4x4x2r", "64x4x4x2l"):
+        with pytest.raises(ValueError, match="looks like"):
+            tune.decode_config(text, base)
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU the command itself is the test")
+@pytest.mark.parametrize("raw", [False, True])
+def test_tuning_is_one_table(raw):
+    texts = ["(table)", "16x1x1x3", "32x1x1x2l2"]
+    people = list(tune.candidates(texts[1:], raw).values())
+    rows, _ = run_suite(tune.SWEEP, TINY, providers=people, modes=("graph",), rounds=1)
+    assert planning.override is None
+    assert [row["provider"] for row in rows] == [*texts, COPY]
+    assert all(row["ms"] > 0 and row["of_copy"] > 0 for row in rows)
+    assert [row["config"]["block_n"] for row in rows[1:3]] == [16, 32] and rows[1]["raw"] == raw
+    lines = case_report(rows).splitlines()
+    assert [line.split()[0] for line in lines[4:7]] == texts and "%" in lines[4]
+
+
+def test_command_line(capsys):
+    assert main(["decode", "--dry-run", "--cases", "B64"]) == 0
+    text = capsys.readouterr().out
+    assert "B64-128K" in text and "B1-4K" not in text and "flash_attn_with_kvcache" in text
+    assert set(PROVIDERS) >= {OURS, RAW, COPY}
+    assert main(["tune", "decode", "--dry-run", "--configs", "16x1x1x3"]) == 0
+    assert "16x1x1x3" in capsys.readouterr().out
+    for arguments in (
+        ["decode", "--cases", "no"],
+        ["decode", "--providers", "no"],
+        ["tune", "decode", "--configs", "no"],
+    ):
+        assert main([*arguments, "--dry-run"]) == 2
+    if not torch.cuda.is_available():
+        assert main(["decode"]) == 2 and "no GPU" in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""``python -m bench --mode load``: the clock under load at a machine of arithmetic, its rows and their plot."""
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import load, report
+from bench.attention import cases, plots, providers
+from bench.attention import suite as attention
+from bench.attention.suite import ATTENTION, LOAD_USUAL
+from bench.load import Graph, Load, LoadClock, Loads, Nvml, Watch
+from bench.plots import pyplot
+from tests.support.bench import FACTS, TINY, attention_row, right, run, scripted
+from tests.support.clocks import WallClock
+from tests.support.machine import Machine
+
+
+def _clock(monkeypatch, **machine):
+    machine = Machine(**machine)
+    machine.install(monkeypatch, load)
+    return machine, LoadClock(torch.device("cpu"), machine)
+
+
+# The clock
+
+
+@pytest.mark.parametrize("call_ms", [0.06, 12.0])
+@pytest.mark.parametrize("step", [0.02, 0.1])
+def test_energy_is_power_times_time_whatever_the_steps_of_the_counter(monkeypatch, call_ms, step):
+    """650 W for every call, while a reading at the ends of the sample would be late by up to a step."""
+    machine, clock = _clock(monkeypatch, call_ms=call_ms, step=step)
+    out = torch.zeros(1)
+    graph = clock.capture(lambda: lambda: machine.work(out))
+    assert graph.calls == max(1, min(64, round(1.0 / call_ms + 0.499)))
+    machine.synchronize()
+    replays = clock.calls_for(graph, 700.0)
+    assert replays * graph.calls * call_ms == pytest.approx(700.0, rel=0.02)
+    machine.synchronize()
+    machine.sleep(0.5 * step + 3e-3)
+    machine.gaps.clear()
+    found = clock.sample(graph, replays)
+    assert found.calls == replays * graph.calls and found.mhz == 1700
+    assert found.ms == pytest.approx(call_ms)
+    assert found.watts == pytest.approx(650.0, rel=0.01) and found.mj == pytest.approx(650.0 * call_ms, rel=0.01)
+    # The replays that measure one duration run first; from the warm ones on nothing waits.
+    assert not any(machine.gaps[-replays:])
+
+
+def test_replays_that_are_not_measured_come_first(monkeypatch):
+    """The card draws less at first; what it draws in the steady state is what counts."""
+    machine, clock = _clock(monkeypatch, call_ms=1.0)
+    seen = []
+
+    def replay():
+        seen.append(machine.now)
+        machine.work()
+
+    plain = Watch.look
+    monkeypatch.setattr(Watch, "look", lambda self: (seen.append("look"), plain(self))[1])
+    clock.sample(Graph(replay, 1), 200)
+    first_look = seen.index("look")
+    assert sum(entry != "look" for entry in seen[:first_look]) >= 0.15 * 200
+    assert sum(entry != "look" for entry in seen) == 4 + 30 + 200  # to know how long one lasts, warm, measured
+
+
+def test_a_counter_that_does_not_move_is_an_error_and_no_figure(monkeypatch):
+    machine, clock = _clock(monkeypatch, call_ms=1.0, step=10.0)
+    with pytest.raises(RuntimeError, match="must move at least twice in a sample, but moved 0 times: give more --rou"):
+        clock.sample(Graph(machine.work, 1), 100)
+
+
+def test_a_graph_that_writes_nothing_is_refused(monkeypatch):
+    """The check of ``timing.DeviceClock`` holds for graphs of several calls too."""
+    machine, clock = _clock(monkeypatch)
+    calls = []
+
+    def call():
+        calls.append(machine.work(torch.zeros(1)))
+        # The graph of one call is right, that of several loses the last.
+        return calls[-1] if len(calls) <= 3 else torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="does not write its outputs"):
+        clock.capture(lambda: call)
+    assert len(calls) == 3 + 3 * 10  # two calls to warm up and one that is captured, of one call and of ten
+
+
+def test_rows_of_energy_hold_every_round():
+    loads = Loads()
+    for ms, watts, mhz in ((1.0, 700.0, 1600), (2.0, 650.0, 1700), (1.5, 600.0, 1500)):
+        loads.add(Load(10, ms, watts, mhz))
+    row = loads.fields()
+    assert row["ms"] == 1.5 and row["rounds"] == [1.0, 2.0, 1.5] and row["calls"] == 30
+    assert row["mj_rounds"] == [700.0, 1300.0, 900.0] and row["mj"] == 900.0
+    assert row["watts"] == 650.0 and row["mhz"] == 1600 and row["p20"] < row["ms"] < row["p80"]
+    assert loads.scaled(2.0).fields()["mj"] == 1800.0 and loads.round_medians == [1.0, 2.0, 1.5]
+
+
+# NVML
+
+
+class _NVMLError(Exception):
+    pass
+
+
+def _pynvml(**functions):
+    """Return a pynvml with a card that has used 5 J; ``functions`` replace its own."""
+    module = types.SimpleNamespace(
+        NVMLError=_NVMLError,
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1234": "card"}[uuid],
+        nvmlDeviceGetTotalEnergyConsumption=lambda card: {"card": 5000}[card],
+        nvmlDeviceGetClockInfo=lambda card, what: {("card", 1): 1755}[card, what],
+        nvmlDeviceGetEnforcedPowerLimit=lambda card: {"card": 700000}[card],
+    )
+    module.__dict__.update(functions)
+    return module
+
+
+def _raising(*args):
+    raise _NVMLError("Not Supported")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy 9000")
+    return torch.device("cuda", 0)
+
+
+def test_the_card_is_found_by_its_identity(card, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", _pynvml())
+    counter = Nvml(card)
+    assert (counter.millijoules(), counter.megahertz(), counter.limit_watts()) == (5000, 1755, 700.0)
+    monkeypatch.setitem(sys.modules, "pynvml", _pynvml(nvmlDeviceGetEnforcedPowerLimit=_raising))
+    assert Nvml(card).limit_watts() is None
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, "pip install nvidia-ml-py"),
+        (_pynvml(nvmlInit=_raising), "Toy 9000 must have an energy counter that NVML reads, but NVML says: Not Supp"),
+        (_pynvml(nvmlDeviceGetTotalEnergyConsumption=_raising), "but NVML says: Not Supported"),
+    ],
+)
+def test_a_machine_without_a_counter_is_refused_before_anything_runs(card, monkeypatch, capsys, module, message):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    with pytest.raises(RuntimeError, match=message):
+        Nvml(card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert command.main(["--mode", "load"]) == 2
+    assert message in capsys.readouterr().err
+
+
+# The suite
+
+
+class _LoadWallClock(WallClock):
+    """Every provider takes 2 ms at 600 W."""
+
+    def __init__(self):
+        self.counter, self.order = Machine(), []
+
+    def sample(self, fn, calls):
+        self.order.append(fn)
+        return Load(calls, 2.0, 600.0, 1700)
+
+
+def _run(people, clock=None, **options):
+    clock = clock or _LoadWallClock()
+    options = {"passes": ("fwd", "bwd"), "modes": ("load",), "mirrored": True} | options
+    return run(ATTENTION, TINY, providers=people, clock=clock, **options)
+
+
+def test_a_run_measures_who_passed_the_gate():
+    people = [
+        providers.OURS["fused"],
+        providers.table("plain")["hf_flash_attn"],
+        scripted("wrong", lambda *x: 2 * right(*x)),
+        scripted("absent", right, lacks="pip install absent"),
+        scripted("forward", right, backward=False),
+    ]
+    rows, _ = _run(people)
+    assert {(row["provider"], row["pass"]) for row in report.timed(rows)} == {
+        *((name, part) for name in ("fused", "hf_flash_attn") for part in ("fwd", "bwd")),
+        ("forward", "fwd"),
+    }
+    assert {row["provider"]: row["status"] for row in rows if row["pass"] is None} == {
+        "wrong": "failed",
+        "absent": "missing",
+    }
+    (skipped,) = (row for row in rows if (row["provider"], row["pass"]) == ("forward", "bwd"))
+    assert skipped["status"] == "unsupported" and skipped["detail"] == "forward has a forward pass only"
+    for row in report.timed(rows):
+        assert row["mode"] == "load" and row["mj"] == 1200.0 and row["limit_watts"] == 700.0
+        assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / 2.0 * 1e-9)
+        assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= set(row)
+    assert next(row for row in report.timed(rows) if row["role"] == "ours")["plan"].startswith("Plan(")
+
+
+def test_every_second_round_goes_backwards():
+    """A provider that runs after a hungry neighbour in one round runs before it in the next."""
+    clock = _LoadWallClock()
+    _run([scripted(name, right, backward=False) for name in "abc"], clock, passes=("fwd",), rounds=4)
+    first, second, third, fourth = (clock.order[i : i + 3] for i in range(0, 12, 3))
+    assert len(set(first)) == 3 and second == first[::-1] and fourth == third[::-1] and third != first
+
+
+def test_the_command_line_selects_and_measures(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    suite = replace(ATTENTION, cases=(TINY,), clock=lambda device, options: _LoadWallClock())
+    monkeypatch.setattr(attention, "ATTENTION", suite)
+    monkeypatch.setattr("bench.command.environment", lambda: FACTS)
+    file, figures = tmp_path / "rows.jsonl", tmp_path / "figures"
+    options = ["--mode", "load", "--cases", "tiny-64", "--providers", "fused,hf_sdpa", "--dtype", "fp16"]
+    assert command.main([*options, "--out", str(file), "--rounds", "2", "--plot-dir", str(figures)]) == 0
+    rows = report.read_lines([file])
+    assert {(row["provider"], row["pass"], row["mj"]) for row in rows} == {
+        (name, part, 1200.0) for name in ("fused", "hf_sdpa") for part in ("fwd", "bwd")
+    }
+    assert {path.name for path in figures.glob("*.png")} == {"energy_fwd_load.png", "energy_bwd_load.png"}
+    out = capsys.readouterr().out
+    assert "power limit 700 W" in out and "energy against the strongest rival: 2 not more, 0 more" in out
+    assert command.main(["attention", "plot", str(file), "--plot-dir", str(tmp_path / "again")]) == 0
+
+
+def test_what_can_be_asked_for(capsys):
+    assert command.main(["--mode", "load", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*cases.TABLE, *LOAD_USUAL)) and "Host" not in text and "hf_sdpa" not in text
+    options = ["--mode", "load", "--dry-run"]
+    assert command.main([*options, "--cases", "LLAMA70B+1k,llama7b-2k", "--providers", "rivals"]) == 0
+    text = capsys.readouterr().out
+    assert "Llama70B-1K" in text and "Llama7B-2K" in text and "Small-512" not in text and "liger_fa3" in text
+    for more, message in (
+        (["--cases", "Llama9B"], "no case fits 'Llama9B'; groups are nineteen"),
+        (["--round-ms", "0"], "--round-ms must be above 0"),
+        (["--providers", "nobody"], "unknown provider nobody"),
+        (["--passes", "sideways"], "--passes takes fwd, fwd_grad, bwd, both"),
+        (["--mode", "load,graph"], "it takes no other mode with it"),
+    ):
+        assert command.main([*options, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+# The plot
+
+
+def test_the_plot_shows_time_above_energy():
+    def row(case, provider, ms, mj):
+        load = {"mode": "load", "mj": mj, "mj_rounds": [0.99 * mj, mj, 1.01 * mj], "watts": mj / ms, "mhz": 1700}
+        return attention_row(case, provider, ms, **load)
+
+    rows = [row("Llama7B-2K", "fused", 0.15, 100.0), row("Llama7B-2K", "liger_fa4", 0.16, 110.0)]
+    rows += [row("Llama7B-2K", "bare_cudnn", 0.14, 80.0), row("Llama7B-4K", "fused", 0.5, 350.0)]
+    rows += [row("Llama7B-4K", "liger_fa4", 0.48, 300.0)]
+    figure = plots.energy_bars(rows, "fwd")
+    above, below = figure.axes
+    assert (above.get_ylabel(), below.get_ylabel()) == ("their time / ours", "their energy / ours")
+    for axis, expected in ((above, [0.16 / 0.15, 0.14 / 0.15, 0.48 / 0.5]), (below, [1.1, 0.8, 300 / 350])):
+        assert sorted(1 + bar.get_height() for bar in axis.patches) == pytest.approx(sorted(expected))
+        assert all((bar.get_hatch() == "//") == (bar.get_height() < -0.005) for bar in axis.patches)
+    ticks = [label.get_text() for label in below.get_xticklabels()]
+    assert ticks == ["Llama7B-2K\n0.1500 ms\n100.0 mJ", "Llama7B-4K\n0.5000 ms\n350.0 mJ"]
+    pyplot().close(figure)
+    assert plots.energy_bars([row for row in rows if row["role"] == "ours"], "fwd") is None
+    assert plots.energy_bars([], "fwd") is None

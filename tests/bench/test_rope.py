@@ -1,0 +1,169 @@
+"""``python -m bench rope``: its cases, its gate, its rows and what is written from them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import report
+from bench.__main__ import main
+from bench.report import case_report, summary
+from bench.rope import tables
+from bench.rope.providers import COPY, OURS, PROVIDERS, RopeProvider
+from bench.rope.suite import ROPE, RopeCase
+from tests.support.bench import run as run_suite
+
+TINY = RopeCase("Tiny", 2, (4, 2), 16, 8, ("models",), torch.float32)
+INTERLEAVED = replace(TINY, interleaved=True)
+NORMED = RopeCase("Normed", 1, (2, 1), 16, 8, ("norms",), torch.float32, norms=True)
+SINGLE = RopeCase("Wide", 1, (4,), 256, 8, ("wide",), torch.float32)
+
+
+def select(names):
+    return ROPE.providers(TINY, names)
+
+
+def run(providers, *problems, **options):
+    return run_suite(ROPE, *problems, providers=providers, **options)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    people = select([OURS, "hf"])
+    return run(people, TINY, INTERLEAVED, SINGLE, NORMED)[0]
+
+
+def test_everybody_agrees_with_float64_and_is_timed(rows):
+    timed = {(row["case"], row["style"], row["pass"], row["provider"]) for row in report.timed(rows)}
+    cases = [("Tiny-16", "half"), ("Tiny-16", "interleaved"), ("Wide-256", "half"), ("Normed-16", "half")]
+    for case, style in cases:
+        for part in ("fwd", "bwd"):
+            assert {(case, style, part, name) for name in (OURS, "hf", COPY)} <= timed
+    for row in report.timed(rows):
+        # The gradient of a norm reads what was normed too.
+        moved = 1.5 if row["norms"] and row["pass"] == "bwd" and row["provider"] != COPY else 1.0
+        assert row["gb_s"] == pytest.approx(moved * row["bytes"] / row["ms"] * 1e-6) and len(row["rounds"]) == 2
+        assert row["of_copy"] > 0 and (row["role"] == "ours") == (row["provider"] == OURS)
+
+
+def test_bytes_and_names():
+    assert TINY.bytes == 2 * 2 * 6 * 16 * 8 * 4
+    assert TINY.shape == "B2 H4+2 N16 D8 fp32 half" and TINY.name == "Tiny-16"
+    assert {case.name for case in ROPE.choose("wide")} >= {"Wide-256", "Wide-1K"}
+    assert len({(case.name, case.shape) for case in ROPE.cases}) == len(ROPE.cases) == 54
+
+
+def scripted(name, rotate, **changes):
+    return RopeProvider(name, name, rotate=rotate, **changes)
+
+
+def wrong(xs, tables, interleaved):
+    return [x * 1.01 for x in xs]
+
+
+def broken(xs, tables, interleaved):
+    raise RuntimeError("no such kernel\nand more")
+
+
+def test_who_is_wrong_broken_missing_or_unsupported_is_named_and_not_timed():
+    people = [
+        scripted("wrong", wrong),
+        scripted("broken", broken),
+        scripted("absent", wrong, missing=lambda: "pip install absent"),
+        scripted("halves", wrong, styles=(False,)),
+        scripted("no copy", wrong, role="ceiling"),
+    ]
+    found = {row["provider"]: row for row in run(people, INTERLEAVED)[0]}
+    statuses = {"wrong": "failed", "broken": "error", "absent": "missing", "halves": "unsupported", "no copy": "failed"}
+    assert {name: row["status"] for name, row in found.items()} == statuses
+    assert found["broken"]["detail"] == "RuntimeError: no such kernel" and "halves only" in found["halves"]["detail"]
+    assert summary(list(found.values())) == "nothing was timed"
+    assert "pip install absent" in case_report(list(found.values()))
+
+
+def test_norms_are_held_to_float64_too():
+    def wrong_norm(xs, weights, tables, interleaved):
+        return PROVIDERS[OURS].norm(xs, [1.01 * weight for weight in weights], tables, interleaved)
+
+    def wrong_gradient(xs, weights, tables, interleaved):
+        weights = [weight.detach() + (weight - weight.detach()) * 1.01 for weight in weights]
+        return PROVIDERS[OURS].norm(xs, weights, tables, interleaved)
+
+    people = [scripted("none", wrong), scripted("wrong", wrong, norm=wrong_norm)]
+    people.append(scripted("gradient", wrong, norm=wrong_gradient))
+    found = {row["provider"]: row for row in run(people, NORMED)[0]}
+    status = {name: row["status"] for name, row in found.items()}
+    assert status == {"none": "unsupported", "wrong": "failed", "gradient": "failed"}
+    assert found["none"]["detail"].endswith("has no norm") and "dweight" in found["gradient"]["detail"]
+
+
+def test_in_place_rivals_work_on_their_own_memory():
+    def in_place(xs, tables, interleaved):
+        outs = PROVIDERS[OURS].rotate(xs, tables, interleaved)
+        with torch.no_grad():
+            for x, out in zip(xs, outs):
+                x.data.copy_(out)
+        return outs
+
+    found, _ = run([scripted("greedy", in_place, in_place=True), *select([OURS])], TINY)
+    assert {row["status"] for row in found} == {"ok"}
+
+
+def test_one_tensor_becomes_a_pair_and_back():
+    x = torch.randn(2, 3, 4, 8)
+    for heads_first in (False, True):
+        provider = scripted("pair", wrong, pairs=True, heads_first=heads_first)
+        views = provider.views([x])
+        assert [tuple(v.shape) for v in views] == [(2, 2, 3, 8) if heads_first else (2, 3, 2, 8)] * 2
+        assert torch.equal(provider.back(views, 1)[0], x)
+        assert all(torch.equal(a, b) for a, b in zip(provider.back(provider.views([x, x]), 2), (x, x)))
+
+
+def test_tables_are_what_the_provider_wants():
+    cos, sin = torch.randn(2, 3, 4)
+    full = scripted("full", wrong, tables="full", rounded_tables=True)
+    for interleaved, same in ((False, [0, 4]), (True, [0, 1])):
+        table, _ = full.prepare(cos, sin, torch.bfloat16, interleaved)
+        assert table.shape == (1, 3, 8) and table.dtype == torch.bfloat16
+        assert torch.equal(table[0, :, same[0]], table[0, :, same[1]])
+    assert PROVIDERS[COPY].prepare(cos, sin, torch.float32, False) is None
+    assert PROVIDERS[OURS].prepare(cos, sin, torch.bfloat16, False)[0] is cos
+
+
+def test_the_deadline_names_what_is_left():
+    rows, measurement = run(select([OURS]), TINY, deadline=-math.inf)
+    assert rows == [] and measurement.not_run == ["Tiny-16 B2 H4+2 N16 D8 fp32 half"]
+
+
+def test_summary_and_rows_on_disk(rows, tmp_path):
+    text = summary(rows)
+    assert "Tiny-16" in text and "HF eager" in text and "%" in case_report(rows)
+    file = tmp_path / "rows.jsonl"
+    report.write_lines(file, rows)
+    assert len(report.read_lines([file])) == len(rows)
+
+
+def test_generated_block(rows):
+    text = tables.results(rows)
+    assert "Normed-16 (B1 H2+1 N16 D8 fp32 half norms)" in text and "with norms" in text
+    assert "Tiny-16" in text and "Wide-256" in text and "HF eager" in text and "toy" in text and "commit abc" in text
+    with pytest.raises(ValueError, match="copy"):
+        tables.results([row for row in rows if row["provider"] != COPY])
+
+
+def test_plots(rows, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    report.write_lines(file, rows)
+    assert main(["rope", "plot", str(file), "--plot-dir", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {"rope_wide_graph.png"}
+
+
+def test_command_line(capsys):
+    assert main(["rope", "--dry-run", "--cases", "wide+bf16+half"]) == 0
+    text = capsys.readouterr().out
+    assert "Wide-256" in text and "Llama3-8B" not in text and "fp32" not in text and "flash-attn" in text
+    for arguments in (["--providers", "no"], ["--passes", "no"], ["--cases", "no such"], ["--mode", "load"]):
+        assert main(["rope", "--dry-run", *arguments]) == 2
+    if not torch.cuda.is_available():
+        assert main(["rope"]) == 2 and "no GPU" in capsys.readouterr().err
