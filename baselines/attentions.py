@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baselines.base import Attention, import_error, missing_package
-from baselines.triton_fa2 import triton_fa2
 
 # flash-attn and FlashAttention-3 and -4 take (B, N, H, D). The moves are views, about 3 µs of host time each.
 _TO_BNHD = "b h n d -> b n h d"
@@ -105,4 +104,3 @@ FLASH_ATTN = Attention(_flash_attn_label, ("flash-attn",), _nothing_missing, _fl
 # The wheel has no backward kernels and none for float16.
 FA3 = Attention("FA3", ("fa3-fwd",), _missing_fa3, _fa3, (torch.bfloat16,), backward=False)
 FA4 = Attention("FA4", ("flash-attn-4",), _missing_fa4, _fa4)
-TRITON_FA2 = Attention("Triton FA2", (), _nothing_missing, triton_fa2, _ANY_DTYPE, head_dim_multiple=1)

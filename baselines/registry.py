@@ -13,8 +13,6 @@ BASELINES: dict[str, Baseline] = {
         Baseline("hf_sdpa", rotations.HF, attentions.SDPA),
         # The official flash-attn; where that package is absent, PyTorch's build of the same kernels.
         Baseline("hf_flash_attn", rotations.HF, attentions.FLASH_ATTN),
-        # A portable attention like ours, after a separate rotation.
-        Baseline("hf_triton_fa2", rotations.HF, attentions.TRITON_FA2),
         Baseline("liger_flash", rotations.LIGER, attentions.SDPA_FLASH),
         # The strongest pair that installs without a compiler.
         Baseline("liger_cudnn", rotations.LIGER, attentions.CUDNN),
@@ -30,7 +28,6 @@ BASELINES: dict[str, Baseline] = {
         Baseline("bare_cudnn", None, attentions.CUDNN),
         Baseline("bare_fa3", None, attentions.FA3),
         Baseline("bare_fa4", None, attentions.FA4),
-        Baseline("bare_triton_fa2", None, attentions.TRITON_FA2),
     )
 }
 

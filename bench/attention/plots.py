@@ -11,7 +11,7 @@ from bench.names import length_name
 from bench.plots import STYLE, handles, pyplot, ratio_bar, save
 from bench.report import PASSES, Row, faster, millijoules, milliseconds, ours, strongest, timed
 
-# One colour for each provider: red is ours, blue cuDNN, violet Triton, grey HF; of FlashAttention amber is -2, teal -3,
+# One colour for each provider: red is ours, blue cuDNN, grey HF; of FlashAttention amber is -2, teal -3,
 # green -4.
 COLOURS = {
     "fused": "#d7263d",
@@ -20,7 +20,6 @@ COLOURS = {
     "fused_hopper": "#ff5d8f",
     "hf_sdpa": "#adb5bd",
     "hf_flash_attn": "#6c757d",
-    "hf_triton_fa2": "#b892ff",
     "liger_flash": "#f2a33a",
     "liger_cudnn": "#1f77b4",
     "liger_fa3": "#17a2a2",
@@ -31,11 +30,10 @@ COLOURS = {
     "bare_cudnn": "#0b3c6f",
     "bare_fa3": "#0b5c5c",
     "bare_fa4": "#0f5c2e",
-    "bare_triton_fa2": "#6a3d9a",
 }
 _MARKERS = {"fused": "o", "hf": "^", "liger": "s", "compiled": "D", "bare": ""}
 # A slide holds about eight lines: these, and the strongest of any case.
-_SHOWN = ("hf_sdpa", "hf_triton_fa2", "liger_flash", "liger_cudnn", "liger_fa4", "bare_cudnn", "bare_fa4")
+_SHOWN = ("hf_sdpa", "liger_flash", "liger_cudnn", "liger_fa4", "bare_cudnn", "bare_fa4")
 # Names in figures, where they differ from the label of the rows.
 _NAMES = {"fused": "rope_attention (ours)", "liger_flash": "Liger rope + FA2 (SDPA flash)"}
 _CASES_A_LINE = 8

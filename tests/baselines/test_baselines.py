@@ -1,7 +1,7 @@
 """The rivals without a GPU: the registry is complete and honest, and each part computes what it says.
 
-The Triton FlashAttention-2 runs in Triton's interpreter against float64; rotations and PyTorch's attentions run on CPU
-tensors through the benchmark's gate, so that every rival has computed rotary attention once before a GPU sees it.
+Rotations and PyTorch's attentions run on CPU tensors through the benchmark's gate, so that they have computed rotary
+attention once before a GPU sees them.
 """
 
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import baselines
-from baselines import BASELINES, attentions, base, registry, rotations, triton_fa2
+from baselines import BASELINES, attentions, base, registry, rotations
 from baselines.base import Baseline
 from bench.attention.cases import BenchCase
 from bench.attention.providers import rival
@@ -30,7 +30,6 @@ def test_the_registry_holds_the_rivals_of_the_benchmark():
     assert set(BASELINES) == {
         "hf_sdpa",
         "hf_flash_attn",
-        "hf_triton_fa2",
         "liger_flash",
         "liger_cudnn",
         "liger_fa3",
@@ -41,7 +40,6 @@ def test_the_registry_holds_the_rivals_of_the_benchmark():
         "bare_cudnn",
         "bare_fa3",
         "bare_fa4",
-        "bare_triton_fa2",
     }
     for name, baseline in BASELINES.items():
         assert baseline.name == name and baseline.label
@@ -60,7 +58,6 @@ def test_the_registry_holds_the_rivals_of_the_benchmark():
         ("liger_fa4", ("liger-kernel", "flash-attn-4")),
         ("compiled_fa4", ("transformers", "flash-attn-4")),
         ("bare_cudnn", ()),
-        ("bare_triton_fa2", ()),
     ],
 )
 def test_pip_names(name, pip):
@@ -78,7 +75,7 @@ def test_a_missing_package_is_reported_with_its_pip_name(monkeypatch):
         # flash-attn alone is replaced: PyTorch's build of its kernels.
         for package in set(baseline.pip) - {"flash-attn"}:
             assert f"pip install {package} (ModuleNotFoundError" in reasons[name]
-    assert set(reasons) == set(BASELINES) - {"bare_flash", "bare_cudnn", "bare_triton_fa2"}
+    assert set(reasons) == set(BASELINES) - {"bare_flash", "bare_cudnn"}
 
 
 def test_a_broken_package_is_reported_with_its_error():
@@ -200,12 +197,6 @@ def test_pytorchs_attentions(name, causal, heads_kv):
 
 
 @_interpreted
-@pytest.mark.parametrize("name", ["hf_triton_fa2", "bare_triton_fa2"])
-def test_triton_rivals(name):
-    _verdict(BASELINES[name], testing.Case(1, 2, 1, 65, 65, 64))
-
-
-@_interpreted
 def test_liger_rotates_like_everybody():
     _verdict(Baseline("liger", rotations.LIGER, attentions.SDPA), testing.Case(1, 4, 2, 33, 33, 64))
 
@@ -216,77 +207,3 @@ def test_cudnn_is_refused_where_there_is_none():
     q = torch.randn(1, 1, 8, 16, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
         BASELINES["bare_cudnn"].run(q, q, q, None, True)
-
-
-# FlashAttention-2 in Triton, against float64
-
-
-def _reference(q, k, v, causal):
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        len_q, len_k = scores.shape[-2:]
-        seen = torch.ones(len_q, len_k, dtype=torch.bool).tril(len_k - len_q)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.softmax(scores, -1).nan_to_num(0.0) @ v
-
-
-@_interpreted
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("heads", "lengths", "head_dim", "causal"),
-    [
-        ((2, 1), (70, 70), 64, True),  # GQA, a tail
-        ((2, 2), (64, 64), 32, True),  # whole tiles
-        ((4, 2), (17, 45), 96, True),  # fewer queries than keys, padded columns
-        ((1, 1), (70, 33), 40, True),  # rows that see nothing
-        ((2, 1), (20, 70), 128, False),
-        ((1, 1), (33, 33), 256, True),
-        ((1, 1), (1, 1), 16, False),
-    ],
-)
-def test_triton_fa2_against_float64(heads, lengths, head_dim, causal, dtype):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(heads, length):
-        x = torch.randn(1, length, heads, head_dim, generator=generator, dtype=dtype)
-        return x.transpose(1, 2)
-
-    q, do = normal(heads[0], lengths[0]), normal(heads[0], lengths[0])
-    k, v = normal(heads[1], lengths[1]), normal(heads[1], lengths[1])
-    for x in (q, k, v):
-        x.requires_grad_()
-    with testing.poison_empty():
-        o = triton_fa2.triton_fa2(q, k, v, causal)
-        grads = torch.autograd.grad(o, (q, k, v), do)
-    expected = _reference(q, k, v, causal)
-    expected_grads = torch.autograd.grad(expected, (q, k, v), do.double())
-    limit = 3e-3 if dtype == torch.float16 else 2e-6
-    for out, truth in zip((o.detach(), *grads), (expected.detach(), *expected_grads)):
-        assert out.dtype == dtype and out.shape == truth.shape and torch.isfinite(out).all()
-        assert float((out.double() - truth).abs().max()) <= limit * float(truth.abs().max()) + 1e-6
-    assert o.stride() == q.stride()
-
-
-@_interpreted
-def test_triton_fa2_takes_strided_columns_and_refuses_double_backward():
-    x = torch.randn(1, 2, 20, 32)[..., ::2].requires_grad_()
-    o = triton_fa2.triton_fa2(x, x, x, True)
-    torch.testing.assert_close(o.double(), _reference(x, x, x, True), atol=1e-6, rtol=1e-5)
-    do = torch.randn_like(o).requires_grad_()
-    (grad,) = torch.autograd.grad(o, x, do, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256])
-def test_triton_fa2_tiles_fit(head_dim, dtype):
-    """At least the tiles that stay and one that streams must fit, at the smallest shared memory of each table."""
-    for limit in (99 * 1024, 163 * 1024, 227 * 1024):
-        found = triton_fa2.tiles(head_dim, dtype, limit)
-        row = triton_fa2.padded_head_dim(head_dim) * dtype.itemsize
-        assert (found.forward.block_m + 2 * found.forward.block_n) * row <= limit
-        assert (2 * found.dkdv.block_n + 2 * found.dkdv.block_m) * row <= limit
-        assert (2 * found.dq.block_m + 2 * found.dq.block_n) * row <= limit
