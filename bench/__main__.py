@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rope": ("rope.suite", "ROPE"),
     "decode": ("decode.suite", "DECODE"),
     "models": ("models.suite", "MODELS_SUITE"),
-    "cp": ("cp.command", "main"),
+    "cp": ("cp.suite", "CP"),
     "compare": ("compare", "main"),
     "docs": ("docs", "main"),
     "tune": ("tune", "main"),

@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,16 +42,14 @@ def main(suite: Suite, argv: list[str]) -> int:
     if not torch.cuda.is_available():
         reason = "no GPU here; times of the interpreter mean nothing. --dry-run lists what would run."
         return refuse(suite.name, reason)
-    try:
-        clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
-    except RuntimeError as error:
-        return refuse(suite.name, str(error))
-
     begin, facts = time.monotonic(), environment()
     if args.time_budget:
         options.deadline = begin + args.time_budget
     progress = Progress(begin)
-    run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
+    try:
+        run = (suite.run or local_run)(suite, cases, options, facts, names, progress)
+    except RuntimeError as error:
+        return refuse(suite.name, str(error))
     out = out_file(suite.name.replace(" ", "-"), args.out, facts)
     print(heading(facts, out))
     rows: list[Row] = []
@@ -74,6 +73,12 @@ def main(suite: Suite, argv: list[str]) -> int:
     if suite.draw is not None and args.plot_dir != "none" and rows:
         draw(suite, rows, Path(args.plot_dir), None)
     return status or int(report.red(rows))
+
+
+def local_run(suite: Suite, cases: list, options: Options, facts: Row, names: list[str], progress: Any) -> Run:
+    """Return a run on the current GPU. RuntimeError where this machine lacks what the clock needs."""
+    clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
+    return Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
 
 
 def plot(suite: Suite, argv: list[str]) -> int:

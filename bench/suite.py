@@ -135,7 +135,8 @@ class Suite:
     providers of a case. always: providers that run whatever ``--providers`` says. usual: those that run without it; ()
     means all. provider_groups: names for several providers. passes: what ``--passes`` chooses from. modes: what
     ``--mode`` chooses from. arguments: adds options. adapt: changes the chosen cases and the options by the arguments.
-    clock: makes the clock of a device and a mode. obstacle: why a case cannot be measured here. draw: writes plots.
+    clock: makes the clock of a device and a mode. obstacle: why a case cannot be measured here. run: makes the run,
+    by default a ``runner.Run`` on one GPU. draw: writes plots.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Suite:
     adapt: Callable[[list[Any], Options, argparse.Namespace], list[Any]] = lambda cases, options, args: cases
     clock: Callable[[torch.device, Options], Any] = lambda device, options: timing.GpuClock(device)
     obstacle: Callable[[Any], str | None] = lambda case: None
+    run: Callable[..., Any] | None = None
     draw: Callable[[list[Row], Path, str | None], list[Path]] | None = None
 
     def choose(self, text: str) -> list[Any]:

@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench import report
 from bench.__main__ import main
-from bench.cp import command
-from bench.cp.command import CP, RanksClock
 from bench.cp.providers import KINDS, PROVIDERS, CpCase
+from bench.cp.suite import CP, RanksClock, RanksRun, send
 from bench.cp.tables import draw, results
 from bench.suite import Options
 from tests.support.bench import FACTS
@@ -31,14 +29,16 @@ def rows():
     return found
 
 
-def test_cases(capsys):
+def test_cases(capsys, monkeypatch):
     assert main(["cp", "--dry-run", "--cases", "p=2+packed+32k,p=2+plain-128k"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:4]] == [["plain-128K", "P=2"], ["packed-32K", "P=2"]]
     assert not any(case.slow for case in CP.choose("")) and len(CP.choose("slow")) == 3
     assert main(["cp", "--cases", "nothing-like-it"]) == 2
-    if torch.cuda.device_count() < 4:
-        assert main(["cp"]) == 2 and "4 GPUs are asked for" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("bench.command.environment", lambda: FACTS)
+    assert main(["cp"]) == 2 and "4 GPUs are asked for, and here are 1" in capsys.readouterr().err
 
 
 def test_documents_fill_the_sequence():
@@ -66,18 +66,21 @@ class _RanksOfCpus(RanksClock):
         return self._most([1.0 + dist.get_rank()])[0]
 
 
-def _serve(rank, size, file, out):
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    clock = _RanksOfCpus(torch.device("cpu"), dist.group.WORLD)
-    cases = [CpCase(kind, 64, size) for kind in KINDS]
-    command.measure(rank, clock, Options(rounds=2, round_ms=1.0), cases, ["one", "fused", "all_gather"], FACTS, out)
+def _serve(rank, size, address, *given):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    send(rank, _RanksOfCpus(torch.device("cpu"), dist.group.WORLD), *given)
+    if given[0].strict:  # says that this test wants a rank to fail
+        raise RuntimeError("a rank fails")
     dist.destroy_process_group()
 
 
-def test_all_ranks_time_the_same_calls(tmp_path):
-    """Rows are those of the slowest rank, and one file has them once."""
-    mp.spawn(_serve, args=(2, tmp_path / "store", tmp_path / "rows.jsonl"), nprocs=2)
-    found = report.read_lines([tmp_path / "rows.jsonl"])
+def test_all_ranks_time_the_same_calls():
+    """Rows are those of the slowest rank, and one of the ranks sends them."""
+    messages = []
+    options = Options(rounds=2, round_ms=1.0)
+    made = RanksRun(options, FACTS, ["one", "fused"], lambda share, text: messages.append(text), _serve)
+    found = [row for block in made.rows([CpCase(kind, 64, 2) for kind in KINDS]) for row in block]
+    assert not made.not_run and "2 GPUs: packed-64 P=2: bwd eager" in messages
     assert {row["status"] for row in found} == {"ok"}, found
     assert {(row["case"], row["provider"], row["pass"]) for row in found} == {
         (f"{kind}-64", name, part) for kind in KINDS for name in ("one", "fused") for part in ("fwd", "bwd")
@@ -85,6 +88,13 @@ def test_all_ranks_time_the_same_calls(tmp_path):
     assert all(row["peak_mib"] == 2.0 and row["shape"] == "P=2" and len(row["rounds"]) == 2 for row in found)
     assert all(row["efficiency"] > 0 for row in found if row["provider"] == "fused")
     assert "| window-64 | 2 | ours |" in results(found)
+
+
+def test_what_was_measured_before_a_rank_failed_is_kept():
+    made = RanksRun(Options(rounds=1, round_ms=1.0, strict=True), FACTS, ["one"], serve=_serve)
+    (block,) = made.rows([CpCase("window", 64, 2)])
+    assert {row["status"] for row in block} == {"ok"}
+    assert "a rank fails" in made.not_run[0] and made.not_run[0].startswith("rest of 2 GPUs")
 
 
 def test_text_names_who_was_not_timed():

@@ -154,6 +154,7 @@ def test_a_machine_without_a_counter_is_refused_before_anything_runs(card, monke
         Nvml(card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("bench.command.environment", lambda: FACTS)
     assert command.main(["--mode", "load"]) == 2
     assert message in capsys.readouterr().err
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from bench import command, report
 from bench.cp import tables
 from bench.cp.providers import HEAD_DIM, HEADS_KV, HEADS_Q, KINDS, PROVIDERS, USUAL, CpCase, CpProvider
-from bench.environment import environment, shown
 from bench.gate import Verdict
-from bench.names import words
 from bench.report import Row
 from bench.runner import Run
 from bench.suite import Entry, Options, Suite, Times, Trial
@@ -111,6 +107,81 @@ class CpTrial(Trial):
         return {name: {"efficiency": ratio(one, times) / ranks} for name, times in rounds.items()}
 
 
+def serve(
+    rank: int, size: int, address: str, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Any
+) -> None:
+    """Run all cases as one rank of GPUs."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
+    try:
+        send(rank, RanksClock(device, dist.new_group(list(range(size)))), options, cases, names, facts, out)
+    finally:
+        dist.destroy_process_group()
+
+
+def send(
+    rank: int, clock: RanksClock, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Any
+) -> None:
+    """Run all cases with a clock that all ranks share; rank 0 sends rows, progress and what was not run to ``out``."""
+    run = Run(CP, options, clock, facts, lambda case: CP.providers(case, names))
+    if rank == 0:
+        run.progress = lambda share, text: out.put((share, text))
+    for block in run.rows(cases):
+        if rank == 0:
+            out.put(block)
+    if rank == 0:
+        out.put(run.not_run)
+
+
+@dataclass
+class RanksRun:
+    """A ``runner.Run`` in processes: for each number of GPUs one process a GPU, which calls ``serve``."""
+
+    options: Options
+    facts: Row
+    names: list[str]
+    progress: Callable[[float, str], None] = lambda share, text: None
+    serve: Callable[..., None] = serve
+    not_run: list[str] = field(default_factory=list)
+
+    def rows(self, cases: list[CpCase]) -> Iterator[list[Row]]:
+        """Yield the rows of one case after the other."""
+        for size in dict.fromkeys(case.ranks for case in cases):
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                address = f"tcp://localhost:{free.getsockname()[1]}"
+            here = [case for case in cases if case.ranks == size]
+            out = mp.get_context("spawn").SimpleQueue()
+            given = (size, address, self.options, here, self.names, self.facts, out)
+            ranks = mp.spawn(self.serve, args=given, nprocs=size, join=False)
+            ended = False
+            while not ended:
+                try:
+                    ended = ranks.join(timeout=0.2)
+                except Exception as error:  # what was measured before is in the queue
+                    self.not_run.append(f"rest of {size} GPUs ({type(error).__name__}: {error})")
+                    ended = True
+                while not out.empty():
+                    yield from self._received(out.get(), size)
+
+    def _received(self, message: Any, size: int) -> Iterator[list[Row]]:
+        if isinstance(message, tuple):
+            self.progress(message[0], f"{size} GPUs: {message[1]}")
+        elif message and isinstance(message[0], str):
+            self.not_run += message
+        elif message:
+            yield message
+
+
+def _run(suite: Suite, cases: list[CpCase], options: Options, facts: Row, names: list[str], progress: Any) -> RanksRun:
+    """Return the run. RuntimeError where there are fewer GPUs than a case takes."""
+    asked, count = max(case.ranks for case in cases), torch.cuda.device_count()
+    if count < asked:
+        raise RuntimeError(f"{asked} GPUs are asked for, and here are {count}")
+    return RanksRun(options, facts, names, progress)
+
+
 CP = Suite(
     name="cp",
     description="Time causal attention of one sequence over several GPUs.",
@@ -123,75 +194,6 @@ CP = Suite(
     modes=("eager",),
     rounds=3,
     round_ms=400.0,
+    run=_run,
     draw=tables.draw,
 )
-
-
-def main(argv: list[str]) -> int:
-    """Run the command. Exit status: 0 fine, 1 one of ours did not run, 2 cannot run here."""
-    if argv[:1] == ["plot"]:
-        return command.plot(CP, argv[1:])
-    args = command.parser(CP).parse_args(argv)
-    names = words(args.providers)
-    try:
-        options, cases = command.options_of(CP, args), CP.choose(args.cases)
-        CP.check_providers(cases, names)
-    except ValueError as error:
-        return command.refuse("cp", str(error))
-    if args.dry_run:
-        print(command.listing(CP, cases, names))
-        return 0
-    sizes = list(dict.fromkeys(case.ranks for case in cases))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < max(sizes):
-        return command.refuse("cp", f"{max(sizes)} GPUs are asked for, and here are {count}")
-    begin, facts = time.monotonic(), environment()
-    if args.time_budget:
-        options.deadline = begin + args.time_budget
-    out = command.out_file("cp", args.out, facts)
-    print(command.heading(facts, out))
-    for size in sizes:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"tcp://localhost:{free.getsockname()[1]}"
-        here = [case for case in cases if case.ranks == size]
-        try:
-            mp.spawn(serve, args=(size, address, options, here, names, facts, out), nprocs=size)
-        except Exception as error:  # what was measured before is in the file
-            print(f"! {size} GPUs: {type(error).__name__}: {error}")
-    rows = [row for row in report.read_lines([out]) if row["date"] == facts["date"]] if out.exists() else []
-    print("\n" + report.summary(rows))
-    print(f"\n{len(rows)} rows in {shown(out)} after {command.duration(time.monotonic() - begin)}")
-    if args.plot_dir != "none" and rows:
-        command.draw(CP, rows, Path(args.plot_dir), None)
-    return int(report.red(rows))
-
-
-def serve(
-    rank: int, size: int, address: str, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Path
-) -> None:
-    """Run all cases as one rank; rank 0 prints, and appends the rows to ``out``."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
-    try:
-        measure(rank, RanksClock(device, dist.new_group(list(range(size)))), options, cases, names, facts, out)
-    finally:
-        dist.destroy_process_group()
-
-
-def measure(
-    rank: int, clock: RanksClock, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Path
-) -> None:
-    """Time the cases with a clock that all ranks share."""
-    progress = command.Progress(time.monotonic())
-    run = Run(CP, options, clock, facts, lambda case: CP.providers(case, names))
-    if rank == 0:
-        run.progress = progress
-    for block in run.rows(cases):
-        if rank == 0:
-            progress.clear()
-            report.write_lines(out, block)
-            print("\n" + report.case_report(block), flush=True)
-    if rank == 0 and run.not_run:
-        print(f"\nNot run, for lack of time: {'; '.join(run.not_run)}")
