@@ -78,10 +78,9 @@ class Subject:
         if provider.form == "packed" and not provider.ours:  # these rotate each token by its own row
             cos, sin = cos[problem.position], sin[problem.position]
         masks = testing.masks_of(self.case, problem.device) if provider.form == "dense" else {}
-        # Only what differs from the default: host time is measured as of a call that a user writes.
-        masks = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
-        norms = testing.norms_of(self.case, problem.device)
-        found = {**masks, **norms}
+        # Leave defaults out, because host time is that of a call as a user writes it.
+        found = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
+        found |= testing.norms_of(self.case, problem.device)
         self._weights = {name: found.pop(name) for name in ("sinks", "q_norm", "k_norm") if name in found}
         if provider.form == "left":
             found["kv_starts"] = problem.starts
@@ -136,6 +135,10 @@ def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtyp
     return testing.Results(o.detach(), o.detach(), *torch.autograd.grad(o, leaves, do))
 
 
+# By the kind of a case; calls with masks and of Co-RoPE take milliseconds, so that eager calls measure the GPU.
+_MODES = {"plain": ("eager", "graph"), "host": ("host",), "norm": ("graph",)}
+
+
 class AttentionTrial(Trial):
     """One case of any kind."""
 
@@ -155,9 +158,7 @@ class AttentionTrial(Trial):
         # Rows of norms and Co-RoPE hold the memory of forward and backward together.
         self._both_memory = case.kind in ("norm", "corope")
         self.measures_memory = not self._both_memory
-        self.default_modes = {"plain": ("eager", "graph"), "host": ("host",), "norm": ("graph",)}.get(
-            case.kind, ("eager",)
-        )
+        self.default_modes = _MODES.get(case.kind, ("eager",))
 
     def modes(self) -> tuple[str, ...]:
         """Time the case of host time on the host, and others on the host only where nothing else was asked for."""
