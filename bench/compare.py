@@ -27,8 +27,6 @@ from bench.timing import quantile
 # Figure -> the field with its value in every round; a figure without rounds has no noise. Less is better.
 FIGURES: dict[str, str | None] = {"ms": "rounds", "mj": "mj_rounds", "peak_mib": None}
 _UNITS = {"ms": "ms", "mj": "mJ", "peak_mib": "MiB"}
-# The two checkouts of a row of ``tools.compare_checkouts``; both are ours, and the first may be the same in two files.
-_CHECKOUTS = ("before", "after")
 # A ratio further from 1 than so many times its noise has moved. Medians of few rounds have long tails.
 CERTAIN = 3.0
 # Fewer rivals than this say nothing about the noise between two processes.
@@ -50,24 +48,7 @@ class Key(NamedTuple):
     figure: str
 
 
-class Measured(NamedTuple):
-    """One figure of one row. rounds: () where the row lacks them. spread: (p20, p80) of all samples."""
-
-    value: float
-    rounds: tuple[float, ...] = ()
-    spread: tuple[float, float] | None = None
-    ours: bool = False
-
-
-class File(NamedTuple):
-    """``measured``: what has a figure. ``failed``: the reason why a measurement lacks one. ``ours``: the providers that
-    may have other code in another file. ``facts``: machine and versions."""
-
-    path: Path
-    measured: dict[Key, Measured]
-    failed: dict[Key, str]
-    ours: frozenset[str]
-    facts: dict[str, str]
+File = dict[Key, Row]  # a row once for each of its figures; one without a time at the figure "ms"
 
 
 @dataclass(frozen=True)
@@ -100,25 +81,20 @@ class Move:
 def read(path: Path) -> File:
     """Read the latest run of every case in a file. OSError or ValueError where it is no file of rows of one GPU."""
     rows = _rows(path)
+    cards = sorted({str(row["gpu"]) for row in rows})
     if not rows:
         raise ValueError(f"{path} holds no rows")
-    cards = sorted({str(row["gpu"]) for row in rows})
     if len(cards) > 1:
         raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards)}")
-    measured = {key: found for row in rows for key, found in _measured(row)}
-    failed = {
-        _key(row, "ms"): f"{row['status']}: {row['detail']}" if row.get("detail") else row["status"]
-        for row in rows
-        if row["status"] not in TIMED
-    }
-    ours = frozenset(row["provider"] for row in rows if row["role"] == "ours") - {_CHECKOUTS[0]}
-    facts: dict[str, set[str]] = {}
+    found = {}
     for row in rows:
-        found = {name: row.get(name) for name in ("gpu", "driver", "torch", "triton", "cudnn", "commit")}
-        for name, value in {**found, "date": str(row.get("date", ""))[:10], **(row.get("packages") or {})}.items():
-            if value:
-                facts.setdefault(name, set()).add(str(value))
-    return File(path, measured, failed, ours, {name: " and ".join(sorted(all_)) for name, all_ in facts.items()})
+        of = [str(row.get(name) or "") for name in ("case", "shape", "dtype", "provider", "pass", "mode")]
+        found |= {Key(*of, name): row for name in FIGURES if _has(row, name) or name == "ms"}
+    return found
+
+
+def _has(row: Row | None, figure: str) -> bool:
+    return row is not None and row["status"] in TIMED and bool(row.get(figure))
 
 
 def _rows(path: Path) -> list[Row]:
@@ -131,20 +107,17 @@ def _rows(path: Path) -> list[Row]:
         raise ValueError(f"{path} holds no result rows: {error}") from None
     if not of_checkouts:
         return [row for row in read_runs([path]) if "status" in row]
-    latest = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        for row in _checkout_rows(json.loads(line)) if line.strip() else ():
-            latest[row["case"], row["pass"], row["mode"], row["provider"]] = row
-    return list(latest.values())
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [row for line in lines if line.strip() for row in _checkout_rows(json.loads(line))]
 
 
 def _checkout_rows(row: Row) -> Iterator[Row]:
-    """Yield two rows, of the checkout before and of this one. Microseconds become milliseconds."""
+    """Yield two rows of ours, the checkout before and this one. Microseconds become milliseconds."""
     part, _, host = row["part"].partition(", ")
     unit = {"ms": 1.0, "us": 1e-3}[row["unit"]]
-    for provider in _CHECKOUTS:
-        found = {"case": row["case"], "shape": "", "provider": provider, "pass": part, "mode": host or "graph"}
-        found |= {"role": "ours", **row["environment"]}
+    for provider in ("before", "after"):
+        found = {"case": row["case"], "provider": provider, "role": "ours", "pass": part, "mode": host or "graph"}
+        found |= row["environment"]
         if "error" in row:
             yield found | {"status": "failed", "detail": row["error"]}
         else:
@@ -152,98 +125,90 @@ def _checkout_rows(row: Row) -> Iterator[Row]:
             yield found | {"status": "ok", "rounds": rounds, "ms": quantile(rounds, 0.5)}
 
 
-def _key(row: Row, figure: str) -> Key:
-    fields = (row.get(name) or "" for name in ("case", "shape", "dtype", "provider", "pass", "mode"))
-    return Key(*map(str, fields), figure)
-
-
-def _measured(row: Row) -> Iterator[tuple[Key, Measured]]:
-    for figure, rounds in FIGURES.items():
-        if row["status"] in TIMED and row.get(figure):
-            spread = (row["p20"], row["p80"]) if figure == "ms" and "p20" in row else None
-            values = tuple(row.get(rounds) or ()) if rounds else ()
-            yield _key(row, figure), Measured(row[figure], values, spread, row["role"] == "ours")
-
-
 # Noise
 
 
-def within_noise(found: Measured) -> float:
+def within_noise(row: Row, figure: str = "ms") -> float:
     """Return the standard error of the logarithm of a median, from the rounds of one process.
 
     From the quantiles of the samples where there is one round, because samples of one round share its clock; 0 where
     there is neither.
     """
-    if len(found.rounds) > 1:
-        logs = [math.log(value) for value in found.rounds]
+    rounds = row.get(FIGURES[figure] or "") or ()
+    if len(rounds) > 1:
+        logs = [math.log(value) for value in rounds]
         return _OF_MEDIAN * statistics.stdev(logs) / math.sqrt(len(logs))
-    if found.spread is not None:
-        return 0.5 * _OF_P80 * math.log(found.spread[1] / found.spread[0])
+    if figure == "ms" and "p20" in row:
+        return 0.5 * _OF_P80 * math.log(row["p80"] / row["p20"])
     return 0.0
 
 
-def _between(pairs: list[tuple[Key, Measured, Measured]]) -> dict[tuple[str, str, str], float]:
+def _between(pairs: list[tuple[Key, Row, Row]]) -> dict[tuple[str, str, str], float]:
     """Return (pass, mode, figure) -> the standard deviation of the ratios of rivals around 1."""
     distances: dict[tuple[str, str, str], list[float]] = {}
     for key, one, other in pairs:
-        if not one.ours and FIGURES[key.figure]:
-            distances.setdefault(key[4:], []).append(abs(math.log(other.value / one.value)))
+        if one["role"] != "ours" and FIGURES[key.figure]:
+            distance = abs(math.log(other[key.figure] / one[key.figure]))
+            distances.setdefault(key[4:], []).append(distance)
     return {of: _OF_MAD * quantile(found, 0.5) for of, found in distances.items() if len(found) >= _ENOUGH}
 
 
-def _over(found: Measured, yardstick: Measured) -> Measured:
+def _over(row: Row, yardstick: Row, figure: str) -> Row:
     """Divide one measurement by another of the same process, round by round, so that a shared drift cancels."""
-    spread = found.spread
-    if spread is not None and yardstick.spread is not None:
-        spread = spread[0] / yardstick.spread[1], spread[1] / yardstick.spread[0]
-    if len(found.rounds) == len(yardstick.rounds) and found.rounds:
-        rounds = tuple(x / y for x, y in zip(found.rounds, yardstick.rounds))
-        return Measured(quantile(list(rounds), 0.5), rounds, spread, found.ours)
-    return Measured(found.value / yardstick.value, (), spread, found.ours)
+    name = FIGURES[figure] or ""
+    both = row.get(name) or (), yardstick.get(name) or ()
+    rounds = [x / y for x, y in zip(*both)] if len(both[0]) == len(both[1]) else []
+    found = row | {name: rounds, figure: quantile(rounds, 0.5) if rounds else row[figure] / yardstick[figure]}
+    if "p20" in row and "p20" in yardstick:
+        found |= {"p20": row["p20"] / yardstick["p80"], "p80": row["p80"] / yardstick["p20"]}
+    return found
 
 
 def moves(a: File, b: File, yardstick: str | None = None) -> list[Move]:
     """Match two files; return the worst move first.
 
-    yardstick: divide times and energies by those of this provider; leave out cases without it in both files.
-    ValueError where it is one of ours or not in both files, or where nothing matches.
+    yardstick: divide times and energies by those of this provider; leave out cases without it in both files. ValueError
+    where it is one of ours or not in both files, or where nothing matches.
     """
-    both = [key for key in a.measured if key in b.measured]
+    both = [key for key, row in a.items() if _has(row, key.figure) and _has(b.get(key), key.figure)]
     if not both:
-        raise ValueError(f"{a.path} and {b.path} have no measurement in common")
-    shared = sorted({key.provider for key in both} - a.ours - b.ours)
+        raise ValueError("the two files have no measurement in common")
+    mine = {key.provider for key in (*a, *b) if (a.get(key) or b[key])["role"] == "ours"}
+    shared = sorted({key.provider for key in both} - mine)
     if yardstick is not None and yardstick not in shared:
-        what = "is ours" if yardstick in a.ours | b.ours else "is not timed in both files"
+        what = "is ours" if yardstick in mine else "is not timed in both files"
         raise ValueError(
             f"--yardstick must be a provider of both files that is not ours, but {yardstick} {what}; there are: "
             f"{', '.join(shared) or 'none'}"
         )
     pairs = []
     for key in both:
-        one, other = a.measured[key], b.measured[key]
+        one, other = a[key], b[key]
         if yardstick is not None and FIGURES[key.figure]:
             by = key._replace(provider=yardstick)
-            if by == key or by not in a.measured or by not in b.measured:
+            if by == key or not _has(a.get(by), key.figure) or not _has(b.get(by), key.figure):
                 continue
-            one, other = _over(one, a.measured[by]), _over(other, b.measured[by])
+            one, other = _over(one, a[by], key.figure), _over(other, b[by], key.figure)
         pairs.append((key, one, other))
     between = _between(pairs)
     found = []
     for key, one, other in pairs:
-        noise = math.hypot(within_noise(one), within_noise(other), between.get(key[4:], 0.0))
-        ratio = other.value / one.value
-        found.append(Move(key, one.ours, a.measured[key].value, b.measured[key].value, ratio, noise))
+        within = within_noise(one, key.figure), within_noise(other, key.figure)
+        noise = math.hypot(*within, between.get(key[4:], 0.0))
+        ratio = other[key.figure] / one[key.figure]
+        found.append(Move(key, one["role"] == "ours", a[key][key.figure], b[key][key.figure], ratio, noise))
     return sorted(found, key=lambda move: -move.ratio)
 
 
 def lost(file: File, other: File) -> dict[Key, str]:
     """Return what only ``file`` has timed, with the reason that ``other`` gives, "" where it says nothing."""
     found = {}
-    for key in file.measured:
-        if key.figure == "ms" and key not in other.measured:
+    for key, row in file.items():
+        if key.figure == "ms" and _has(row, "ms") and not _has(other.get(key), "ms"):
             # A failure may be of all passes or all modes.
             places = (key._replace(part=part, mode=mode) for part in (key.part, "") for mode in (key.mode, ""))
-            found[key] = next((other.failed[place] for place in places if place in other.failed), "")
+            why = next((other[place] for place in places if place in other), None)
+            found[key] = "" if why is None else ": ".join(filter(None, (why["status"], why.get("detail"))))
     return found
 
 
@@ -272,11 +237,11 @@ def main(argv: list[str]) -> int:
         return refuse("compare", f"--only {args.only} leaves nothing; it takes {', '.join(names)}")
     moved = [move for move in chosen if move.verdict(args.threshold)]
     gone, won = ({key: why for key, why in keys.items() if wanted(key)} for keys in (lost(a, b), lost(b, a)))
-    blocks = [_heading(a, b, args.yardstick), _table(chosen if args.all else moved, args.threshold)]
+    blocks = [_heading(a, b, args), _table(chosen if args.all else moved, args.threshold)]
     blocks += [_counts(chosen, args.threshold), _blindness(every)]
     blocks += [_listed("Measured in A, not in B", gone), _listed("Measured in B, not in A", won)]
     print("\n\n".join(filter(None, blocks)))
-    failed = any(why and key.provider in a.ours for key, why in gone.items())
+    failed = any(why and a[key]["role"] == "ours" for key, why in gone.items())
     return int(failed or any(move.ours and move.ratio > 1 for move in moved))
 
 
@@ -301,15 +266,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _heading(a: File, b: File, yardstick: str | None) -> str:
+def _heading(a: File, b: File, args: argparse.Namespace) -> str:
     """Name the files, and what differs between their machines and versions."""
-    lines = [f"A: {shown(a.path)}", f"B: {shown(b.path)}"]
-    for name in dict.fromkeys((*a.facts, *b.facts)):
-        one, other = a.facts.get(name, "none"), b.facts.get(name, "none")
-        lines.append(f"{name}: {one}" if one == other else f"{name}: {one} in A, {other} in B")
-    if yardstick:
-        lines.append(f"B / A is of figures over those of {yardstick}")
+    lines = [f"A: {shown(args.a)}", f"B: {shown(args.b)}"]
+    one, other = _facts(a), _facts(b)
+    for name in dict.fromkeys((*one, *other)):
+        texts = [" and ".join(sorted(found.get(name, ["none"]))) for found in (one, other)]
+        lines.append(f"{name}: {texts[0]}" if texts[0] == texts[1] else f"{name}: {texts[0]} in A, {texts[1]} in B")
+    if args.yardstick:
+        lines.append(f"B / A is of figures over those of {args.yardstick}")
     return "\n".join(lines)
+
+
+def _facts(file: File) -> dict[str, set[str]]:
+    """Return every value that the rows have of a fact of the machine."""
+    facts: dict[str, set[str]] = {}
+    for row in file.values():
+        found = {name: row.get(name) for name in ("gpu", "driver", "torch", "triton", "cudnn", "commit")}
+        for name, value in {**found, "date": str(row.get("date", ""))[:10], **(row.get("packages") or {})}.items():
+            if value:
+                facts.setdefault(name, set()).add(str(value))
+    return facts
 
 
 def _table(found: list[Move], threshold: float) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import report
-from bench.compare import CERTAIN, File, Key, Measured, Move, lost, moves, read, within_noise
+from bench.compare import CERTAIN, Key, Move, lost, moves, read, within_noise
 from bench.environment import RESULTS
 from bench.timing import quantile
 from tests.support.bench import attention_row
@@ -49,15 +49,14 @@ def run(tmp_path, capsys):
 
 
 def test_the_noise_of_rounds_is_the_standard_error_of_their_median():
-    assert within_noise(Measured(1.0, (1.0, 1.0, 1.0))) == 0
-    few, many = Measured(1.0, (0.99, 1.0, 1.01)), Measured(1.0, (0.99, 1.0, 1.01) * 4)
+    assert within_noise({"rounds": [1.0, 1.0, 1.0]}) == 0
+    few, many = {"rounds": [0.99, 1.0, 1.01]}, {"rounds": [0.99, 1.0, 1.01] * 4}
     assert within_noise(few) == pytest.approx(1.2533 * 0.01 / math.sqrt(3), rel=0.01)
     assert within_noise(many) < 0.6 * within_noise(few)
     # One round: its quantiles, however many samples they are of. p20 and p80 are .84 standard deviations away.
-    assert within_noise(Measured(1.0, (1.0,), (math.exp(-0.0084162), math.exp(0.0084162)))) == pytest.approx(
-        0.01, rel=1e-3
-    )
-    assert within_noise(Measured(64.0)) == 0
+    one_round = {"rounds": [1.0], "p20": math.exp(-0.0084162), "p80": math.exp(0.0084162)}
+    assert within_noise(one_round) == pytest.approx(0.01, rel=1e-3)
+    assert within_noise({"peak_mib": 64.0}, "peak_mib") == 0
 
 
 def test_a_move_is_more_than_the_threshold_and_more_than_noise():
@@ -72,19 +71,23 @@ def test_a_move_is_more_than_the_threshold_and_more_than_noise():
 
 
 def _file(rows):
-    measured = {
-        Key(case, "", "", name, "fwd", "graph", "ms"): found._replace(ours=name == "fused")
-        for (case, name), found in rows.items()
+    return {
+        Key(case, "", "", name, "fwd", "graph", "ms"): {
+            "ms": quantile(rounds, 0.5),
+            "rounds": rounds,
+            "status": "ok",
+            "role": "ours" if name == "fused" else "rival",
+        }
+        for (case, name), rounds in rows.items()
     }
-    return File("file", measured, {}, frozenset({"fused"}), {})
 
 
 def test_what_rivals_moved_by_is_noise_of_ours():
     """Rounds that agree to a thousandth say nothing about another process; rivals that moved by 3 % do."""
-    one = _file({(case, name): Measured(1.0, (1.0,) * 5) for case in "abc" for name in ("fused", "r", "s")})
-    other = {(case, "fused"): Measured(1.05, (1.05,) * 5) for case in "abc"}
+    one = _file({(case, name): [1.0] * 5 for case in "abc" for name in ("fused", "r", "s")})
+    other = {(case, "fused"): [1.05] * 5 for case in "abc"}
     shifts = dict(zip(((case, name) for case in "abc" for name in "rs"), (0.97, 1.03, 0.97, 1.03, 0.97, 1.03)))
-    other |= {key: Measured(shift, (shift,) * 5) for key, shift in shifts.items()}
+    other |= {key: [shift] * 5 for key, shift in shifts.items()}
     for rivals, moved in ((other, ""), ({key: found for key, found in other.items() if key[1] == "fused"}, "worse")):
         mine = [move for move in moves(one, _file(rivals)) if move.key.provider == "fused"]
         assert [move.verdict(0.02) for move in mine] == [moved] * 3
@@ -93,18 +96,18 @@ def test_what_rivals_moved_by_is_noise_of_ours():
 def test_the_yardstick_takes_out_a_drift_that_differs_from_round_to_round():
     """B's clock falls by up to 20 % within the run, for all providers; ours is 5 % slower beyond that."""
     drift = (1.0, 1.05, 1.1, 1.15, 1.2)
-    one = _file({("a", name): Measured(1.0, (1.0, 1.001, 0.999, 1.0, 1.0)) for name in ("fused", "bare_cudnn")})
+    one = _file({("a", name): [1.0, 1.001, 0.999, 1.0, 1.0] for name in ("fused", "bare_cudnn")})
     other = _file(
         {
-            ("a", "fused"): Measured(1.155, tuple(1.05 * x for x in drift)),
-            ("a", "bare_cudnn"): Measured(1.1, drift),
+            ("a", "fused"): [1.05 * x for x in drift],
+            ("a", "bare_cudnn"): list(drift),
         }
     )
     (plain,) = (move for move in moves(one, other) if move.ours)
     (held,) = moves(one, other, "bare_cudnn")
     assert plain.ratio == pytest.approx(1.155) and plain.noise > 0.03
     assert held.ratio == pytest.approx(1.05) and held.noise < 0.002 and held.verdict(0.02) == "worse"
-    assert (held.a, held.b) == (1.0, 1.155)  # what is printed is what was measured
+    assert (held.a, held.b) == pytest.approx((1.0, 1.155))  # what is printed is what was measured
 
 
 # Files
@@ -119,7 +122,7 @@ def test_rows_are_matched_by_what_identifies_them(tmp_path):
     report.write_lines(tmp_path / "a.jsonl", rows)
     report.write_lines(tmp_path / "b.jsonl", [row | {"commit": "other", "label": "x"} for row in rows[::-1]])
     a, b = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl")
-    assert a.measured == b.measured and a.ours == {"fused"}
+    assert a.keys() == b.keys() and {key.provider for key, row in a.items() if row["role"] == "ours"} == {"fused"}
     found = moves(a, b)
     assert len(found) == 2 * len(rows) and all(move.ratio == 1 for move in found)  # ms and MiB
     assert not lost(a, b) and not lost(b, a)
@@ -128,8 +131,8 @@ def test_rows_are_matched_by_what_identifies_them(tmp_path):
 def test_the_later_run_of_a_file_counts(tmp_path):
     late = [row | {"date": "2026-12-01T00:00:00+00:00"} for row in _rows(2.0)]
     report.write_lines(tmp_path / "a.jsonl", _rows(1.0) + late)
-    measured = read(tmp_path / "a.jsonl").measured
-    assert {found.value for key, found in measured.items() if key[3:] == ("fused", "fwd", "graph", "ms")} == {2.0}
+    found = read(tmp_path / "a.jsonl")
+    assert {row["ms"] for key, row in found.items() if key[3:] == ("fused", "fwd", "graph", "ms")} == {2.0}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_every_committed_file_of_rows_can_be_read_and_equals_itself(path):
     assert found and all(move.ratio == 1 for move in found) and any(move.ours for move in found)
     assert not lost(file, file)
     values = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert {key.case for key in file.measured} <= {row["case"] for row in values}
+    assert {key.case for key in file} <= {row["case"] for row in values}
 
 
 def test_both_checkouts_of_a_comparison_are_ours(tmp_path):
@@ -168,15 +171,15 @@ def test_both_checkouts_of_a_comparison_are_ours(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = read(path)
-    values = {(key.provider, key.part, key.mode): found.value for key, found in file.measured.items()}
+    values = {(key.provider, key.part, key.mode): row["ms"] for key, row in file.items() if "ms" in row}
     assert values == {
         ("before", "forward", "graph"): 2.0,
         ("after", "forward", "graph"): 1.0,
         ("before", "forward", "host"): pytest.approx(0.08),
         ("after", "forward", "host"): pytest.approx(0.06),
     }
-    assert all(found.ours for found in file.measured.values()) and file.ours == {"after"}
-    assert set(file.failed.values()) == {"failed: the results differ"} and file.facts["triton"] == "3.6.0"
+    assert all(row["role"] == "ours" and row["triton"] == "3.6.0" for row in file.values())
+    assert {row["detail"] for row in file.values() if row["status"] == "failed"} == {"the results differ"}
 
 
 # The command
