@@ -34,9 +34,9 @@ def test_figures_are_those_of_the_committed_rows(capsys):
     assert main(["docs", "--check"]) == 0, capsys.readouterr().err
 
 
-def test_the_committed_files_of_rows_are_those_that_pages_show():
+def test_the_files_of_rows_that_pages_show_are_committed():
     files = {block.file for block in docs.BLOCKS}
-    assert files == {path.name for path in docs.RESULTS.glob("*.jsonl")}
+    assert files <= {path.name for path in docs.RESULTS.glob("*.jsonl")}
     assert all(report.read_runs([docs.RESULTS / file]) for file in files)
     assert {block.page for block in docs.BLOCKS} == set(_PAGES)
     assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == ["bench:headline"]

@@ -1,4 +1,4 @@
-"""``python -m bench tune`` without a GPU: its points, its candidates, and the rows that it writes."""
+"""``python -m bench tune`` without a GPU: its points, its candidates, and their gate."""
 
 import dataclasses
 import os
