@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -28,25 +29,27 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+# fmt: off
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 
 
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: bool, **options: Unpack[CpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+# fmt: on
 
 
 @explain_keywords(ATTENTION)
@@ -91,8 +94,8 @@ def rope_attention_cp(
         group: a ProcessGroup or a DeviceMesh of one dimension.
         sharding: ``"zigzag"``, ``"contiguous"`` (rank r has the rows from ``rN / P`` on) or another of ``cp_shard``'s.
         total_len: keys from there on do not exist, and rows from there on give 0, lse -inf and gradients 0. Default N.
-        method: ``"all_gather"`` (K and V travel, beside the attention), ``"all_to_all"`` (heads travel; P must divide
-            HKV) or ``"auto"``, of which ``plan_cp`` says what it means.
+        method: ``"all_gather"`` (K and V are exchanged, concurrently with the attention), ``"all_to_all"`` (heads are
+            exchanged; P must divide HKV) or ``"auto"``; ``plan_cp`` says which of them that is.
 
     The other arguments, the results and the errors are those of ``rope_attention``. Gradients are those of the sum of
     all ranks' losses; those of sinks and of the norms' weights are this rank's part, for DDP or FSDP to add. o and lse
@@ -100,47 +103,51 @@ def rope_attention_cp(
     fixed order.
 
     Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also where only
-            one of them passed what cannot be served, or where they differ.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also if only one
+            of them passed a wrong argument, or if they differ.
     """
     options = Options(
-        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+        causal=causal,
+        return_lse=return_lse,
+        softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        softcap=softcap,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        deterministic=deterministic,
+        backend=backend,
+    )
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     members = group_of(group)
-    if torch.compiler.is_compiling():
-        call = _describe(tensors, options, members, sharding, total_len, method, layout)
-    else:
-        try:
-            call = _describe(tensors, options, members, sharding, total_len, method, layout)
-        except Exception as error:
-            fail_together(members, error)
+    call = _described_together(members, _describe, tensors, options, members, sharding, total_len, method, layout)
     o, lse = _attend(*call)
     o = from_heads_first(o, layout)
     return (o, lse) if return_lse else o
 
 
+# fmt: off
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 
 
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: bool, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+# fmt: on
 
 
 def rope_attention_varlen_cp(
@@ -180,21 +187,22 @@ def rope_attention_varlen_cp(
     tokens.
     """
     options = Options(
-        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+        causal=causal,
+        return_lse=return_lse,
+        softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        softcap=softcap,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        deterministic=deterministic,
+        backend=backend,
+    )
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     if not isinstance(plan, DocumentPlan):
         raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
-    if torch.compiler.is_compiling():
-        call = _describe_packed(tensors, options, plan, method)
-    else:
-        try:
-            call = _describe_packed(tensors, options, plan, method)
-        except Exception as error:
-            fail_together(plan.group, error)
-    o, lse = _attend(*call)
+    o, lse = _attend(*_described_together(plan.group, _describe_packed, tensors, options, plan, method))
     o = from_heads_first(o, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
 
@@ -207,30 +215,29 @@ def plan_cp(
     cos: torch.Tensor,
     sin: torch.Tensor,
     causal: bool = True,
-    *,
-    group: Any,
-    sharding: str = "zigzag",
-    total_len: int | None = None,
-    method: CpMethod = "auto",
-    layout: Layout = "bhsd",
-    **options: Any,
+    **options,
 ) -> CpPlan:
-    """What ``rope_attention_cp`` would do for the same arguments: the method, with the reason, and its bytes and flops.
+    """Return the method of ``rope_attention_cp`` for the same arguments, with the reason, its bytes and its flops.
 
     Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
     """
-    given = bind(
-        rope_attention_cp, q, k, v, cos, sin, causal, group=group, sharding=sharding, total_len=total_len,
-        method=method, layout=layout, **options,
-    )  # fmt: skip
-    members = group_of(group)
-    *_, chosen = _describe(
-        fill(Tensors, given), fill(Options, given), members, sharding, total_len, method, layout, stand_in
-    )
-    return chosen
+    given = bind(rope_attention_cp, q, k, v, cos, sin, causal, **options)
+    how = group_of(given["group"]), given["sharding"], given["total_len"], given["method"], given["layout"]
+    return _describe(fill(Tensors, given), fill(Options, given), *how, stand_in)[-1]
 
 
-_Described = tuple[Group, str, int, DocumentPlan | None, bool, Problem, Tensors, CpPlan]
+# The cut of a call on these ranks, its problem and tensors, and the plan.
+_Described = tuple[Group, ops.Cut, Problem, Tensors, CpPlan]
+
+
+def _described_together(members: Group, describe: Callable[..., _Described], *arguments: Any) -> _Described:
+    """Return ``describe(*arguments)``; if it raises, the other ranks raise too."""
+    if torch.compiler.is_compiling():
+        return describe(*arguments)
+    try:
+        return describe(*arguments)
+    except Exception as error:
+        fail_together(members, error)
 
 
 def _describe(
@@ -260,7 +267,8 @@ def _describe(
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
     every = shares(size, sharding, local, total, problem.causal, problem.window)
     chosen = choose(problem, method, members, every)
-    return members, str(sharding), int(total), None, tables_are_local, problem, tensors, chosen
+    cut = ops.Cut(members.name, str(sharding), chosen.method, int(total), 0, tables_are_local)
+    return members, cut, problem, tensors, chosen
 
 
 def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
@@ -285,7 +293,8 @@ def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method)
         chosen = when_it_runs(method)  # a graph is for many plans
     else:
         chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
-    return plan.group, OF_THE_PLAN, plan.total, plan, False, problem, tensors, chosen
+    cut = ops.Cut(plan.group.name, OF_THE_PLAN, chosen.method, plan.total, plan.number, False)
+    return plan.group, cut, problem, tensors, chosen
 
 
 def _check_method(method: Any) -> None:
@@ -300,18 +309,13 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
     if len_k != len_q:
         raise ValueError(f"k must have q's {len_q} rows on this rank, but has {len_k}")
     problem = problem_of(tensors, options, rotary_dim, longest)
-    planning.choose_backend(problem)  # raises where an explicit one cannot run
-    refuse_tangents("rope_attention_cp", tensors)  # here all ranks hear of it
+    planning.choose_backend(problem)  # raises if an explicit one cannot run
+    refuse_tangents("rope_attention_cp", tensors)  # here the error reaches all ranks
     return problem
 
 
-def _attend(
-    members: Group, sharding: str, total: int, plan: DocumentPlan | None, tables_are_local: bool, problem: Problem,
-    tensors: Tensors, chosen: CpPlan,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(o, lse) of a described call, once all ranks have agreed on it."""
-    number = 0 if plan is None else plan.number
+def _attend(members: Group, cut: ops.Cut, problem: Problem, tensors: Tensors, _) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) of a described call, once all ranks have agreed on it."""
     if not torch.compiler.is_compiling():
-        how = (members.name, sharding, chosen.method, total, number, tables_are_local)
-        agree(members, {**ops.signature(how, problem), "whether gradients are wanted": needs_gradient(tensors)})
-    return ops.attention(members, sharding, chosen.method, total, number, tables_are_local, problem, tensors)
+        agree(members, {**ops.signature(cut, problem), "whether gradients are wanted": needs_gradient(tensors)})
+    return ops.attention(cut, problem, tensors)

@@ -1,4 +1,4 @@
-"""What the ranks share in one call."""
+"""One call of context parallelism: the properties that all ranks share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fused_rope_attn.distributed.layout import Message, Share, Shares
 
 
 class Call(NamedTuple):
-    """What the ranks share in one call.
+    """The properties of one call, equal on all ranks.
 
     method: "all_gather" or "all_to_all". shares: every rank's. chunk: rows of a chunk. tables_are_local: cos and sin
-    have the rows of the local rows. cu_seqlens: of each of this rank's pieces (cu_seqlens_q, cu_seqlens_k, the longest)
-    on the device, None without documents.
+    have the rows of the local rows. cu_seqlens: (cu_seqlens_q, cu_seqlens_k, the longest) of each of this rank's
+    segments on the device, None without documents.
     """
 
     group: Group
@@ -39,10 +39,10 @@ class Call(NamedTuple):
 
     @property
     def sent(self) -> list[list[Message]]:
-        """What this rank sends, by receiver."""
+        """Return the messages that this rank sends, by receiver."""
         return [self.shares.messages.get((self.group.rank, rank), []) for rank in range(self.group.size)]
 
     @property
     def received(self) -> list[list[Message]]:
-        """What this rank receives, by sender."""
+        """Return the messages that this rank receives, by sender."""
         return [self.shares.messages.get((rank, self.group.rank), []) for rank in range(self.group.size)]

@@ -1,6 +1,6 @@
-"""How a sequence is cut into chunks, and which rank has which. Integers only; no tensors.
+"""Chunks of a sequence, and the rank that owns each. Integers only; no tensors.
 
-A sequence of N rows is cut into equal chunks, of which every rank has equally many. Its local rows are its chunks',
+A sequence of N rows is cut into equal chunks, and every rank owns equally many. Its local rows are its chunks' rows,
 in the order of the sequence. ``"zigzag"`` cuts 2P chunks and gives rank r the chunks r and 2P - 1 - r, so that under a
 causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each rank; ``"dealt:0,1,1,0"`` names the rank of
 every chunk, which packed documents need for equal work, and ``deal`` finds.
@@ -20,8 +20,8 @@ SHARDINGS = ("zigzag", "contiguous")
 _DEALT = "dealt:"
 # Chunks of a rank, of the cuts that are weighed.
 _CHUNKS = (2, 4, 8, 16)
-# What a key that travels, and a call of a rank beyond its first one, cost in pairs of a query and a key, of 32 heads of
-# 128 columns on H200s: about 30 ns and half a millisecond of both passes.
+# The cost of a key that is sent, and of each call of a rank after its first, in pairs of a query and a key: about 30 ns
+# and half a millisecond of both passes, with 32 heads of 128 columns on H200s.
 _KEY, _CALL = 300, 5_000_000
 # The part of the time that finer chunks must save.
 _WORTH = 0.01
@@ -34,7 +34,7 @@ Window = tuple[int, int] | None
 
 
 def check_sharding(name: str, sharding: Any, size: int, *, also: tuple[str, ...] = ()) -> None:
-    """Raise TypeError or ValueError, naming the argument, where P = ``size`` ranks cannot have this sharding.
+    """Raise TypeError or ValueError, naming the argument, if P = ``size`` ranks cannot have this sharding.
 
     also: other names that are right.
     """
@@ -54,7 +54,7 @@ def check_sharding(name: str, sharding: Any, size: int, *, also: tuple[str, ...]
 
 @functools.lru_cache(maxsize=1024)
 def _owners(size: int, sharding: str) -> tuple[int, ...]:
-    """The rank of every chunk."""
+    """Return the rank of every chunk."""
     if sharding == "zigzag":
         return (*range(size), *reversed(range(size)))
     if sharding == "contiguous":
@@ -64,13 +64,13 @@ def _owners(size: int, sharding: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def chunks_of(rank: int, size: int, sharding: str) -> tuple[int, ...]:
-    """The chunks of a rank, in the order of its local rows."""
+    """Return the chunks of a rank, in the order of its local rows."""
     return tuple(chunk for chunk, owner in enumerate(_owners(size, sharding)) if owner == rank)
 
 
 @functools.lru_cache(maxsize=1024)
 def owners_of(size: int, sharding: str) -> tuple[tuple[int, int], ...]:
-    """Of every chunk (its rank, which of its rank's chunks it is)."""
+    """Return (its rank, its index among the rank's chunks) of every chunk."""
     places = [0] * size
     found = []
     for owner in _owners(size, sharding):
@@ -84,19 +84,19 @@ def chunk_count(size: int, sharding: str) -> int:
 
 
 def _sum_below(limit: int, most: int) -> int:
-    """The sum of ``min(x, most)`` over x from 0 to limit - 1."""
+    """Return the sum of ``min(x, most)`` over x from 0 to limit - 1."""
     inside = min(limit, most)
     return inside * (inside - 1) // 2 + (limit - inside) * most
 
 
 def pairs_of(limits: Sequence[int], begin: int, end: int, causal: bool, window: Window) -> int:
-    """How many pairs of a query in [begin, end) and a key of its document see each other in one head.
+    """Return the number of pairs of a query in [begin, end) and a key that see each other in one head.
 
-    limits: where documents begin and end.
+    limits: the first token of each document, and the end of the last.
     """
     left, right = window or (-1, -1)
     total = 0
-    # The documents that begin before the end and end behind the beginning.
+    # The documents that begin before ``end`` and end after ``begin``.
     met = limits[max(0, bisect.bisect_right(limits, begin) - 1) : bisect.bisect_left(limits, end) + 1]
     for first, last in itertools.pairwise(met):
         low, high = max(first, begin), min(last, end)
@@ -111,9 +111,9 @@ def pairs_of(limits: Sequence[int], begin: int, end: int, causal: bool, window: 
 
 
 class Costs:
-    """What chunks cost the rank that has them, in pairs of a query and a key: attention, keys that travel, and calls.
+    """The cost of chunks to the rank that owns them, in pairs of a query and a key: attention, keys received, calls.
 
-    A chunk needs no call of its own that is next to the rank's chunk before, or has no document in common with it.
+    A chunk needs no call of its own if it is next to the rank's chunk before it, or has no document in common with it.
     count: chunks of the whole stream.
     """
 
@@ -121,11 +121,11 @@ class Costs:
         self.chunk, self.end = total // count, limits[-1]
         begins = range(0, total, self.chunk) if self.chunk else [0] * count
         self.work = [pairs_of(limits, begin, begin + self.chunk, causal, window) for begin in begins]
-        # Where the document of each chunk's first token begins.
+        # The first token of the document of each chunk's first token.
         self.firsts = [limits[max(0, bisect.bisect_right(limits, begin) - 1)] for begin in begins]
 
     def received(self, chunks: Sequence[int]) -> int:
-        """Keys that a rank with these chunks, in order, gets from others under a causal mask."""
+        """Return the number of keys that a rank with these chunks, in order, gets from others under a causal mask."""
         rows, end = 0, 0
         for begin, first in self._chunks(chunks):
             rows += max(0, begin - max(first, end))
@@ -133,7 +133,7 @@ class Costs:
         return rows
 
     def calls(self, chunks: Sequence[int]) -> int:
-        """Calls of attention of a rank with these chunks, in order."""
+        """Return the number of calls of attention of a rank with these chunks, in order."""
         count, end = 1, 0
         for begin, first in self._chunks(chunks):
             count += begin > end > first
@@ -141,25 +141,25 @@ class Costs:
         return count
 
     def of(self, chunks: Sequence[int]) -> int:
-        """What a rank with these chunks, in order, takes."""
+        """Return the cost of a rank with these chunks, in order."""
         work = sum(self.work[c] for c in chunks)
         return work + _KEY * self.received(chunks) + _CALL * (self.calls(chunks) - 1)
 
     def _chunks(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """(where it begins, where the document of its first token does) of the chunks that have documents."""
+        """Return (first token, first token of its document) of each chunk that has documents."""
         return [(c * self.chunk, self.firsts[c]) for c in chunks if c * self.chunk < self.end]
 
 
 def share_of_ideal(work: Sequence[int]) -> float:
-    """The mean of the ranks' work over the most that one has: 1 where all have the same."""
+    """Return the mean of the ranks' work over the most that one has: 1 if all have the same."""
     return sum(work) / len(work) / max(work) if any(work) else 1.0
 
 
 def deal(limits: Sequence[int], total: int, size: int, causal: bool = True, window: Window = None) -> str:
-    """The sharding that gives these documents' work to P = ``size`` ranks in nearly equal parts, the same on all ranks.
+    """Return the sharding that gives P = ``size`` ranks nearly equal work on these documents, the same on all ranks.
 
-    Zigzag shards, unless finer chunks take ``_WORTH`` less: those with most work are dealt first, each to the rank that
-    has least, and then swapped where the rank that takes longest gains by it.
+    It is zigzag, unless finer chunks take ``_WORTH`` less: those with most work are dealt first, each to the rank that
+    has least, and then swapped as long as that helps the rank that takes longest.
     """
     owned = [list(chunks_of(rank, size, "zigzag")) for rank in range(size)]
     costs = Costs(limits, total, 2 * size, causal, window)
@@ -178,7 +178,7 @@ def deal(limits: Sequence[int], total: int, size: int, causal: bool = True, wind
 
 
 def _dealt(work: Sequence[int], size: int) -> list[list[int]]:
-    """The chunks of each rank, equally many, where those with most work go first, each to the rank that has least."""
+    """Deal equally many chunks to each rank, those with most work first, each to the rank that has least."""
     owned: list[list[int]] = [[] for _ in range(size)]
     sums = [0] * size
     for c in sorted(range(len(work)), key=lambda c: (-work[c], c)):
@@ -189,7 +189,7 @@ def _dealt(work: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _swapped(costs: Costs, owned: list[list[int]]) -> list[list[int]]:
-    """``owned`` after swaps of two chunks of which each lowers what the rank that takes longest takes."""
+    """Return ``owned`` after swaps of two chunks, each of which lowers the cost of the rank that takes longest."""
     times = [costs.of(chunks) for chunks in owned]
     tries = _SWAPS
     while tries > 0:
@@ -211,7 +211,7 @@ def _swapped(costs: Costs, owned: list[list[int]]) -> list[list[int]]:
 
 
 def _swaps(owned: list[list[int]], worst: int) -> Iterator[tuple[int, int, int]]:
-    """(another rank, a chunk of the worst one, a chunk of the other)."""
+    """Yield (another rank, a chunk of the worst one, a chunk of the other)."""
     for rank, chunks in enumerate(owned):
         if rank != worst:
             yield from ((rank, mine, other) for mine in owned[worst] for other in chunks)

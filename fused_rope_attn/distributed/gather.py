@@ -1,9 +1,8 @@
 """The method ``"all_gather"``: a rank gets the keys and values that its queries see, and sends their gradients back.
 
-K and V travel as they came, in the inputs' dtype, a few heads at a time: the attention of the first heads runs while
-the next ones are on their way. A rank gets only the rows that it needs. Backward gathers them once more, which costs
-less than to keep them, and the parts of dk and dv travel in float32 and are summed in a fixed order, so that neither
-the network nor the number of processes costs a bit, and repeats are equal.
+K and V are sent in the inputs' dtype, a few heads at a time: the attention of the first heads runs while the next ones
+are in flight. A rank gets only the rows that it needs. Backward gathers them once more, because that costs less than
+keeping them. The parts of dk and dv are sent in float32 and summed in a fixed order, so that repeats are equal.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import itertools
 import torch
 
 from fused_rope_attn.attention.planning import Plan
-from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed import local
 from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.groups import join_rows
-from fused_rope_attn.distributed.keys import KeyGradients, Keys
-from fused_rope_attn.distributed.lanes import Lanes
-from fused_rope_attn.distributed.layout import Piece
+from fused_rope_attn.distributed.keys import GatheredKeys, ScatteredGradients
+from fused_rope_attn.distributed.layout import Segment
+from fused_rope_attn.distributed.streams import TwoStreams
 from fused_rope_attn.runtime.layouts import like_input
 
 # Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
@@ -30,11 +29,11 @@ Heads = tuple[int, int]  # [first, last) of the key heads
 
 
 def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool) -> list[Heads]:
-    """The key heads that travel together.
+    """Return the key heads that are sent together.
 
-    bytes_of_head: what a rank receives of a head. Nothing runs beside the first ones' way here, unless it is
-    ``hidden``, because every rank has work that needs no other's keys; and nothing beside the last ones' way back. So
-    these are few, and the rest is one section. All heads are one section where messages would be short.
+    bytes_of_head: received by a rank for each head. No work hides the exchange of the first heads, unless it is
+    ``hidden`` because every rank has work that needs no other rank's keys, and none hides the return of the last heads.
+    So these are few, and the rest is one section. All heads are one section if messages would be short.
     """
     few = max(1, -(-SECTION_BYTES // max(1, bytes_of_head)))
     limits = {0, heads}
@@ -45,101 +44,102 @@ def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool)
 
 
 def returns_of(sections: list[Heads]) -> list[Heads]:
-    """The key heads whose gradients travel together: the last section's, which nothing runs beside, and the others'."""
+    """Return the key heads of gradients that are sent together: the last section, which no work hides, and the rest."""
     parts = [(0, sections[-1][0]), sections[-1]]
     return [(first, last) for first, last in parts if first < last]
 
 
 def _tables(call: Call, tensors: Tensors) -> list[tuple[torch.Tensor, ...]]:
-    """cos and sin of each piece."""
+    """Return cos and sin of each segment."""
     both: tuple[torch.Tensor, ...] = (tensors.cos, tensors.sin)
     if call.tables_are_local:
         both = tuple(join_rows(call.group, call.sharding, x, x.ndim - 2) for x in both)
     found = []
-    for piece in call.own.pieces:
-        if piece.cu_seqlens_k:
+    for segment in call.own.segments:
+        if segment.cu_seqlens_k:
             found.append(both)
-        elif piece.position is not None:
-            found.append(tuple(x.narrow(-2, piece.position, piece.num_keys) for x in both))
+        elif segment.position is not None:
+            found.append(tuple(x.narrow(-2, segment.position, segment.num_keys) for x in both))
         else:
             starts = [(run.chunk * call.chunk + run.first, run.rows) for run in call.own.buffer]
             found.append(tuple(torch.cat([x.narrow(-2, *rows) for rows in starts], dim=-2) for x in both))
     return found
 
 
-class _Pieces:
-    """The pieces of this rank as calls of attention, for some key heads at a time."""
+class _Segments:
+    """The segments of this rank as calls of attention, for some key heads at a time."""
 
     def __init__(self, call: Call, problem: Problem, tensors: Tensors):
         self.call, self.problem, self.tensors = call, problem, tensors
         self.tables = _tables(call, tensors)
 
-    def queries(self, x: torch.Tensor, piece: Piece, heads: slice, ghost: float = 0.0) -> torch.Tensor:
-        """The piece's rows of a tensor (B, HQ, N / P, ...), and behind them its ghosts' rows, full of ``ghost``."""
-        x = x[:, heads, piece.rows[0] : piece.rows[1]]
-        if not piece.ghosts:
+    def queries(self, x: torch.Tensor, segment: Segment, heads: slice, fill: float = 0.0) -> torch.Tensor:
+        """Return the segment's rows of a tensor (B, HQ, N / P, ...), followed by its padding, full of ``fill``."""
+        x = x[:, heads, segment.rows[0] : segment.rows[1]]
+        if not segment.padding:
             return x
-        return torch.cat((x, x.new_full((*x.shape[:2], piece.ghosts, *x.shape[3:]), ghost)), dim=2)
+        return torch.cat((x, x.new_full((*x.shape[:2], segment.padding, *x.shape[3:]), fill)), dim=2)
 
-    def build(self, index: int, section: tuple[int, int], found: Keys) -> tuple[Piece, slice, Problem, Tensors]:
-        """(the piece, its query heads, its problem, its tensors) of one section, whose keys are found there."""
-        piece, given, group = self.call.own.pieces[index], self.tensors, self.problem.group_size
+    def build(
+        self, index: int, section: tuple[int, int], found: GatheredKeys
+    ) -> tuple[Segment, slice, Problem, Tensors]:
+        """Return (the segment, its query heads, its problem, its tensors) of one section, with the keys ``found``."""
+        segment, given, group = self.call.own.segments[index], self.tensors, self.problem.group_size
         heads = slice(section[0] * group, section[1] * group)
-        keys = slice(*piece.keys)
+        q, k, v = self.queries(given.q, segment, heads), found.k, found.v
+        keys, sinks = slice(*segment.keys), None if given.sinks is None else given.sinks[heads]
         cos, sin = self.tables[index]
-        tensors = given._replace(
-            q=self.queries(given.q, piece, heads), k=found.k[:, :, keys], v=found.v[:, :, keys], cos=cos, sin=sin,
-            sinks=None if given.sinks is None else given.sinks[heads],
-        )  # fmt: skip
+        tensors = given._replace(q=q, k=k[:, :, keys], v=v[:, :, keys], cos=cos, sin=sin, sinks=sinks)
+        count = section[1] - section[0]
         problem = self.problem._replace(
-            heads_q=heads.stop - heads.start,
-            heads_kv=section[1] - section[0],
-            len_q=piece.queries,
-            len_k=piece.num_keys,
+            heads_q=count * group, heads_kv=count, len_q=segment.queries, len_k=segment.num_keys
         )
         if self.call.cu_seqlens is not None:
             cu_q, cu_k, longest = self.call.cu_seqlens[index]
             tensors = tensors._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
             problem = problem._replace(sequences=cu_q.shape[0] - 1, max_seqlen=longest)
-        return piece, heads, problem, tensors
+        return segment, heads, problem, tensors
 
 
-def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[Heads, Keys]]:
-    """Every section with its keys on their way: all at once, so that none waits for an attention to end."""
+def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[Heads, GatheredKeys]]:
+    """Begin to gather the keys of every section, all at once, so that none waits for an attention to end."""
     k, v = tensors.k, tensors.v
     batch, heads, _, columns = k.shape
     bytes_of_head = 2 * batch * call.shares.most_received * columns * k.element_size()
     hidden = call.shares.all_have_local_work
     sections = sections_of(heads, bytes_of_head, backward=backward, hidden=hidden)
-    return [(s, Keys(call, k[:, s[0] : s[1]], v[:, s[0] : s[1]])) for s in sections]
+    return [(s, GatheredKeys(call, k[:, s[0] : s[1]], v[:, s[0] : s[1]])) for s in sections]
 
 
-def _lanes_of(call: Call, section: int) -> list[tuple[int, int]]:
-    """(lane, piece) of a section, the piece with most work first; alone it takes turns with the other sections'."""
+def _streams_of(call: Call, section: int) -> list[tuple[int, int]]:
+    """Return (stream, segment) of a section, the one with most work first. Single segments alternate over sections."""
     order = call.own.order
     return [(section % 2, order[0])] if len(order) == 1 else [(i % 2, index) for i, index in enumerate(order)]
 
 
 def _waits(call: Call, index: int) -> bool:
-    """Whether a piece waits for others' keys. Those that need none wait as well, unless all ranks have such work: else
-    they would come before the pieces with most work, whose ends they are to fill."""
-    is_local = call.shares.is_local(call.group.rank, call.own.pieces[index])
+    """Return whether a segment waits for other ranks' keys.
+
+    Those that need none wait as well, unless all ranks have such work, because they are to fill the multiprocessors
+    that the segments with most work leave at their end.
+    """
+    is_local = call.shares.is_local(call.group.rank, call.own.segments[index])
     return not (is_local and call.shares.all_have_local_work)
 
 
 def _uncovered(call: Call, rows: int) -> bool:
-    """Whether some local rows are no piece's."""
-    return sum(piece.rows[1] - piece.rows[0] for piece in call.own.pieces) < rows
+    """Return whether some local rows belong to no segment."""
+    return sum(segment.rows[1] - segment.rows[0] for segment in call.own.segments) < rows
 
 
-def _end(arriving: list[tuple[Heads, Keys]]) -> None:
+def _end(arriving: list[tuple[Heads, GatheredKeys]]) -> None:
     """Wait for exchanges also of a rank that only sends."""
     for _, keys in arriving:
         keys.wait()
 
 
 def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of the local rows. problem: of the whole sequence, but for its lengths, which are the local rows."""
+    """Return (o, lse) of the local rows. problem: of the whole sequence, with the lengths of the local rows."""
     o = like_input(tensors.q)
     wide = torch.float64 if o.dtype == torch.float64 else torch.float32
     lse = torch.empty(o.shape[:3], dtype=wide, device=o.device)
@@ -147,19 +147,19 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
         o.zero_()
         lse.fill_(float("-inf"))
     arriving = _begin(call, tensors, backward=False)
-    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem)
-    with Lanes(o.device) as lanes:
+    segments, plan = _Segments(call, problem, tensors), _plan_of(call, problem)
+    with TwoStreams(o.device) as streams:
         for number, (section, keys) in enumerate(arriving):
-            for lane, index in _lanes_of(call, number):
-                with lanes.lane(lane):
+            for stream, index in _streams_of(call, number):
+                with streams.stream(stream):
                     if _waits(call, index):
                         keys.wait()
-                    piece, heads, one, given = pieces.build(index, section, keys)
-                    rows = slice(*piece.rows)
+                    segment, heads, one, given = segments.build(index, section, keys)
+                    rows = slice(*segment.rows)
                     count = rows.stop - rows.start
-                    room = None if piece.ghosts else o[:, heads, rows]
-                    o_part, lse_part = local.forward(plan, one, given, room)
-                    if room is None:
+                    out = None if segment.padding else o[:, heads, rows]
+                    o_part, lse_part = local.forward(plan, one, given, out)
+                    if out is None:
                         o[:, heads, rows].copy_(o_part[:, :, :count])
                     lse[:, heads, rows].copy_(lse_part[:, :, :count])
     _end(arriving)
@@ -169,49 +169,48 @@ def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tenso
 def backward(
     call: Call, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Gradients:
-    """Gradients of the sum of all ranks' losses with respect to this rank's q, k and v, and this rank's part of sinks'.
-
-    ``problem`` as in ``forward``.
-    """
+    """Return the gradients of the sum of all ranks' losses with respect to this rank's q, k and v, and this rank's part
+    of those of sinks and of the norms' weights. ``problem`` as in ``forward``."""
     dq, dk, dv = like_input(tensors.q), like_input(tensors.k), like_input(tensors.v)
     if _uncovered(call, dq.shape[2]):
         dq.zero_()
     arriving = _begin(call, tensors, backward=True)
     leaving = [
-        (limits, KeyGradients(call, tensors.k[:, slice(*limits)]))
+        (limits, ScatteredGradients(call, tensors.k[:, slice(*limits)]))
         for limits in returns_of([section for section, _ in arriving])
     ]
-    pieces, plan = _Pieces(call, problem, tensors), _plan_of(call, problem)
+    segments, plan = _Segments(call, problem, tensors), _plan_of(call, problem)
     weights = _WeightGradients(tensors, lse.dtype)
-    with Lanes(dq.device) as lanes:
+    with TwoStreams(dq.device) as streams:
         for number, (section, keys) in enumerate(arriving):
             (first, last), sums = next(x for x in leaving if x[0][0] <= section[0] < x[0][1])
             own = slice(section[0] - first, section[1] - first)
-            order = _lanes_of(call, number)
-            for lane, index in order:
-                with lanes.lane(lane):
+            order = _streams_of(call, number)
+            for stream, index in order:
+                with streams.stream(stream):
                     if _waits(call, index):
                         keys.wait()
-                    piece, heads, one, given = pieces.build(index, section, keys)
-                    rows = slice(*piece.rows)
-                    do_part, o_part = (pieces.queries(x, piece, heads) for x in (do, o))
-                    # To the kernels a ghost saw nothing.
-                    lse_part = pieces.queries(lse, piece, heads, float("-inf")).contiguous()
-                    rooms = None if piece.ghosts else dq[:, heads, rows], *sums.room(index, own)
-                    found = local.backward(plan, one, given, do_part, o_part, lse_part, rooms=rooms)
-                    if piece.ghosts:
+                    segment, heads, one, given = segments.build(index, section, keys)
+                    rows = slice(*segment.rows)
+                    do_part, o_part = (segments.queries(x, segment, heads) for x in (do, o))
+                    # lse -inf: the kernels take padding for queries that saw no key.
+                    lse_part = segments.queries(lse, segment, heads, float("-inf")).contiguous()
+                    outs = None if segment.padding else dq[:, heads, rows], *sums.outputs(index, own)
+                    one = one._replace(sums_keys=True)
+                    found = local.backward(plan, one, do_part, Saved(o_part, lse_part, given), outs)
+                    if segment.padding:
                         dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
                     if sums.adds(index):
-                        # What it adds to is written.
-                        lanes.wait_for_other(lane)
+                        # The other stream writes the rows to which this segment adds.
+                        streams.wait_for_other(stream)
                         sums.add(index, own, found)
-                    weights.keep(found, heads, lanes)
+                    weights.keep(found, heads, streams)
             if section[1] == last < tensors.k.shape[1]:
-                # The last section's work runs beside.
-                with lanes.lane(1):
-                    lanes.wait_for_main()
+                # The work of the last section hides this exchange.
+                with streams.stream(1):
+                    streams.wait_for_main()
                     sums.send()
-                lanes.pause()
+                streams.pause()
     leaving[-1][1].send()
     _end(arriving)
     for limits, sums in leaving:
@@ -220,22 +219,22 @@ def backward(
 
 
 class _WeightGradients:
-    """This rank's parts of the gradients of sinks and of the norms' weights, summed over the pieces and sections."""
+    """This rank's parts of the gradients of sinks and of the norms' weights, summed over the segments and sections."""
 
     def __init__(self, tensors: Tensors, dtype: torch.dtype):
         self.tensors, self.dtype = tensors, dtype
         self.parts: list[tuple[Gradients, slice]] = []
 
-    def keep(self, gradients: Gradients, heads: slice, lanes: Lanes) -> None:
-        """Take those of a piece of these query heads, from the lane that makes them."""
+    def keep(self, gradients: Gradients, heads: slice, streams: TwoStreams) -> None:
+        """Keep the gradients of a segment of these query heads; the current stream makes them."""
         weights = gradients._replace(dq=None, dk=None, dv=None)
         given = [x for x in weights if x is not None]
-        lanes.lend_to_main(given)
+        streams.lend_to_main(given)
         if given:
             self.parts.append((weights, heads))
 
     def join(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
-        """All gradients of this rank, once every lane is done."""
+        """Return all gradients of this rank, after the streams have joined."""
         found = {}
         for name in ("sinks", "q_norm", "k_norm"):
             weight = getattr(self.tensors, name)
@@ -248,6 +247,6 @@ class _WeightGradients:
 
 
 def _plan_of(call: Call, problem: Problem) -> Plan | None:
-    """Return the kernels that all pieces take; None for the reference."""
+    """Return the kernels that all segments take; None for the reference."""
     length = problem.len_q * call.group.size
     return local.plan_of(problem._replace(len_q=length, len_k=length))

@@ -1,4 +1,4 @@
-"""The processes that share a sequence: who they are, and how they make sure that they make the same call."""
+"""The processes that share a sequence, the check that they make the same call, and exchanges of tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _resolve(name: str) -> Any:
 
 
 class Group(NamedTuple):
-    """P processes as one of them sees them: the name by which operators find their process group, this process's rank
-    among them, which is not its global rank, and P."""
+    """P processes: the name of their process group, this process's rank in it (not its global rank), and P."""
 
     name: str
     rank: int
@@ -33,7 +32,7 @@ class Group(NamedTuple):
 
 
 def group_of(group: Any) -> Group:
-    """The ``Group`` of a ProcessGroup or of a DeviceMesh of one dimension.
+    """Return the ``Group`` of a ProcessGroup or of a DeviceMesh of one dimension.
 
     Raises TypeError and ValueError naming ``group``.
     """
@@ -49,12 +48,12 @@ def group_of(group: Any) -> Group:
 
 
 def group_named(name: str) -> Group:
-    """The ``Group`` of the process group of this name."""
+    """Return the ``Group`` of the process group of this name."""
     processes = _resolve(name)
     return Group(name, processes.rank(), processes.size())
 
 
-# Signatures that a group remembers in the form in which they travel.
+# Most signatures that a group keeps in pickled form.
 _MOST_PICKLED = 1024
 
 
@@ -66,9 +65,9 @@ class _Failure(NamedTuple):
 
 
 class _Agreement:
-    """What the ranks of one group tell one another about each call, by the store through which they found each other.
+    """The comparison of each call among the ranks of one group, through torch.distributed's default store.
 
-    The GPU is not involved, and a rank whose own arguments are wrong can say so without waiting for the others.
+    The GPU is not involved, and a rank with wrong arguments can say so without waiting for the others.
     """
 
     def __init__(self, group: Group, store: Any):
@@ -83,15 +82,15 @@ class _Agreement:
         return f"{self.prefix}/{call}/{rank}"
 
     def publish(self, what: bytes) -> None:
-        """Begin this rank's next call with ``what`` it says of it."""
+        """Begin this rank's next call, and publish ``what`` describes it."""
         self.calls += 1
         self.store.set(self._key(self.calls, self.group.rank), what)
-        # Who has begun the call before this one has read all that was said of the one before that.
+        # A rank that has begun the previous call has read every description of the call before it.
         if self.calls > 2:
             self.store.delete_key(self._key(self.calls - 2, self.group.rank))
 
     def collect(self) -> list[bytes]:
-        """What all ranks say of this call, by rank."""
+        """Return all ranks' descriptions of this call, by rank."""
         keys = [self._key(self.calls, rank) for rank in range(self.group.size)]
         try:
             if self.store.has_extended_api():
@@ -110,7 +109,7 @@ _agreements: dict[Group, _Agreement] = {}
 def _agreement(group: Group) -> _Agreement:
     store: Any = dist.distributed_c10d._get_default_store()
     found = _agreements.get(group)
-    if found is None or found.store is not store:  # the groups were destroyed since, and others made
+    if found is None or found.store is not store:  # the groups have been destroyed and made again
         found = _agreements[group] = _Agreement(group, store)
     return found
 
@@ -118,8 +117,8 @@ def _agreement(group: Group) -> _Agreement:
 def agree(group: Group, signature: dict[str, Any]) -> None:
     """Make sure that all ranks make the same call, before any of them waits for another's data.
 
-    signature: what must be equal on all ranks, by the names that messages use. Raises on every rank: ValueError naming
-    what differs, or the error that another rank found in its own arguments.
+    signature: the properties that must be equal on all ranks, by the names that messages use. Raises on every rank:
+    ValueError naming the property that differs, or the error that another rank found in its own arguments.
     """
     if group.size == 1:
         return
@@ -157,11 +156,11 @@ def fail_together(group: Group, error: Exception) -> NoReturn:
 
 
 class Exchange:
-    """An exchange under way: ``inputs[r]`` goes to rank r and ``outputs[r]`` comes from it, all contiguous, each any
-    number of tensors.
+    """An exchange in flight: ``inputs[r]`` are sent to rank r and ``outputs[r]`` received from it, all contiguous, each
+    any number of tensors.
 
-    Those of the rank itself are none or empty, as any may be. Every rank of the group must begin it. It holds its
-    tensors until it is over, so that nobody else gets their memory.
+    The rank's own lists are empty or hold empty tensors, and any other may. Every rank of the group must begin it. It
+    holds its tensors until it is over, so that their memory is not reused.
 
     Args:
         several: some pair of ranks exchanges several tensors at once. All ranks must say the same.
@@ -193,7 +192,7 @@ class Exchange:
                 dist.all_to_all_single(self.flat, self.sent, taken, given, group=processes, async_op=True)
             )
         elif several:
-            # One launch of NCCL's for all of them: one behind the other would wait for the kernels between.
+            # One launch of NCCL for all of them. Several would wait for the kernels between them.
             _connect(group, like.device)
             operations = [
                 dist.P2POp(operation, x, group=processes, group_peer=rank)
@@ -205,13 +204,13 @@ class Exchange:
             if operations:
                 self.works += dist.batch_isend_irecv(operations)
         else:
-            # Each part goes from and to where it lies.
+            # Without copies: each part is sent from, and received in, its own memory.
             none = like.new_empty(0)
             to, from_ = ([part[0] if part else none for part in parts] for parts in (outputs, inputs))
             self.works.append(dist.all_to_all(to, from_, group=processes, async_op=True))
 
     def wait(self) -> None:
-        """Let the current stream go on when the outputs are there; with gloo, the host. Several streams may wait."""
+        """Let the current stream (with gloo, the host) wait for the outputs. Several streams may wait."""
         for work in self.works:
             work.wait()
         if self.flat is not None:
@@ -223,7 +222,7 @@ class Exchange:
 
 
 def _connect(group: Group, device: torch.device) -> None:
-    """Let NCCL connect all ranks of a group: sends and receives alone, of which a rank may have none, may not."""
+    """Let NCCL connect all ranks of a group. Sends and receives may not do so, because a rank may have none of them."""
     agreement = _agreement(group)
     if not agreement.connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group.processes)
@@ -231,12 +230,12 @@ def _connect(group: Group, device: torch.device) -> None:
 
 
 def others(parts: Sequence[torch.Tensor], rank: int) -> list[list[torch.Tensor]]:
-    """One part for every rank but ``rank``, as ``Exchange`` takes them."""
+    """Return one part for every rank but ``rank``, as ``Exchange`` takes them."""
     return [[] if other == rank else [part] for other, part in enumerate(parts)]
 
 
 def join_rows(group: Group, sharding: str, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """All ranks' rows along ``dim``, in the order of the sequence. Every rank must call it."""
+    """Return all ranks' rows along ``dim``, in the order of the sequence. Every rank must call it."""
     size, rank = group.size, group.rank
     parts = len(chunks_of(rank, size, sharding))
     sent = x.unflatten(dim, (parts, -1)).movedim(dim, 0).contiguous()

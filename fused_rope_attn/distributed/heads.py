@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.problem import Gradients, Problem, Tensors
+from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed import local
 from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.cuts import chunks_of, owners_of
@@ -16,7 +16,7 @@ from fused_rope_attn.runtime.layouts import like_input
 
 
 def forward(call: Call, problem: Problem, tensors: Tensors, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of the local rows; arguments as in ``gather.forward``, and the rows of the sequence that exist."""
+    """Return (o, lse) of the local rows. Arguments as in ``gather.forward``; total: rows of the sequence that exist."""
     one, given, _ = _whole(call, problem, tensors, total)
     o, lse = local.forward(local.plan_of(one), one, given)
     length = problem.len_q * call.group.size
@@ -30,9 +30,9 @@ def forward(call: Call, problem: Problem, tensors: Tensors, total: int) -> tuple
 def backward(
     call: Call, problem: Problem, tensors: Tensors, total: int, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Gradients:
-    """As ``gather.backward``."""
+    """Return gradients as ``gather.backward`` does."""
     one, given, (do, o, lse) = _whole(call, problem, tensors, total, do, o, lse)
-    found = local.backward(local.plan_of(one), one, given, do, o, lse, sums=False)
+    found = local.backward(local.plan_of(one), one, do, Saved(o, lse, given))
     length = problem.len_q * call.group.size
     whole = [found.dq, found.dk, found.dv]
     if total < length:
@@ -53,7 +53,7 @@ def _own_heads(group: Group, heads: int) -> slice:
 def _whole(
     call: Call, problem: Problem, tensors: Tensors, total: int, *others: torch.Tensor
 ) -> tuple[Problem, Tensors, list[torch.Tensor]]:
-    """This rank's heads of the whole sequence as one call, and of ``others``, which have a row for each query."""
+    """Return this rank's heads of the whole sequence as one call, and those of ``others``, which have a row a query."""
     group = call.group
     whole = to_heads(group, call.sharding, [*tensors[:3], *others])
     q, k, v, *others_whole = (x[:, :, :total] for x in whole)
@@ -67,7 +67,7 @@ def _whole(
 
 
 def to_heads(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of tensors (B, H, N / P, ...), this rank's H / P heads of the whole sequence: (B, H / P, N, ...), contiguous."""
+    """Exchange (B, H, N / P, ...) for this rank's H / P heads of the whole sequence, (B, H / P, N, ...), contiguous."""
     parts = len(chunks_of(0, group.size, sharding))
     flat = []
     for x in tensors:
@@ -76,11 +76,8 @@ def to_heads(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[t
         # (P, parts, B, H / P, C, ...)
         flat.append(x.reshape(shape).movedim((1, 3), (0, 1)).contiguous())
     received = _exchange(group, flat)
-    results = []
-    for x in received:
-        order = owners_of(group.size, sharding)
-        results.append(torch.cat([x[rank, place] for rank, place in order], dim=2))
-    return results
+    order = owners_of(group.size, sharding)
+    return [torch.cat([x[rank, place] for rank, place in order], dim=2) for x in received]
 
 
 def to_rows(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,11 +99,9 @@ def to_rows(group: Group, sharding: str, tensors: list[torch.Tensor]) -> list[to
 
 
 def _exchange(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of tensors (P, ...), part r goes to rank r; what comes has the same shapes."""
-    received = [torch.empty_like(x) for x in tensors]
-    running = []
+    """Send part r of each tensor (P, ...) to rank r, and return the parts that arrive, of the same shapes."""
+    received, running, rank = [torch.empty_like(x) for x in tensors], [], group.rank
     for x, y in zip(tensors, received):
-        rank = group.rank
         y[rank].copy_(x[rank])
         running.append(Exchange(group, others(list(y), rank), others(list(x), rank), x))
     for exchange in running:

@@ -1,7 +1,7 @@
-"""Keys and values on their way to the ranks whose queries see them, and their gradients on the way back.
+"""The exchange of keys and values with the ranks that see them, and of their gradients with the ranks that own them.
 
-Both lie in buffers whose rows come first, (rows, 2, B, H, D), so that adjacent rows of a chunk are adjacent in memory:
-they leave from where they are written and arrive where they are read, by the kernels or by the sums.
+Both buffers are (rows, 2, B, H, D), because adjacent rows of a chunk are then adjacent in memory: no copy is needed
+before they are sent, nor between their arrival and the kernels or sums that read them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _rows_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)`` of rows of the same dtype, in words of 8 bytes where both are made of them: PyTorch's
-    copy of what is not contiguous moves one element at a time."""
+    """Copy rows of the same dtype, in words of 8 bytes if both allow it, because PyTorch's copy of tensors that are not
+    contiguous moves one element at a time."""
     if _has_words(target) and _has_words(source):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
@@ -38,8 +38,8 @@ def _has_words(x: torch.Tensor) -> bool:
     return not any(n % words for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
 
 
-class Keys:
-    """The keys and values of some heads, k and v (B, H, N / P, D), on their way to this rank."""
+class GatheredKeys:
+    """The keys and values of some heads that this rank's queries see, gathered from k and v (B, H, N / P, D)."""
 
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor):
         batch, heads, _, columns = k.shape
@@ -57,7 +57,7 @@ class Keys:
             self.exchange = Exchange(call.group, outputs, inputs, self.buffer, several=call.shares.several)
 
     def wait(self) -> None:
-        """Let the current stream go on when all keys are there."""
+        """Let the current stream wait until all keys have arrived."""
         if self.exchange is not None:
             self.exchange.wait()
 
@@ -71,11 +71,11 @@ class Keys:
         return _heads_first(self.buffer[:, 1])
 
 
-class KeyGradients:
-    """This rank's parts of dk and dv of some heads, and their way to the ranks whose keys they are of.
+class ScatteredGradients:
+    """This rank's parts of dk and dv of some heads, which are sent to the owners of the keys and summed there.
 
-    The kernels write them in float32 (float64 for float64). A piece that has keys in common with one before it, in the
-    order of the share, writes to a place of its own, from which ``add`` adds it.
+    The kernels write them in float32 (float64 for float64). A segment that has keys in common with one before it, in
+    the order of the share, writes to a buffer of its own, and ``add`` adds that.
     """
 
     def __init__(self, call: Call, like: torch.Tensor):
@@ -86,32 +86,32 @@ class KeyGradients:
         self.buffer = torch.empty(call.own.length, 2, batch, heads, columns, dtype=dtype, device=like.device)
         self.received = [[self.buffer.new_empty(m.rows, *self.buffer.shape[1:]) for m in part] for part in call.sent]
         self.exchange: Exchange | None = None
-        # By piece: the keys that it has in common with those before it.
+        # By segment: the keys that it shares with those before it.
         self.common: dict[int, list[tuple[int, int]]] = {}
         written: list[tuple[int, int]] = []
         for index in call.own.order:
-            keys = call.own.pieces[index].keys
+            keys = call.own.segments[index].keys
             new = _gaps(written, keys)
             self.common[index] = _gaps(new, keys)
             written.append(keys)
         for first, last in _gaps(written, (0, call.own.length)):
             self.buffer[first:last].zero_()
 
-    def room(self, index: int, heads: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where the kernels write dk and dv (B, H, keys, D) of a piece of this number and of some of these heads; None
-        for a place of its own."""
+    def outputs(self, index: int, heads: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the buffers of dk and dv (B, H, keys, D) of segment number ``index`` and of some of these heads; None:
+        the segment has buffers of its own."""
         if self.adds(index):
             return None, None
-        part = self.buffer[slice(*self.call.own.pieces[index].keys), :, :, heads]
+        part = self.buffer[slice(*self.call.own.segments[index].keys), :, :, heads]
         return _heads_first(part[:, 0]), _heads_first(part[:, 1])
 
     def adds(self, index: int) -> bool:
-        """Whether a piece writes to a place of its own."""
+        """Return whether a segment writes to buffers of its own."""
         return bool(self.common[index])
 
     def add(self, index: int, heads: slice, found: Gradients) -> None:
-        """Add what a piece has written to a place of its own. The pieces before it are done."""
-        keys = self.call.own.pieces[index].keys
+        """Add the gradients in a segment's own buffers, after the segments before it."""
+        keys = self.call.own.segments[index].keys
         new = _gaps(self.common[index], keys)
         for i, gradient in enumerate((found.dk, found.dv)):
             target, rows = self.buffer[:, i, :, heads], _rows_first(gradient)
@@ -121,15 +121,15 @@ class KeyGradients:
                 _copy(target[first:last], rows[first - keys[0] : last - keys[0]])
 
     def send(self) -> None:
-        """Begin the exchange: all pieces are done."""
+        """Begin the exchange, after all segments."""
         call = self.call
         if call.shares.messages:
             inputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
             self.exchange = Exchange(call.group, self.received, inputs, self.buffer, several=call.shares.several)
 
     def wait(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Write the sums over all ranks to dk and dv (B, H, N / P, D), rounded once: of this rank's part and then the
-        others', in the order of the ranks."""
+        """Write the sums over all ranks to dk and dv (B, H, N / P, D), rounded once: first this rank's part, then the
+        others in the order of the ranks."""
         if self.exchange is not None:
             self.exchange.wait()
         arrived = [x for pair in zip(self.call.sent, self.received) for x in zip(*pair)]
@@ -144,7 +144,7 @@ class KeyGradients:
                 for m, part in arrived
                 if m.sent < own.end and own.start < m.sent + m.rows
             ]
-            # The last addition rounds, where it is one of all rows.
+            # The last addition rounds, if it is of all rows.
             last = terms.pop()[2][: own.rows] if terms and terms[-1][:2] == (own.start, own.end) else None
             for begin, end, part in terms:
                 self.buffer[begin:end].add_(part[: end - begin])
@@ -159,7 +159,7 @@ class KeyGradients:
 
 
 def _gaps(ranges: list[tuple[int, int]], within: tuple[int, int]) -> list[tuple[int, int]]:
-    """The parts of a range that others do not cover."""
+    """Return the parts of a range that ``ranges`` do not cover."""
     gaps, end = [], within[0]
     for first, last in sorted(ranges):
         if min(first, within[1]) > end:

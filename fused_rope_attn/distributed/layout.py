@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""What one rank's queries need of a sequence that is cut into chunks. Integers only; no tensors."""
+"""The keys that each rank's queries need of a sequence that is cut into chunks. Integers only; no tensors."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 from fused_rope_attn.distributed.cuts import chunk_count, chunks_of, owners_of
 
-# Keys before a window are left out in whole blocks of keys, of which no kernel takes more at a time.
+# Keys before a window are left out in whole blocks of keys. No kernel has larger ones.
 BLOCK = 256
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """One call of attention: some of a rank's queries over a range of the rank's keys.
 
-    rows: [first, last) of the local rows. ghosts: queries behind them that only keep the others in their places: the
-    last query of a call stands at the last key, and a window on the right lets a chunk see keys behind its end. Their
-    results are dropped. keys: [first, last) in the rank's buffer of keys. position: of the first of these keys in the
-    sequence, or None where the buffer has another order than the sequence. cu_seqlens_q, cu_seqlens_k: of packed
-    documents, rows and keys counted from the piece's first; empty where there are none.
+    rows: [first, last) of the local rows. padding: number of queries of zeros that follow them. They keep the rows at
+    their positions, because the last query of a call is at the last key, and a window on the right lets a chunk see
+    keys after its end. Their results are dropped. keys: [first, last) in the rank's buffer of keys. position: of the
+    first of these keys in the sequence, or None if the buffer is in another order than the sequence. cu_seqlens_q,
+    cu_seqlens_k: of packed documents, rows and keys counted from the segment's first; empty without documents.
     """
 
     rows: tuple[int, int]
-    ghosts: int
+    padding: int
     keys: tuple[int, int]
     position: int | None
     cu_seqlens_q: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @property
     def queries(self) -> int:
-        return self.rows[1] - self.rows[0] + self.ghosts
+        return self.rows[1] - self.rows[0] + self.padding
 
     @property
     def num_keys(self) -> int:
@@ -54,10 +54,10 @@ class Run(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A rank's work: its pieces, and what its buffer of keys holds, in order."""
+    """A rank's work: its segments, and the contents of its buffer of keys, in order."""
 
     buffer: tuple[Run, ...]
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def length(self) -> int:
@@ -65,8 +65,8 @@ class Share(NamedTuple):
 
     @property
     def order(self) -> list[int]:
-        """The numbers of the pieces, that with most work first."""
-        return sorted(range(len(self.pieces)), key=lambda i: -self.pieces[i].queries * self.pieces[i].num_keys)
+        """Return the numbers of the segments, the one with most work first."""
+        return sorted(range(len(self.segments)), key=lambda i: -self.segments[i].queries * self.segments[i].num_keys)
 
 
 class Message(NamedTuple):
@@ -80,10 +80,9 @@ class Message(NamedTuple):
 class Shares:
     """Every rank's ``Share`` of one sequence, by rank, and what follows from them for all calls of it.
 
-    own: by chunk, what its owner's buffer has of it, which is all rows that exist. messages: by (sender, receiver).
+    own: by chunk, its run in its owner's buffer, which is all rows that exist. messages: by (sender, receiver).
     several: whether any pair of ranks has more than one. most_received: rows of keys that the rank with most of them
-    gets from others. all_have_local_work: whether every rank that waits for others' keys has a piece that needs none of
-    them.
+    gets from others. all_have_local_work: whether every rank that waits for keys has a segment that needs none of them.
     """
 
     def __init__(self, shares: tuple[Share, ...], sharding: str):
@@ -110,7 +109,7 @@ class Shares:
                 else:
                     known.append(message)
             self.most_received = max(self.most_received, received)
-            if received and not any(self.is_local(rank, piece) for piece in share.pieces):
+            if received and not any(self.is_local(rank, segment) for segment in share.segments):
                 self.all_have_local_work = False
         self.several = any(len(messages) > 1 for messages in self.messages.values())
 
@@ -118,76 +117,63 @@ class Shares:
         """A rank's chunks, in the order of its local rows."""
         return chunks_of(rank, len(self.shares), self.sharding)
 
-    def is_local(self, rank: int, piece: Piece) -> bool:
-        """Whether a piece of a rank needs no other rank's keys."""
-        first, last = piece.keys
+    def is_local(self, rank: int, segment: Segment) -> bool:
+        """Return whether a segment of a rank needs no other rank's keys."""
+        first, last = segment.keys
         met = [run for run in self.shares[rank].buffer if run.start < last and first < run.end]
         return all(run.chunk in self.owned_by(rank) for run in met)
 
 
 def merged(share: Share) -> Share:
-    """``share`` with pieces of packed documents joined to one where they have no document in common and their rows and
-    keys are adjacent: one launch in place of several."""
-    pieces: list[Piece] = []
-    for piece in share.pieces:
-        last = pieces[-1] if pieces else None
-        if last is None or last.ghosts or (last.rows[1], last.keys[1]) != (piece.rows[0], piece.keys[0]):
-            pieces.append(piece)
+    """Join segments of packed documents that have no document in common and adjacent rows and keys, because one launch
+    is cheaper than several."""
+    segments: list[Segment] = []
+    for segment in share.segments:
+        last = segments[-1] if segments else None
+        if last is None or last.padding or (last.rows[1], last.keys[1]) != (segment.rows[0], segment.keys[0]):
+            segments.append(segment)
             continue
-        pieces[-1] = Piece(
-            (last.rows[0], piece.rows[1]),
-            piece.ghosts,
-            (last.keys[0], piece.keys[1]),
+        segments[-1] = Segment(
+            (last.rows[0], segment.rows[1]),
+            segment.padding,
+            (last.keys[0], segment.keys[1]),
             None,
-            (*last.cu_seqlens_q, *(last.queries + x for x in piece.cu_seqlens_q[1:])),
-            (*last.cu_seqlens_k, *(last.num_keys + x for x in piece.cu_seqlens_k[1:])),
+            (*last.cu_seqlens_q, *(last.queries + x for x in segment.cu_seqlens_q[1:])),
+            (*last.cu_seqlens_k, *(last.num_keys + x for x in segment.cu_seqlens_k[1:])),
         )
-    return Share(share.buffer, tuple(pieces))
-
-
-class Range(NamedTuple):
-    """``Piece`` before the buffer is known: keys [first, last) of the sequence."""
-
-    rows: tuple[int, int]
-    ghosts: int
-    first: int
-    last: int
-    cu_seqlens_q: tuple[int, ...] = ()
-    cu_seqlens_k: tuple[int, ...] = ()
+    return Share(share.buffer, tuple(segments))
 
 
 def _buffer(rows: list[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """The runs of these (chunk, first row, rows), one behind the other."""
+    """Return the runs of these (chunk, first row, rows), one after another."""
     starts = itertools.accumulate((count for _, _, count in rows), initial=0)
     return tuple(Run(*one, start) for one, start in zip(rows, starts))
 
 
-def share_of_ranges(ranges: list[Range], chunk: int) -> Share:
-    """The ``Share`` of these ranges: a buffer of the keys that any of them needs, in order.
-
-    Of a chunk of ``chunk`` rows it has one run, from the first key that a range needs to the last.
-    """
+def share_of(segments: list[Segment], chunk: int) -> Share:
+    """Return the ``Share`` of these segments, whose keys are counted in the sequence: a buffer of the keys that any of
+    them needs, in order, with one run a chunk (of ``chunk`` rows) from its first needed key to its last."""
     limits: dict[int, tuple[int, int]] = {}
-    for r in ranges:
-        for c in range(r.first // chunk, (r.last - 1) // chunk + 1):
-            first, last = max(r.first - c * chunk, 0), min(r.last - c * chunk, chunk)
+    for start, end in (segment.keys for segment in segments):
+        for c in range(start // chunk, (end - 1) // chunk + 1):
+            first, last = max(start - c * chunk, 0), min(end - c * chunk, chunk)
             known = limits.get(c, (first, last))
             limits[c] = min(first, known[0]), max(last, known[1])
     buffer = _buffer([(c, first, last - first) for c, (first, last) in sorted(limits.items())])
-    pieces = []
-    for r in ranges:
-        run = next(run for run in buffer if run.chunk == r.first // chunk)
-        start = run.start + r.first % chunk - run.first
-        keys = (start, start + r.last - r.first)
-        pieces.append(Piece(r.rows, r.ghosts, keys, r.first, r.cu_seqlens_q, r.cu_seqlens_k))
-    return Share(buffer, tuple(pieces))
+    placed = []
+    for segment in segments:
+        first, last = segment.keys
+        run = next(run for run in buffer if run.chunk == first // chunk)
+        start = run.start + first % chunk - run.first
+        placed.append(segment._replace(keys=(start, start + last - first)))
+    return Share(buffer, tuple(placed))
 
 
 @functools.lru_cache(maxsize=1024)
 def shares(size: int, sharding: str, local: int, total: int, causal: bool, window: tuple[int, int] | None) -> Shares:
-    """The ``Share`` of every rank of P = ``size``, for one sequence of ``local`` rows a rank.
+    """Return the ``Share`` of every rank of P = ``size``, for one sequence of ``local`` rows a rank.
 
-    total: rows from there on do not exist. window: as in ``rope_attention``, None where neither side is bounded.
+    total: rows from there on do not exist. window: as in ``rope_attention``, None if neither side is bounded.
     """
     found = [_share(rank, size, sharding, local, total, causal, window) for rank in range(size)]
     return Shares(tuple(found), sharding)
@@ -198,7 +184,7 @@ def _share(rank, size, sharding, local, total, causal, window) -> Share:
     chunk = local // len(owned)
     if not causal and window is None:
         return _whole(owned, chunk, chunk_count(size, sharding), total)
-    ranges = []
+    segments = []
     for i, c in enumerate(owned):
         begin, end = c * chunk, min((c + 1) * chunk, total)
         if end <= begin:
@@ -206,20 +192,21 @@ def _share(rank, size, sharding, local, total, causal, window) -> Share:
         first = 0
         if window is not None and window[0] >= 0:
             first = max(0, begin - window[0]) // BLOCK * BLOCK
-        ghosts = 0
+        padding = 0
         if not causal:
-            ghosts = total - end if window[1] < 0 else min(window[1], total - end)
-        ranges.append(Range((i * chunk, i * chunk + end - begin), ghosts, first, end + ghosts))
-    return share_of_ranges(ranges, chunk)
+            padding = total - end if window[1] < 0 else min(window[1], total - end)
+        segments.append(Segment((i * chunk, i * chunk + end - begin), padding, (first, end + padding), first))
+    return share_of(segments, chunk)
 
 
 def _whole(owned, chunk: int, count: int, total: int) -> Share:
-    """All keys for all queries. A softmax does not mind the order of its keys, so that the rank's own come last, where
-    its queries stand: each finds its own row of the tables, which are put into the same order."""
+    """Return the share of a rank that sees all keys. Its own keys are the last ones, because queries are aligned with
+    the last keys and so read their own rows of the tables, which have the same order. The order of keys does not change
+    a softmax."""
     existing = {c: min(chunk, total - c * chunk) for c in range(count) if total > c * chunk}
     own = [c for c in owned if c in existing]
     if not own:
         return Share((), ())
     buffer = _buffer([(c, 0, existing[c]) for c in (*(c for c in existing if c not in own), *own)])
     rows = sum(existing[c] for c in own)
-    return Share(buffer, (Piece((0, rows), 0, (0, min(total, count * chunk)), None),))
+    return Share(buffer, (Segment((0, rows), 0, (0, min(total, count * chunk)), None),))

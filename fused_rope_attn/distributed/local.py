@@ -1,10 +1,12 @@
-"""One piece's attention on this rank alone, forward and backward, by kernels or by the reference."""
+"""One segment's attention on this rank alone, forward and backward, by kernels or by the reference."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fused_rope_attn.attention import planning, reference
+from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors, arguments_by_name
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import parameters_of
@@ -16,37 +18,30 @@ _OF_ATTENTION = parameters_of(reference.attention)
 _OF_PACKED_ATTENTION = parameters_of(reference.packed_attention)
 
 
-def plan_of(problem: Problem) -> planning.Plan | None:
-    """The kernels that one GPU's call of the whole sequence takes, so that its bits are those of that call; None for
-    the reference.
-
-    problem: of the whole sequence.
-    """
+def plan_of(problem: Problem) -> Plan | None:
+    """Return the kernels of one GPU's call of the whole sequence, ``problem``, because o and lse are to have the same
+    bits; None for the reference."""
     chosen, _ = planning.choose_backend(problem)
     return None if chosen == "reference" else planning.plan_for(problem._replace(backend=chosen))
 
 
-def forward(
-    plan: planning.Plan | None, problem: Problem, tensors: Tensors, room: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one piece. room: where o is to be written; by default it gets memory of its own."""
+def forward(plan: Plan | None, problem: Problem, tensors: Tensors, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of one segment. out: the buffer for o; by default it is allocated."""
     if plan is not None:
-        outputs = ops.forward_by(plan, problem, tensors, room)
+        outputs = ops.forward_by(plan, problem, tensors, out)
         return outputs.o, outputs.lse
     o, lse = _reference(problem, tensors)
-    return (o if room is None else room.copy_(o)), lse
+    return (o if out is None else out.copy_(o)), lse
 
 
 def backward(
-    plan: planning.Plan | None, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, *, sums: bool = True, rooms: tuple = (None, None, None),
-) -> Gradients:  # fmt: skip
-    """Gradients of one piece in q's dtype, but with ``sums`` dk and dv in float32 (float64 for float64).
-
-    rooms: where dq, dk and dv are to be written; None for memory of its own.
-    """
+    plan: Plan | None, problem: Problem, do: Tensor, saved: Saved, outs: tuple = (None, None, None)
+) -> Gradients:
+    """Return the gradients of one segment in q's dtype; if ``problem`` sums keys, dk and dv in float32 (float64 for
+    float64). outs: buffers for dq, dk and dv; None: allocated."""
     if plan is not None:
-        return ops.backward_by(plan, problem._replace(sums_keys=sums), do, Saved(o, lse, tensors), rooms)
+        return ops.backward_by(plan, problem, do, saved, outs)
+    tensors = saved.tensors
     with _Recording():
         wide = torch.promote_types(problem.dtype, torch.float32)
         q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
@@ -57,13 +52,14 @@ def backward(
         }
         again, _ = _reference(problem, tensors._replace(q=q, k=k, v=v, **weights))
         dq, dk, dv, *others = torch.autograd.grad(again, [q, k, v, *weights.values()], do.to(wide))
-    dtypes = (problem.dtype, wide if sums else problem.dtype, wide if sums else problem.dtype)
-    found = [x.to(dtype) if room is None else room.copy_(x) for x, dtype, room in zip((dq, dk, dv), dtypes, rooms)]
+    key_dtype = wide if problem.sums_keys else problem.dtype
+    dtypes = problem.dtype, key_dtype, key_dtype
+    found = [x.to(dtype) if out is None else out.copy_(x) for x, dtype, out in zip((dq, dk, dv), dtypes, outs)]
     return Gradients(*found, **{f"d{name}": x for name, x in zip(weights, others)})
 
 
 class _Recording:
-    """Autograd records inside, also in an operator's implementation, which the dispatcher calls below autograd."""
+    """Let autograd record inside, also in an operator's implementation, which the dispatcher calls below autograd."""
 
     def __enter__(self) -> None:
         included = torch._C._dispatch_tls_local_include_set()
@@ -80,7 +76,7 @@ class _Recording:
         self.keys.__exit__(*error)
 
 
-def _reference(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     if problem.sequences is None:
         return reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
     return reference.packed_attention(**arguments_by_name(_OF_PACKED_ATTENTION, problem, tensors))

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Which method a call takes, by bytes and floating-point operations, with the reason. Communicates nothing."""
+"""The choice of a call's method by bytes and floating-point operations, with the reason. Communicates nothing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fused_rope_attn.distributed.layout import Shares
 from fused_rope_attn.runtime.options import CpMethod
 
 METHODS: tuple[CpMethod, ...] = get_args(CpMethod)
-# Of one H200 among several of its host: both only weigh the methods against one another.
+# Rates of one H200 among several of its host. They only weigh the methods against one another.
 FLOPS, LINK = 600e12, 300e9
-# The part of the all-gather that nothing runs beside.
+# The part of the all-gather that no work hides.
 EXPOSED = 0.25
 
 
 @dataclass(frozen=True)
 class CpPlan:
-    """What a call of ``rope_attention_cp`` would do.
+    """The method of a call of ``rope_attention_cp``, and its cost.
 
-    method: "all_gather" or "all_to_all". reason: why. received_bytes: what the rank that receives most gets in forward.
-    flops: of the rank that computes most, forward. gathered_bytes: K and V of other ranks that a rank holds at a time,
-    at most; backward holds their gradients' parts beside them, in float32.
+    method: "all_gather" or "all_to_all". reason: why. received_bytes: of the rank that receives most, forward. flops:
+    of the rank that computes most, forward. gathered_bytes: the most K and V of other ranks that a rank holds at a
+    time; backward also holds their gradients' parts, in float32.
     """
 
     method: str
@@ -35,15 +35,15 @@ class CpPlan:
 
 
 def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPlan:
-    """The plan of a call whose ranks have these shares. problem: with the local lengths.
+    """Return the plan of a call with these shares. problem: with the local lengths.
 
-    Raises ValueError where ``method="all_to_all"`` is asked for and the key heads cannot be divided.
+    Raises ValueError if ``method="all_to_all"`` is asked for and the key heads cannot be divided.
     """
     size = group.size
     row_bytes = problem.batch * problem.head_dim * problem.dtype.itemsize
     gathered = 2 * problem.heads_kv * row_bytes * shares.most_received
     work = [
-        4.0 * problem.batch * problem.heads_q * problem.head_dim * sum(_pairs(problem, p) for p in share.pieces)
+        4.0 * problem.batch * problem.heads_q * problem.head_dim * sum(_pairs(problem, p) for p in share.segments)
         for share in shares.shares
     ]
     heads = 2 * problem.heads_q + 2 * problem.heads_kv
@@ -69,8 +69,8 @@ def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPla
     gather_time = compute + link - hidden
     heads_time = by_heads.flops / FLOPS + by_heads.received_bytes / LINK
     figures = (
-        f"{by_gather.received_bytes / 2**20:.3g} MiB beside {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
-        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and behind {by_heads.flops / 1e12:.3g}"
+        f"{by_gather.received_bytes / 2**20:.3g} MiB next to {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
+        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and after {by_heads.flops / 1e12:.3g}"
     )
     if gather_time <= heads_time:
         return _because(by_gather, f"a rank receives {figures}")
@@ -78,7 +78,7 @@ def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPla
 
 
 def when_it_runs(method: str) -> CpPlan:
-    """The plan of a call in a graph that is being traced, of which only the method asked for is known."""
+    """Return the plan of a call that is being traced, where only the method asked for is known."""
     return CpPlan(method, "chosen when the graph runs", 0, 0.0, 0)
 
 
@@ -86,10 +86,10 @@ def _because(plan: CpPlan, reason: str) -> CpPlan:
     return CpPlan(plan.method, reason, plan.received_bytes, plan.flops, plan.gathered_bytes)
 
 
-def _pairs(problem: Problem, piece) -> float:
-    """About how many pairs of a query and a key see each other in one head of a piece."""
-    limits_q = piece.cu_seqlens_q or (0, piece.queries)
-    limits_k = piece.cu_seqlens_k or (0, piece.num_keys)
+def _pairs(problem: Problem, segment) -> float:
+    """Estimate the number of pairs of a query and a key that see each other in one head of a segment."""
+    limits_q = segment.cu_seqlens_q or (0, segment.queries)
+    limits_k = segment.cu_seqlens_k or (0, segment.num_keys)
     total = 0.0
     window = problem.window
     widest = float("inf")

@@ -21,7 +21,7 @@ def _members(group: Any, sharding: str) -> Group:
 
 
 def _check_axis(x: Any, dim: Any) -> int:
-    """The axis, counted from 0."""
+    """Return the axis, counted from 0."""
     if not isinstance(x, torch.Tensor):
         refuse_non_tensor(x=x)
     dim = check_int("dim", dim)
@@ -37,7 +37,7 @@ def cp_shard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag")
     rank's x: zero in the rows of other ranks.
 
     Args:
-        x: any tensor whose rows, a multiple of 2P of them (``"contiguous"``: of P), belong to the sequence.
+        x: any tensor; its rows, a multiple of 2P of them (``"contiguous"``: of P), belong to the sequence.
         dim: the axis of the rows.
         group: a ProcessGroup or a DeviceMesh of one dimension, of P ranks.
         sharding: ``"zigzag"``: of 2P chunks rank r has number r and number 2P - 1 - r; ``"contiguous"``: P chunks;
@@ -95,9 +95,14 @@ def cp_positions(
 
 
 def cp_shift_labels(
-    labels: torch.Tensor, *, group: Any, sharding: str = "zigzag", dim: int = -1, ignore_index: int = -100,
+    labels: torch.Tensor,
+    *,
+    group: Any,
+    sharding: str = "zigzag",
+    dim: int = -1,
+    ignore_index: int = -100,
     cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """This rank's rows of labels that are shifted already: the label of a token is the token after it.
 
     Causal language models shift their labels against their logits; on a shard the token after a chunk's last one is
@@ -107,7 +112,7 @@ def cp_shift_labels(
     Args:
         labels: (..., N), the whole sequence on every rank, not shifted.
         dim: the axis of the sequence.
-        ignore_index: what the last token gets, whose next one does not exist.
+        ignore_index: the label of the last token, because no token follows it.
         cu_seqlens: (documents + 1,), of packed documents: the last token of each gets ``ignore_index``.
 
     The other arguments are those of ``cp_shard``.

@@ -75,7 +75,7 @@ def test_costs_are_those_of_the_plan(size):
         plan = DocumentPlan(torch.tensor(limits), limits, total, Group("nobody's", 0, size), sharding)
         every, costs = plan.shares(True, None), Costs(limits, total, chunk_count(size, sharding))
         owned = [chunks_of(rank, size, sharding) for rank in range(size)]
-        assert [costs.calls(chunks) for chunks in owned] == [max(1, len(share.pieces)) for share in every.shares]
+        assert [costs.calls(chunks) for chunks in owned] == [max(1, len(share.segments)) for share in every.shares]
         assert max(map(costs.received, owned)) == every.most_received
 
 

@@ -1,4 +1,4 @@
-"""Pieces of work as integers: every row once, at its own position, with every key that it sees."""
+"""Segments of work as integers: every row once, at its own position, with every key that it sees."""
 
 import itertools
 import random
@@ -39,12 +39,12 @@ def check(size, sharding, chunk, total, causal, window):
                 arrived += sent
         assert sorted(arrived) == sorted(buffer)
         positions = [c * chunk + row for c in owned[rank] for row in range(chunk)]
-        for piece in share.pieces:
-            keys = buffer[piece.keys[0] : piece.keys[1]]
-            assert piece.position is None or keys == list(range(piece.position, piece.position + len(keys)))
+        for segment in share.segments:
+            keys = buffer[segment.keys[0] : segment.keys[1]]
+            assert segment.position is None or keys == list(range(segment.position, segment.position + len(keys)))
             # The last query of a call is at its last key.
-            stands = keys[len(keys) - piece.queries : len(keys) - piece.ghosts]
-            assert stands == positions[piece.rows[0] : piece.rows[1]]
+            stands = keys[len(keys) - segment.queries : len(keys) - segment.padding]
+            assert stands == positions[segment.rows[0] : segment.rows[1]]
             served += stands
             for position in stands:
                 assert set(visible(position, total, causal, window)) <= set(keys)
@@ -85,7 +85,7 @@ def test_narrow_windows_need_few_keys():
         own = chunks_of(rank, 4, "zigzag")
         expected = {c: (256, 256) for mine in own for c in (mine - 1,) if c >= 0} | dict.fromkeys(own, (0, 512))
         assert {run.chunk: (run.first, run.rows) for run in share.buffer} == expected
-        local = [every.is_local(rank, piece) for piece in share.pieces]
+        local = [every.is_local(rank, segment) for segment in share.segments]
         assert local == {0: [True, False], 3: [False, True]}.get(rank, [False, False])
 
 
