@@ -199,7 +199,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             config = replace(row.config, section_bytes=0)
             if not key[1]:
                 # The same kernel: there is no diagonal.
-                config = replace(config, halves_diagonal=False)
+                config = replace(config, skips_masked_half=False)
             job = Job(arch, direction, torch.bfloat16, key[0], config, causal=key[1])
             if key[0] not in dims and not key[1] and not full and replace(job, causal=True) in jobs:
                 continue

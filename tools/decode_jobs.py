@@ -47,8 +47,8 @@ class DecodeJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
-        from fused_rope_attn.generation.launch import attention_with_kvcache
-        from fused_rope_attn.generation.problem import Tensors, describe_step
+        from fused_rope_attn.generation.launch import StepCall
+        from fused_rope_attn.generation.problem import StepTensors, describe_step
 
         def tensor(heads: int, length: int) -> torch.Tensor:
             return torch.empty(2, length, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)
@@ -66,7 +66,7 @@ class DecodeJob:
         new = (tensor(2, self.len_q), tensor(2, self.len_q)) if self.append else (None, None)
         scales = [torch.empty(2, device="meta") if self.float8 else None for _ in range(2)]
         weights = ("q_norm", "k_norm") if self.norms else ()
-        tensors = Tensors(
+        tensors = StepTensors(
             tensor(8, self.len_q), cache(), cache(), cos, sin, *new, int32(),
             kv_starts=int32() if self.masked else None, sinks=torch.empty(8, device="meta") if self.masked else None,
             block_table=None if self.page_size is None else int32(2, 1008 // self.page_size), k_scale=scales[0],
@@ -78,7 +78,7 @@ class DecodeJob:
             softcap=30.0 if self.masked else 0.0, norm_eps=1e-6 if self.norms else None,
             norm_offset=0.0 if self.norms else None,
         )  # fmt: skip
-        attention_with_kvcache(problem.for_launch(), tensors, self.config)
+        StepCall(problem.for_launch(), tensors, self.config)(tensors)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ class RotationJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
-        from fused_rope_attn.rotation.launch import rotate
-        from fused_rope_attn.rotation.norm_launch import norm_rotate, norm_unrotate
+        from fused_rope_attn.rotation.launch import launch_norm_gradient, launch_rotation
         from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
         shapes = [[size or heads for size in SHAPES[self.layout]] for heads in self.heads]
@@ -65,13 +64,13 @@ class RotationJob:
         options = RotationOptions(self.rotary_dim, self.interleaved, self.inverse, self.layout)
         tensors = RotationTensors(xs, outs, cos, cos, ids, ends)
         if not self.norm:
-            rotate(options, tensors, self.config)
+            launch_rotation(options, tensors, self.config)
             return
         tensors = tensors._replace(weights=[torch.empty(self.head_dim, device="meta") for _ in xs[:2]])
         if self.norm == "forward":
-            norm_rotate(options, tensors, self.config)
+            launch_rotation(options, tensors, self.config)
         else:
-            norm_unrotate(options, tensors, xs[:2], (True, True)[: len(xs)], self.config)
+            launch_norm_gradient(options, tensors, xs[:2], (True, True)[: len(xs)], self.config)
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:

@@ -25,7 +25,7 @@ INTERPRETER = ("interpreter",)
 
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
 STRATEGIES = ("inline", "prepass")
-BEFORE_SCORES, BEFORE_WEIGHTS, BEHIND_WEIGHTS = VALUES = ("before scores", "before weights", "behind weights")
+BEFORE_SCORES, BEFORE_WEIGHTS, AFTER_WEIGHTS = VALUES = ("before scores", "before weights", "after weights")
 MIB = 1 << 20
 
 # The amounts of work at which a plan changes, in multiply-adds of Q K^T: B * HQ * NQ * NK * D, with D padded as tiles
@@ -145,7 +145,7 @@ class HopperForwardConfig:
     room for more than 64 keys and two stages. pin: keep the softmax beside the product of the block before
     (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, which says when a block's product
     with the values is awaited, from the fewest registers to the most: before the next block's scores are issued, before
-    its weights are made of them, or behind these. halves_diagonal: leave out the quarter of a diagonal block that
+    its weights are made of them, or behind these. skips_masked_half: leave out the quarter of a diagonal block that
     nobody sees, where tiles lie as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
 
     Raises:
@@ -159,8 +159,8 @@ class HopperForwardConfig:
     attend_registers: int = 208
     rotate_registers: int = 72
     pin: bool = False
-    halves_diagonal: bool = False
-    values: str = BEHIND_WEIGHTS
+    skips_masked_half: bool = False
+    values: str = AFTER_WEIGHTS
     section_bytes: int = 0
     rotate_rows: int = 16
     rotate_heads: int = 1
@@ -180,7 +180,7 @@ class HopperBackwardConfig:
     loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
     of the pre-process turns; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
-    where q and k are normed, which reads twice as much of a row and sums it. halves_diagonal: the second warpgroup
+    where q and k are normed, which reads twice as much of a row and sums it. skips_masked_half: the second warpgroup
     leaves out the query block that sees none of its keys, where queries and keys lie as ``hopper.shapes.is_aligned``
     asks. pdl: as in ``ForwardConfig``.
 
@@ -198,7 +198,7 @@ class HopperBackwardConfig:
     post_heads: int = 4
     norm_rows: int = 8
     norm_heads: int = 8
-    halves_diagonal: bool = False
+    skips_masked_half: bool = False
     pdl: bool = True
 
     def __post_init__(self) -> None:

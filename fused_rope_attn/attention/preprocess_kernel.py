@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a backward pass computes once, before its products: row statistics, and where asked Q and K rotated.
+"""The pre-process of a backward pass: row statistics, and rotated Q and K if the call asks for them.
 
 The portable kernels and those of sm_90 share it.
 """
@@ -9,13 +9,15 @@ import triton.language as tl
 
 from fused_rope_attn.attention.prepass_kernel import rotate_heads, sequence_rows
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile
+from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, with_norm
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
 from fused_rope_attn.kernels.softmax import lse_in_base_2, output_delta
 from fused_rope_attn.kernels.tiles import (
     RowFormat,
     Rows,
+    TensorView,
     heads_from,
     load_tile,
     rows_of_head,
@@ -26,23 +28,24 @@ from fused_rope_attn.kernels.tiles import (
 
 @record
 class Statistics:
-    """What the kernel writes of each query row besides q; each (B, HQ, pitch), rows one after the other."""
+    """The kernel's results for each query row in addition to q, each (B, HQ, pitch)."""
 
-    stats_ptr: tl.tensor  # float32: lse in base 2, (B, HQ, pitch), and as many numbers behind it delta
+    stats_ptr: tl.tensor  # float32: lse in base 2, (B, HQ, pitch), followed by delta, the same
     accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, COLUMNS) float32, set to zero
     progress_ptr: tl.tensor | None  # int32: (B * HKV,) of key heads, and one for every PROGRESS_ROWS rows, set to zero
+    pitch: tl.tensor  # rows of a head in the results
     size: tl.tensor  # B * HQ * pitch
     num_key_heads: tl.tensor  # B * HKV
     PROGRESS_ROWS: tl.constexpr
     COLUMNS: tl.constexpr  # of the accumulator
+    READS_LENGTHS: tl.constexpr
 
 
 @triton.jit
-def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N: tl.constexpr,
-                     READS_LENGTHS: tl.constexpr):  # fmt: skip
-    """lse and delta of rows [start, start + BLOCK_N) of one head, of batch * HQ + head = batch_head (int64).
+def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, BLOCK_N: tl.constexpr):
+    """Write lse and delta of rows [start, start + BLOCK_N) of the head batch * HQ + head = batch_head (int64).
 
-    ``out`` are ``Statistics``, ``rows`` ``SequenceRows``; o and do ``Rows`` from ``start`` on.
+    out: ``Statistics``; rows: ``SequenceRows``; o and do: ``Rows`` from ``start`` on; lse_ptr: (B, HQ, NQ).
     """
     offs = tl.arange(0, BLOCK_N)
     exists = offs < rows.num_rows - start
@@ -51,28 +54,22 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, pitch, BL
     do_tile = load_tile(do, offs, CHECK_ROWS=True)
     lse = tl.load(lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
     lse = lse_in_base_2(lse)
-    index = batch_head * pitch + rows.first_padded + start + offs
+    index = batch_head * out.pitch + rows.first_padded + start + offs
     tl.store(out.stats_ptr + index, lse, mask=is_written)
-    delta = output_delta(o_tile, do_tile, lse, READS_LENGTHS)
+    delta = output_delta(o_tile, do_tile, lse, out.READS_LENGTHS)
     tl.store(out.stats_ptr + out.size + index, delta, mask=is_written)
     if out.progress_ptr is not None:
         words = out.progress_ptr + out.num_key_heads + index // out.PROGRESS_ROWS
         tl.store(words, 0, mask=(index % out.PROGRESS_ROWS == 0) & is_written)
     if out.accumulator_ptr is not None:
         BLOCK_D: tl.constexpr = o.format.BLOCK_D
-        cleared = Rows(
-            ptr=out.accumulator_ptr + (batch_head * pitch + rows.first_padded + start) * out.COLUMNS,
-            stride_row=out.COLUMNS,
-            stride_column=1,
-            num_rows=rows.num_padded - start,
-            first_row=None,
-            format=RowFormat(D=out.COLUMNS, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False),
-        )
+        cleared_ptr = out.accumulator_ptr + (batch_head * out.pitch + rows.first_padded + start) * out.COLUMNS
+        row_format = RowFormat(out.COLUMNS, BLOCK_D, USE_INT64_OFFSETS=False)
+        cleared = Rows(cleared_ptr, out.COLUMNS, 1, rows.num_padded - start, first_row=None, format=row_format)
         store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
-@triton.jit(do_not_specialize=["NQ", "pitch", "NK", "B", "HQ", "HKV", "GROUP_SIZE", "num_sequences", "position_limit",
-                               "num_counters"])  # fmt: skip
+@triton.jit(do_not_specialize="NQ pitch NK B HQ HKV GROUP_SIZE num_sequences position_limit num_counters".split())
 def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr, k_ptr,
                       k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, counters_ptr, lens_ptr, cu_q_ptr, cu_k_ptr,
                       o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
@@ -82,16 +79,16 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
                       READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
                       PAD_TO: tl.constexpr, COLUMNS: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
                       PDL: tl.constexpr):  # fmt: skip
-    """Row statistics, and with ROTATE the rotated copies of q and k, normed before with weights q_norm and k_norm (D,)
-    unless these are None. Grid: query programs, then key programs.
+    """Write row statistics, and with ROTATE the rotated copies of q and k, normed before if the call has weights q_norm
+    and k_norm (D,). Grid: query programs, then key programs.
 
-    ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf where a row saw nothing, so that p = exp2(s - lse) = 0) and
-    delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, where they are
-    not None: ``accumulator`` (B, HQ, pitch, COLUMNS) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,)
+    ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf if a row saw nothing, so that p = exp2(s - lse) = 0) and
+    delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, unless they are
+    None: ``accumulator`` (B, HQ, pitch, COLUMNS) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,)
     int32, and ``counters`` (num_counters,) int32.
 
     PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
-    ``padded_row`` on, up to a multiple of PAD_TO, where rows without a query are 0 too; pitch is that of
+    ``padded_row`` on, up to a multiple of PAD_TO. Rows without a query are 0 there too, and pitch is that of
     ``count_tiles`` tiles.
     """
     let_next_launch_start(PDL)
@@ -106,7 +103,8 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
     else:
         q_blocks = count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
-    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     if pid < q_blocks * q_chunks * B:
         block, chunk, batch = block_of_heads(pid, q_blocks, q_chunks)
         first_head = chunk * HEADS
@@ -116,17 +114,12 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         if cu_q_ptr is not None:
             _, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         start = block * BLOCK_N
-        o = sequence_heads(o_ptr, o_strides, batch, rows.first_row, rows.num_rows, row_format)
-        do = sequence_heads(do_ptr, do_strides, batch, rows.first_row, rows.num_rows, row_format)
+        o = sequence_heads(TensorView(o_ptr, o_strides), batch, rows.first_row, rows.num_rows, row_format)
+        do = sequence_heads(TensorView(do_ptr, do_strides), batch, rows.first_row, rows.num_rows, row_format)
         o, do = heads_from(o, start), heads_from(do, start)
+        size, key_heads = tl.cast(B, tl.int64) * HQ * pitch, B * HKV
         out = Statistics(
-            stats_ptr=stats_ptr,
-            accumulator_ptr=accumulator_ptr,
-            progress_ptr=progress_ptr,
-            size=tl.cast(B, tl.int64) * HQ * pitch,
-            num_key_heads=B * HKV,
-            PROGRESS_ROWS=PROGRESS_ROWS,
-            COLUMNS=COLUMNS,
+            stats_ptr, accumulator_ptr, progress_ptr, pitch, size, key_heads, PROGRESS_ROWS, COLUMNS, READS_LENGTHS
         )
         if progress_ptr is not None:
             if block == 0:
@@ -135,25 +128,21 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         for head in range(first_head, last_head):
             o_rows, do_rows = rows_of_head(o, head), rows_of_head(do, head)
             batch_head = batch * HQ + tl.cast(head, tl.int64)
-            write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, pitch, BLOCK_N, READS_LENGTHS)
+            write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, BLOCK_N)
         if ROTATE:
             num_rot = rows.num_padded if PAD_TO else rows.num_rows
+            q, q_rot = TensorView(q_ptr, q_strides), TensorView(q_rot_ptr, q_rot_strides)
+            q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
             rotate_heads(
-                sequence_heads(q_ptr, q_strides, batch, rows.first_row, rows.num_rows, row_format),
-                sequence_heads(q_rot_ptr, q_rot_strides, batch, rows.first_padded, num_rot, row_format),
-                with_norm(
-                    head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
-                    q_norm_ptr,
-                    norm_eps,
-                    norm_offset,
-                    D,
-                ),
-                start,
-                len_k - rows.num_rows,
-                q_sign,
-                first_head,
-                last_head,
-                BLOCK_N,
+                sequence_heads(q, batch, rows.first_row, rows.num_rows, row_format),
+                sequence_heads(q_rot, batch, rows.first_padded, num_rot, row_format),
+                head_rotation(tables, batch, position_limit, q_norm),
+                start=start,
+                q_offset=len_k - rows.num_rows,
+                sign=q_sign,
+                first_head=first_head,
+                last_head=last_head,
+                BLOCK_N=BLOCK_N,
             )
     else:
         if ROTATE:
@@ -165,20 +154,16 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
             first_k = 0
             if cu_k_ptr is not None:
                 _, first_k, len_k, block = packed_tile(block, cu_k_ptr, None, num_sequences, NK, 0, BLOCK_N)
+            k, k_rot = TensorView(k_ptr, k_strides), TensorView(k_rot_ptr, k_rot_strides)
+            k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
             rotate_heads(
-                sequence_heads(k_ptr, k_strides, batch, first_k, len_k, row_format),
-                sequence_heads(k_rot_ptr, k_rot_strides, batch, first_k, len_k, row_format),
-                with_norm(
-                    head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, position_limit, R, INTERLEAVED),
-                    k_norm_ptr,
-                    norm_eps,
-                    norm_offset,
-                    D,
-                ),
-                block * BLOCK_N,
-                0,
-                1.0,
-                first_head,
-                last_head,
-                BLOCK_N,
+                sequence_heads(k, batch, first_k, len_k, row_format),
+                sequence_heads(k_rot, batch, first_k, len_k, row_format),
+                head_rotation(tables, batch, position_limit, k_norm),
+                start=block * BLOCK_N,
+                q_offset=0,
+                sign=1.0,
+                first_head=first_head,
+                last_head=last_head,
+                BLOCK_N=BLOCK_N,
             )

@@ -11,7 +11,7 @@ from fused_rope_attn.attention.problem import Options, Problem, arguments_by_nam
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.cache_validation import check_write
 from fused_rope_attn.generation.keywords import KVCACHE
-from fused_rope_attn.generation.problem import Tensors, Written, cache_of, describe_write, step_of
+from fused_rope_attn.generation.problem import StepTensors, Written, cache_of, describe_write, step_of
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
@@ -30,12 +30,13 @@ if has_triton():  # elsewhere planning sends every call to the reference
 _OF_STEP = parameters_of(reference.attention_with_kvcache)
 
 
+# fmt: off
 @overload
 def rope_attention_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
     return_lse: Literal[False] = False, **options: Unpack[StepOptions],
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 
 
 @overload
@@ -43,7 +44,7 @@ def rope_attention_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
     return_lse: Literal[True], **options: Unpack[StepOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @overload
@@ -51,7 +52,8 @@ def rope_attention_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
     return_lse: bool, **options: Unpack[StepOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+# fmt: on
 
 
 @explain_keywords(KVCACHE)
@@ -86,10 +88,11 @@ def rope_attention_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Generation step: append a few tokens to a cache of keys and values and attend to all of it, in one call.
 
-    What ``rope_attention(q, k_cache, v_cache, cos, sin, causal, kv_lens=cache_seqlens + NQ)`` gives after the new
-    tokens are written, with keys that may have been rotated when they were. The cache is read once for all query heads
-    of a group and all new tokens, by length: the caches may be as large as they like. Lengths stay on the device,
-    nothing synchronises, and the call can be captured in a CUDA graph and replayed while ``cache_seqlens`` grows.
+    The result is that of ``rope_attention(q, k_cache, v_cache, cos, sin, causal, kv_lens=cache_seqlens + NQ)`` after
+    the new tokens are written, with keys that may have been rotated when they were. The cache is read once for all
+    query heads of a group and all new tokens, by length: the caches may be as large as they like. Lengths stay on the
+    device, nothing synchronises, and the call can be captured in a CUDA graph and replayed while ``cache_seqlens``
+    grows.
 
     New token ``i`` of sequence ``b`` has position ``cache_seqlens[b] + i``: its key and value go into that row of the
     caches, and its key and query are rotated by that row of the tables. ``cache_seqlens`` is not changed.
@@ -97,15 +100,15 @@ def rope_attention_with_kvcache(
     - Without ``k`` and ``v`` the caches are only read and ``cache_seqlens`` counts what is there: the queries are
       aligned with the last keys, query ``i`` at position ``cache_seqlens[b] - NQ + i``. One before position 0 sees
       nothing. (flash-attn masks so too; it does not rotate in such calls.)
-    - A token beyond the end of the cache, ``cache_seqlens[b] + i >= S_max``, is not written and seen by nobody, and its
+    - A token beyond the end of the cache, ``cache_seqlens[b] + i >= S_max``, is not written, no query sees it, and its
       row gives o = 0 and lse = -inf. Negative lengths count as 0.
-    - ``cache_is_rotated=False``: the cache holds keys as they were given, which are rotated each time they are read, by
-      the row that they lie in: a cache whose rows are moved is at other positions without further work
-      (examples/context_shift.py). Costs the tables' traffic on top of the cache's.
-    - With ``block_table`` the caches are pools of pages, and row ``j`` of sequence ``b`` lies in page
+    - ``cache_is_rotated=False``: the cache holds keys as they were given. They are rotated each time they are read, by
+      their row: if rows are moved they are at other positions without further work (examples/context_shift.py). Costs
+      the tables' traffic on top of the cache's.
+    - With ``block_table`` the caches are pools of pages, and row ``j`` of sequence ``b`` is in page
       ``block_table[b, j // page_size]``. Two sequences may share pages that neither writes. Entries of pages in which
-      no row is read or written are never looked at. One that is needed and lies outside the pool trips a device-side
-      assertion (ValueError on a CPU); nothing outside the pool is read or written.
+      no row is read or written are never read. A needed one that is outside the pool trips a device-side assertion
+      (ValueError on a CPU); nothing outside the pool is read or written.
     - Caches in float8_e4m3fn hold numbers that are keys and values when they are multiplied by ``k_scale`` and
       ``v_scale``. New tokens are divided by the scale when they are written, and rounded once; what is too large
       becomes the largest number. Queries see them as they are written. Products are of float16 where q has two bytes.
@@ -119,7 +122,7 @@ def rope_attention_with_kvcache(
             chunk of a prompt.
         k_cache, v_cache: ``(B, HKV, S_max, D)``, or with a block_table ``(num_pages, HKV, page_size, D)``, page_size
             from 16 on, where S_max is ``pages * page_size``. q's dtype, or both float8_e4m3fn; q's device, any strides:
-            ``(B, S_max, HKV, D)`` caches come as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place
+            pass ``(B, S_max, HKV, D)`` caches as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place
             where k and v are given.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
             ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
@@ -143,14 +146,21 @@ def rope_attention_with_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    tensors = Tensors(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, q_norm,
-        k_norm,
-    )  # fmt: skip
+    scales, norms = (k_scale, v_scale), (q_norm, k_norm)
+    tensors = StepTensors(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *norms
+    )
     options = Options(
-        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
-    )  # fmt: skip
+        causal=causal,
+        return_lse=return_lse,
+        softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        softcap=softcap,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+    )
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -158,7 +168,7 @@ def rope_attention_with_kvcache(
 
 @explain_keywords(KVCACHE, of=rope_attention_with_kvcache)
 def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **options) -> Plan:
-    """What ``rope_attention_with_kvcache`` would run for the same arguments, as ``plan`` says it of ``rope_attention``.
+    """Return what ``rope_attention_with_kvcache`` would run for the same arguments, like ``plan``.
 
     Launches nothing and writes nothing; raises what ``rope_attention_with_kvcache`` would raise.
     """
@@ -193,8 +203,8 @@ def write_kvcache(
     row of the tables. One beyond the end of the cache is not written, and neither is one that does not exist. Lengths
     and tables stay on the device, nothing synchronises, and the call can be captured in a CUDA graph. No gradient.
 
-    ``rope_attention`` or ``rope_attention_varlen`` attend to a whole prompt; a chunk of one attends to what is in the
-    cache by ``rope_attention_with_kvcache``, which writes it too, or without k and v after this call.
+    ``rope_attention`` or ``rope_attention_varlen`` attend to a whole prompt; a chunk of one attends to the cache
+    by ``rope_attention_with_kvcache``, which writes it too, or without k and v after this call.
 
     Args:
         k, v: ``(B, HKV, N, D)``, float16, bfloat16 or float32, any strides, k not rotated; or with ``cu_seqlens``
@@ -206,7 +216,7 @@ def write_kvcache(
         cu_seqlens: ``(B + 1,)`` int32: where packed sequences begin, and the last one ends. Tokens after it belong to
             none. They begin with 0, never fall, and end at or before T: on a CPU anything else is a ValueError, on a
             GPU nothing is written.
-        cache_is_rotated: whether the cache holds rotated keys, or keys as they come.
+        cache_is_rotated: whether the cache holds rotated keys, or keys as they are given.
         block_table, k_scale, v_scale, rotary_dim, interleaved: as in ``rope_attention_with_kvcache``.
         layout: ``"bhsd"``, or ``"bshd"``: k and v are ``(B, N, HKV, D)``, unless they are packed, and the caches
             ``(B, S_max, HKV, D)`` or ``(num_pages, page_size, HKV, D)``.
@@ -215,64 +225,58 @@ def write_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    run_write(
-        k, v, k_cache, v_cache, cos, sin, cache_seqlens=cache_seqlens, new_lens=new_lens, cu_seqlens=cu_seqlens,
-        cache_is_rotated=cache_is_rotated, block_table=block_table, k_scale=k_scale, v_scale=v_scale, layout=layout,
-        rotary_dim=rotary_dim, interleaved=interleaved,
-    )  # fmt: skip
-
-
-def run_write(
-    k, v, k_cache, v_cache, cos, sin, *, cache_seqlens=None, new_lens=None, cu_seqlens=None, cache_is_rotated=True,
-    block_table=None, k_scale=None, v_scale=None, layout="bhsd", rotary_dim=None, interleaved=False, backend="auto",
-) -> None:  # fmt: skip
-    """``write_kvcache`` by a backend of choice, for verification and tests."""
-    if in_context_parallel():
-        refuse_context_parallel("write_kvcache")
-    if layout != "bhsd":
-        given = {"k_cache": k_cache, "v_cache": v_cache} | ({} if cu_seqlens is not None else {"k": k, "v": v})
-        k_cache, v_cache, *new = heads_first(layout, "_cache", "S_max", **given)
-        k, v = new or (k, v)
-    rotary_dim = check_write(
-        k, v, k_cache, v_cache, cos, sin, block_table=block_table, cache_seqlens=cache_seqlens, new_lens=new_lens,
-        cu_seqlens=cu_seqlens, k_scale=k_scale, v_scale=v_scale, cache_is_rotated=cache_is_rotated,
-        rotary_dim=rotary_dim, interleaved=interleaved, layout=layout,
-    )  # fmt: skip
-    if cu_seqlens is not None:
-        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     tensors = Written(
         k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale
     )
-    problem = describe_write(
-        tensors, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved, backend=backend
-    )
+    _write(tensors, layout, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved)
+
+
+def run_write(*arguments, backend: str = "auto", **options) -> None:
+    """Run ``write_kvcache`` by a backend of choice, for verification and tests."""
+    given = bind(write_kvcache, *arguments, **options)
+    kept = {name: given[name] for name in ("cache_is_rotated", "rotary_dim", "interleaved")}
+    _write(fill(Written, given), given["layout"], **kept, backend=backend)
+
+
+def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
+    if in_context_parallel():
+        refuse_context_parallel("write_kvcache")
+    packed = tensors.cu_seqlens is not None
+    if layout != "bhsd":
+        names = ("k_cache", "v_cache") if packed else ("k_cache", "v_cache", "k", "v")
+        given = {name: getattr(tensors, name) for name in names}
+        tensors = tensors._replace(**dict(zip(names, heads_first(layout, "_cache", "S_max", **given))))
+    options["rotary_dim"] = check_write(tensors, layout=layout, **options)
+    if packed:
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (tensors.k, tensors.v))
+        tensors = tensors._replace(k=k, v=v)
+    problem = describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
         ops.write_kvcache(problem, tensors)
     else:
-        reference.write_kvcache(
-            **tensors._asdict(), cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved
-        )
+        reference.write_kvcache(**tensors._asdict(), **options)
 
 
-def run_step(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, backend: str = "auto",
-    layout: str = "bhsd", **options
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``rope_attention_with_kvcache`` by a backend of choice, for verification and tests; returns (o, lse)."""
-    described = _describe_bound(q, k_cache, v_cache, *arguments, backend=backend, layout=layout, **options)
+def run_step(*arguments, backend: str = "auto", layout: str = "bhsd", **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``rope_attention_with_kvcache`` by a backend of choice, for verification and tests; returns (o, lse)."""
+    described = _describe_bound(*arguments, backend=backend, layout=layout, **options)
     return _attend(*described, layout)
 
 
-def _describe_bound(*arguments, backend: str = "auto", convert=torch.Tensor.to, **options) -> tuple[Problem, Tensors]:
+def _describe_bound(
+    *arguments, backend: str = "auto", convert=torch.Tensor.to, **options
+) -> tuple[Problem, StepTensors]:
     """Do what ``_describe`` does with the arguments of ``rope_attention_with_kvcache`` and a choice of the backend."""
     given = bind(rope_attention_with_kvcache, *arguments, **options) | {"backend": backend}
-    return _describe(fill(Tensors, given), fill(Options, given), given["cache_is_rotated"], given["layout"], convert)
+    return _describe(
+        fill(StepTensors, given), fill(Options, given), given["cache_is_rotated"], given["layout"], convert
+    )
 
 
 def _describe(
-    tensors: Tensors, options: Any, cache_is_rotated: bool, layout: str, convert=torch.Tensor.to
-) -> tuple[Problem, Tensors]:
+    tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str, convert=torch.Tensor.to
+) -> tuple[Problem, StepTensors]:
     """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
     convert: as in ``autocast``.
@@ -290,7 +294,7 @@ def _describe(
     return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
 
 
-def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the layout, lse) of a described step, by the backend that planning chooses."""
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":

@@ -26,7 +26,7 @@ def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def stored(x: Tensor) -> Tensor:
-    """What PyTorch can index, of a cache: a view of its bytes where it is float8."""
+    """Return a view of a cache that PyTorch can index: of its bytes if it is float8."""
     return x.view(torch.uint8) if x.dtype == FLOAT8 else x
 
 
@@ -48,7 +48,7 @@ def needed_pages(block_table: Tensor, needed: Tensor, num_pages: int, page_size:
 
 
 def gather_pages(pool: Tensor, entries: Tensor) -> Tensor:
-    """The sequences (B, HKV, pages * page_size, D) whose ``entries`` (B, pages) are pages of the pool."""
+    """Gather the sequences (B, HKV, pages * page_size, D) with these ``entries`` (B, pages) from the pool."""
     found = stored(pool).index_select(0, entries.flatten()).unflatten(0, entries.shape)
     return found.transpose(1, 2).flatten(2, 3).view(pool.dtype)
 
@@ -66,7 +66,7 @@ def write_pages(pool: Tensor, x: Tensor, position: Tensor, entries: Tensor) -> N
     fits = position >= 0
     row = position.masked_fill(~fits, 0)
     slot = entries.gather(1, row // page_size) * page_size + row % page_size
-    # A row behind the pool takes what is not written.
+    # Tokens that are not written go to an additional row after the pool.
     slot = slot.masked_fill(~fits, num_rows).flatten()
     rows = stored(pool).transpose(1, 2).flatten(0, 1)
     rows = torch.cat((rows, torch.zeros_like(rows[:1])))

@@ -1,4 +1,4 @@
-"""Refusals of what a cache can be: in pages, in float8, with scales."""
+"""Refusals that concern caches: in pages, in float8, with scales, or written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_rope_attn.generation.problem import StepTensors, Written
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
     INPUT_DTYPES,
@@ -29,32 +30,17 @@ FLOAT8 = torch.float8_e4m3fn
 MIN_PAGE_SIZE = 16
 
 
-def check_new_kind_of_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    block_table: Any,
-    k_scale: Any,
-    v_scale: Any,
-    layout: str,
-) -> int:
-    """Check q against caches that are in pages, in float8_e4m3fn, or both; return how many rows a sequence can have.
+def check_new_kind_of_cache(tensors: StepTensors, layout: str) -> int:
+    """Check q against caches that are in pages, in float8_e4m3fn, or both; return the rows that a sequence can have.
 
-    Tensors of tokens and caches are (B, H, N, D) here, pools (num_pages, HKV, page_size, D), whatever `layout` the
-    caller has, in which messages show them.
+    Tensors of tokens and caches are (B, H, N, D) here, pools (num_pages, HKV, page_size, D); messages show them in the
+    caller's `layout`.
     """
+    q, k_cache, v_cache, block_table = tensors.q, tensors.k_cache, tensors.v_cache, tensors.block_table
     dtype, device = q.dtype, q.device
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
-    if k_cache.dtype not in (dtype, FLOAT8):
-        raise TypeError(f"k_cache must have q's dtype {named(dtype)} or float8_e4m3fn, but is {named(k_cache.dtype)}")
-    if v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"v_cache must have k_cache's dtype {named(k_cache.dtype)}, but is {named(v_cache.dtype)}")
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("cos", cos), ("sin", sin)):
-        if x.device != device:
-            refuse_device(device, **{name: x})
+    _check_caches("q", q, k_cache=k_cache, v_cache=v_cache, cos=tensors.cos, sin=tensors.sin)
     if q.ndim != 4:
         refuse_rank(layout, "NQ", q=q)
     check_pool_shape(k_cache, v_cache, layout, paged=block_table is not None)
@@ -64,11 +50,23 @@ def check_new_kind_of_cache(
         refuse_shapes(torch.Size((batch, *q.shape[1:])), k_cache.shape, v_cache.shape, "_cache", layout)
     if q.shape[1] < 1 or head_dim < 2 or head_dim % 2:
         refuse_heads(q.shape, layout)
-    check_cache_scales(k_cache, k_scale, v_scale)
+    check_cache_scales(k_cache, tensors.k_scale, tensors.v_scale)
     if block_table is None:
         return rows
     check_block_table(block_table, device, q.shape[0])
     return block_table.shape[1] * rows
+
+
+def _check_caches(first: str, x: Tensor, *, k_cache: Tensor, v_cache: Tensor, **others: Tensor) -> None:
+    """Check the caches' dtypes against that of x, whose name is `first`, and that all tensors are on x's device."""
+    if k_cache.dtype not in (x.dtype, FLOAT8):
+        expected = f"{first}'s dtype {named(x.dtype)} or float8_e4m3fn"
+        raise TypeError(f"k_cache must have {expected}, but is {named(k_cache.dtype)}")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache must have k_cache's dtype {named(k_cache.dtype)}, but is {named(v_cache.dtype)}")
+    for name, y in {"k_cache": k_cache, "v_cache": v_cache, **others}.items():
+        if y.device != x.device:
+            refuse_device(x.device, first, **{name: y})
 
 
 def check_pool_shape(k_cache: Tensor, v_cache: Tensor, layout: str, *, paged: bool) -> None:
@@ -120,7 +118,7 @@ def check_cache_scales(k_cache: Tensor, k_scale: Any, v_scale: Any) -> None:
 
 
 def check_written(k: Tensor, v: Tensor, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
-    """Check what is written against q's dtype and the caches' device, and that the caches can be written."""
+    """Check new k and v against q's dtype and the caches' device, and that the caches can be written."""
     if k.dtype != dtype or v.dtype != dtype:
         refuse_dtype(dtype, k=k, v=v)
     if k.device != k_cache.device or v.device != k_cache.device:
@@ -134,29 +132,12 @@ def check_written(k: Tensor, v: Tensor, dtype: torch.dtype, k_cache: Tensor, v_c
             )
 
 
-def check_write(
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
-    cos: Any,
-    sin: Any,
-    *,
-    block_table: Any,
-    cache_seqlens: Any,
-    new_lens: Any,
-    cu_seqlens: Any,
-    k_scale: Any,
-    v_scale: Any,
-    cache_is_rotated: Any,
-    rotary_dim: Any,
-    interleaved: Any,
-    layout: str,
-) -> int:
+def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, interleaved: Any, layout: str) -> int:
     """Check the arguments of `write_kvcache` and return the rotary dim R.
 
-    Packed k and v are (T, HKV, D), all other tensors of tokens (B, H, N, D), whatever `layout` the caller has.
+    Packed k and v are (T, HKV, D), all other tensors of tokens (B, H, N, D); messages show the caller's `layout`.
     """
+    k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale = tensors
     check_kinds(k=k, v=v, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
     for name, flag in (("cache_is_rotated", cache_is_rotated), ("interleaved", interleaved)):
         if not isinstance(flag, bool):
@@ -174,13 +155,7 @@ def check_write(
         raise ValueError(f"k must have shape {form}, but has {k.ndim} dimensions: {shown(k.shape)}")
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {shown(k.shape)}, but has {shown(v.shape)}")
-    if k_cache.dtype not in (dtype, FLOAT8):
-        raise TypeError(f"k_cache must have k's dtype {named(dtype)} or float8_e4m3fn, but is {named(k_cache.dtype)}")
-    if v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"v_cache must have k_cache's dtype {named(k_cache.dtype)}, but is {named(v_cache.dtype)}")
-    for name, x in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("cos", cos), ("sin", sin)):
-        if x.device != device:
-            refuse_device(device, "k", **{name: x})
+    _check_caches("k", k, k_cache=k_cache, v_cache=v_cache, v=v, cos=cos, sin=sin)
     check_pool_shape(k_cache, v_cache, layout, paged=block_table is not None)
     heads, head_dim = k.shape[1], k.shape[-1]
     if (k_cache.shape[1], k_cache.shape[3]) != (heads, head_dim):
@@ -215,7 +190,7 @@ def check_write(
 
 
 def refuse_gradients(function: str, /, **arguments: Tensor | None) -> None:
-    """Refuse what requires a gradient while gradients are enabled, and in the name of `function` what has a tangent."""
+    """Refuse tensors that require a gradient while gradients are enabled, and in the name of `function` tangents."""
     refuse_tangents(function, arguments.values())
     if not torch.is_grad_enabled():
         return

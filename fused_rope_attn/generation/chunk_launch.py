@@ -1,33 +1,33 @@
 """Chunks of prompts by the sm_90 kernels of attention, on a contiguous copy of the cached keys that they see.
 
-Attention reads each block of keys once for every tile of 128 query rows, and has its keys through the TMA, which
-follows no block table. One launch writes the new tokens into the cache, one gathers what the queries see, keys in pair
-order as attention takes them, and attention does the rest.
+Attention reads each block of keys once for every tile of 128 query rows, and loads keys through the TMA, which follows
+no block table. One launch writes the new tokens into the cache, one gathers the visible keys, in pair order, and the
+visible values, and attention does the rest.
 """
 
 from __future__ import annotations
 
 import torch
 
+from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward import COUNTER_WORDS, ForwardCall
-from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.attention.problem import Tensors as AttentionTensors
+from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.generation.gather_kernel import clear_kernel, gather_kernel
 from fused_rope_attn.generation.launch import cache_arguments
 from fused_rope_attn.generation.planning import attention_problem
-from fused_rope_attn.generation.problem import Tensors, Written, cache_of
+from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.generation.write_launch import WriteCall
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, table_strides
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long
 
 
 class GatheredCall:
-    """The launches of one signature: write, gather, attend, and clear what found no room."""
+    """The launches of one signature: write, gather, attend, and clear the rows of tokens past the end of the cache."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig):
-        given = Tensors(*tensors)
+        given = StepTensors(*tensors)
         q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
         cache = cache_of(problem)
         self.appends = cache.appends
@@ -39,7 +39,6 @@ class GatheredCall:
         like = q.new_empty(self.shape, device="meta") if q.device.type == "meta" else q.new_empty(self.shape)
         seen = self._seen(given, like, like if self.gathers_values else v_cache, given.cache_seqlens)
         self.attend = ForwardCall(attention, seen, config, keys_are_ready=True)
-        cos_strides, sin_strides = table_strides(given.cos, given.sin, problem.rotary_dim, problem.interleaved)
         block_t, heads = 32, min(4, problem.heads_kv)
         tiles = -(-problem.len_k // block_t)
         paged = given.block_table is not None
@@ -48,24 +47,14 @@ class GatheredCall:
             gather_kernel,
             -(-problem.heads_kv // heads) * tiles * problem.batch,
             {"num_warps": 4, **({"debug": True} if paged else {})},
-            cache_arguments(given),
+            shared_arguments(attention, given.cos, given.sin) | cache_arguments(given),
             k_strides=strides,
             v_strides=strides if self.gathers_values else None,
-            cos_strides=cos_strides,
-            sin_strides=sin_strides,
-            left=problem.window_left,
-            NQ=problem.len_q,
-            NK=attention.len_k,
             S=problem.len_k,
-            HKV=problem.heads_kv,
-            position_limit=given.cos.shape[-2],
             tiles=tiles,
-            D=problem.head_dim,
-            R=problem.rotary_dim,
             BLOCK_T=block_t,
             BLOCK_D=block_d(problem.head_dim),
             HEADS=heads,
-            INTERLEAVED=problem.interleaved,
             CACHE_IS_ROTATED=cache.is_rotated,
             IS_FLOAT8=cache.is_float8,
             USE_INT64_OFFSETS=is_long(k_cache.stride(), v_cache.stride(), strides),
@@ -84,20 +73,16 @@ class GatheredCall:
         )
 
     @staticmethod
-    def _written(given: Tensors) -> Written:
-        return Written(
-            given.k, given.v, given.k_cache, given.v_cache, given.cos, given.sin, given.block_table,
-            given.cache_seqlens, None, None, given.k_scale, given.v_scale,
-        )  # fmt: skip
+    def _written(given: StepTensors) -> Written:
+        return Written(**{name: getattr(given, name, None) for name in Written._fields})
 
     @staticmethod
-    def _seen(given: Tensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> AttentionTensors:
-        return AttentionTensors(
-            given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, q_norm=given.q_norm,
-            k_norm=given.k_norm,
-        )  # fmt: skip
+    def _seen(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
+        weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
+        return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
 
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = StepTensors(*flat)
         q = tensors.q
         stream = device.current_stream(q.device)
         lens = tensors.cache_seqlens
@@ -108,11 +93,20 @@ class GatheredCall:
         values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
         counter = torch.empty(COUNTER_WORDS, dtype=torch.int32, device=q.device)
         self.gather(
-            stream, k_cache_ptr=tensors.k_cache, v_cache_ptr=tensors.v_cache, k_ptr=keys, v_ptr=values,
-            cos_ptr=tensors.cos, sin_ptr=tensors.sin, table_ptr=tensors.block_table, lens_ptr=lens,
-            starts_ptr=tensors.kv_starts, k_scale_ptr=tensors.k_scale, v_scale_ptr=tensors.v_scale,
+            stream,
+            k_cache_ptr=tensors.k_cache,
+            v_cache_ptr=tensors.v_cache,
+            k_ptr=keys,
+            v_ptr=values,
+            cos_ptr=tensors.cos,
+            sin_ptr=tensors.sin,
+            table_ptr=tensors.block_table,
+            lens_ptr=lens,
+            starts_ptr=tensors.kv_starts,
+            k_scale_ptr=tensors.k_scale,
+            v_scale_ptr=tensors.v_scale,
             counter_ptr=counter,
-        )  # fmt: skip
+        )
         seen = self._seen(tensors, keys, tensors.v_cache if values is None else values, lens)
         o, lse, *_ = self.attend(seen, counter=counter)
         if self.appends:

@@ -21,13 +21,14 @@ from fused_rope_attn.attention.configs import (
     find_row,
 )
 
-# Query rows (new tokens times heads of a group) of one program of the generation step at most: what registers hold
-# beside a pipeline that is as deep as memory wants it.
+# Most query rows (new tokens times heads of a group) of one program of the generation step: registers hold no more next
+# to a pipeline of enough stages for the memory.
 DECODE_ROWS = 64
 # From so many query rows of a key head on, a call is a chunk of a prompt: products take its time, not memory.
 CHUNK_ROWS = 256
-# Where the sm_90 kernels of attention run a chunk on a copy of its keys: so many query rows of a key head at least,
-# whose products take longer than the copy, and so many bytes of copy at most. CHUNK_TILE: query rows of their tiles.
+# The sm_90 kernels of attention run a chunk on a copy of its keys if it has so many query rows of a key head at least,
+# because their products then take longer than the copy, and so many bytes of copy at most. CHUNK_TILE: query rows of
+# their tiles.
 GATHERED_ROWS = 512
 GATHERED_BYTES = 1 << 30
 CHUNK_TILE = 128
@@ -41,7 +42,7 @@ SMALL_CACHE = 1 << 19
 
 @dataclass(frozen=True)
 class DecodeConfig(TritonOptions):
-    """How one generation step runs: tiles of block_n cached keys, ``num_stages`` deep in the load pipeline.
+    """The configuration of one generation step: tiles of block_n cached keys, ``num_stages`` deep in the load pipeline.
 
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
     would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
@@ -82,9 +83,14 @@ class DecodeRow:
     small: bool | None = None
 
     def matches(
-        self, arch: str, element_size: int, head_dim: int, rotated: bool, page_size: int | None = None,
+        self,
+        arch: str,
+        element_size: int,
+        head_dim: int,
+        rotated: bool,
+        page_size: int | None = None,
         small: bool = False,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         return (
             arch in self.archs
             and element_size == self.element_size

@@ -1,20 +1,20 @@
 # mypy: ignore-errors
 """Caches in float8_e4m3fn: numbers that are multiplied by a scale of the tensor or of the key head when they are used.
 
-Products take the numbers as they are stored. The keys' scale joins that of the scores, and the values' that of the
-output, so that a step multiplies by neither in its loop. For q of two bytes the products are of float16, to which a GPU
-turns two numbers of float8 in one instruction (bfloat16 takes one more for each number), and the queries are divided by
+Products use the stored numbers. The keys' scale is part of that of the scores, and the values' of that of the output,
+so that a step multiplies by neither in its loop. For q of two bytes the products are of float16, because a GPU converts
+two numbers of float8 to it in one instruction (bfloat16 takes one more for each number), and the queries are divided by
 a power of two for each row, so that they fit.
 
-Tiles come as ``Halves``, the columns of even and those of odd number: a pair of neighbours is one number of 16 bits, as
-which it goes from memory to the tensor cores' layout by the way of 2-byte elements. Single bytes have no such way.
+Tiles are ``Halves``, the columns of even and those of odd number, because two neighbours are one number of 16 bits, for
+which there is a way from memory to the tensor cores' layout. Single bytes have no such way.
 """
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.products import ScoreScale, tanh
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.products import tanh
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import load_angles, load_normed_pairs, rotate, unpack_pairs
 from fused_rope_attn.kernels.tiles import load_tile, load_where, row_mask, row_pointers
 from fused_rope_attn.runtime.device import is_interpreted
@@ -34,7 +34,7 @@ class Halves:
 
 @record
 class Float8:
-    """How a call reads float8 caches: ``scale`` of the keys and of the values of one head, float32.
+    """The properties of float8 caches: scales of the keys and of the values of one head, float32.
 
     DTYPE: of the products. IS_ALIGNED: rows begin at multiples of 16 bytes, and columns are adjacent.
     """
@@ -45,34 +45,42 @@ class Float8:
     IS_ALIGNED: tl.constexpr
 
 
+@record
+class HeadScales:
+    """The scales of a cache, (HKV,) float32, or one for all heads with a stride of 0; ptr None: 1."""
+
+    ptr: tl.tensor | None
+    stride: tl.tensor | None
+
+
 @triton.jit
-def head_scale(scale_ptr, stride, head):
-    """The scale of a key head, float32: that of all heads, where its stride is 0, or one of its own. None is 1."""
-    if scale_ptr is None:
+def head_scale(scales, head):
+    """Load the scale of a key head from ``HeadScales``, float32."""
+    if scales.ptr is None:
         return tl.full((), 1.0, tl.float32)
     else:
-        return tl.load(scale_ptr + head * stride)
+        return tl.load(scales.ptr + head * scales.stride)
 
 
 @triton.jit
-def scaled(qk_scale, cap_scale, k_scale, PRECISION: tl.constexpr):
-    """``ScoreScale`` for keys that are ``k_scale`` > 0 times what products take."""
-    if cap_scale is None:
-        return ScoreScale(qk_scale=qk_scale * k_scale, cap_scale=None, PRECISION=PRECISION)
+def scaled(scale, k_scale):
+    """Return a ``ScoreScale`` for keys that are ``k_scale`` > 0 times the operands of products."""
+    if scale.cap_scale is None:
+        return replace(scale, qk_scale=scale.qk_scale * k_scale)
     else:
-        return ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale * k_scale, PRECISION=PRECISION)
+        return replace(scale, cap_scale=scale.cap_scale * k_scale)
 
 
 @triton.jit
 def split_columns(x, DTYPE: tl.constexpr):
-    """``Halves`` of a tile, in DTYPE."""
+    """Return the ``Halves`` of a tile, in DTYPE."""
     even, odd = unpack_pairs(x)
     return Halves(even=even.to(DTYPE), odd=odd.to(DTYPE))
 
 
 @triton.jit
 def scaled_queries(q, DTYPE: tl.constexpr):
-    """(``Halves`` of q in DTYPE, what scores are multiplied by) of rotated queries (rows, columns) in float32.
+    """Return (``Halves`` of q in DTYPE, a factor for scores) of rotated queries (rows, columns) in float32.
 
     Rows are divided by the power of two below their largest number.
     """
@@ -84,7 +92,7 @@ def scaled_queries(q, DTYPE: tl.constexpr):
 
 @triton.jit
 def score_halves(q, q_scale, k, scale):
-    """``score_product`` of ``Halves`` of queries and keys, times ``q_scale``."""
+    """Multiply ``Halves`` of queries and keys as ``score_product`` does, times ``q_scale``."""
     product = tl.dot(q.even, tl.trans(k.even), input_precision=scale.PRECISION)
     product = tl.dot(q.odd, tl.trans(k.odd), product, input_precision=scale.PRECISION) * q_scale
     if scale.cap_scale is not None:
@@ -94,7 +102,7 @@ def score_halves(q, q_scale, k, scale):
 
 @triton.jit
 def load_halves(rows, offs, float8, CHECK_ROWS: tl.constexpr):
-    """``load_tile`` of float8 rows as ``Halves`` in the dtype of products; rows that do not exist are zero."""
+    """Load float8 rows as ``Halves`` in the dtype of products; rows that do not exist are zero."""
     if IS_INTERPRETED or not float8.IS_ALIGNED or float8.DTYPE != tl.float16:
         return split_columns(load_tile(rows, offs, CHECK_ROWS).to(float8.DTYPE), float8.DTYPE)
     else:
@@ -109,19 +117,21 @@ def load_halves(rows, offs, float8, CHECK_ROWS: tl.constexpr):
                 exists = mask & exists
             mask = exists
         pairs = load_where(pointers + columns[None, :], mask, 0)
-        even, odd = tl.inline_asm_elementwise(
+        CONVERT: tl.constexpr = (
             "{ .reg .b32 first, second; .reg .b16 lower, upper, rest; "
             "prmt.b32 first, $2, 0, 0x4420; prmt.b32 second, $2, 0, 0x4431; "
             "mov.b32 {lower, rest}, first; mov.b32 {upper, rest}, second; "
-            "cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+            "cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }"
+        )
+        even, odd = tl.inline_asm_elementwise(
+            CONVERT, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
         return Halves(even=even, odd=odd)
 
 
 @triton.jit
 def nearest_number(x):
-    """What makes the conversion of x, |x| <= LARGEST, exact where it would not round to nearest."""
+    """Round x, |x| <= LARGEST, to the nearest float8 if the conversion would not."""
     if IS_INTERPRETED:  # the interpreter's loses the carry into the exponent
         exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
         unit = tl.math.exp2((tl.maximum(exponent, -6) - 3).to(tl.float32))
@@ -132,7 +142,7 @@ def nearest_number(x):
 
 @triton.jit
 def quantised(x, scale):
-    """x (rows, columns) / scale in float8_e4m3fn: rounded once, what is too large to the largest number. NaN stays."""
+    """Return x (rows, columns) / scale in float8_e4m3fn, rounded once, and saturated; NaN stays."""
     x = tl.math.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
     x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     return nearest_number(x).to(tl.float8e4nv)
@@ -140,12 +150,12 @@ def quantised(x, scale):
 
 @triton.jit
 def load_rotated_halves(rows, offs, rotation, position_offset, float8, QUANTISE: tl.constexpr):
-    """``load_rotated`` as ``Halves`` of pairs, in units of the keys' scale and the dtype of products.
+    """Load as ``load_rotated`` does, as ``Halves`` of pairs, in units of the keys' scale and the dtype of products.
 
-    Of what a float8 cache holds, or with QUANTISE of what it will hold of these rows.
+    rows: of a float8 cache, or with QUANTISE rows that are quantised first, as the cache will store them.
     """
     first, second = load_normed_pairs(rows, offs, rotation)
-    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True)
+    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
     if QUANTISE:
         first = quantised(first, float8.k_scale).to(tl.float32)
         second = quantised(second, float8.k_scale).to(tl.float32)

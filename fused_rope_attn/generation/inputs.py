@@ -1,66 +1,58 @@
 # mypy: ignore-errors
-"""What both kernels of a generation step read: the rows of a block's queries, of the cache and of the new tokens."""
+"""The inputs of both kernels of a generation step: the rows of a block's queries, of the cache and of new tokens."""
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation.float8 import Float8, head_scale, scaled, scaled_queries
-from fused_rope_attn.generation.keys import KeyRows, NewKeys, Queries, load_new
-from fused_rope_attn.generation.pages import sequence_pages
+from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled, scaled_queries
+from fused_rope_attn.generation.keys import KeyRows, NewKeys, StepQueries, load_new
+from fused_rope_attn.generation.pages import BlockTable, sequence_pages
+from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, with_norm
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, head_rows, store_tile
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, store_tile
+
+# The parameters of both kernels that they are not specialised on.
+STEP_NUMBERS = "left right programs B HKV GROUP_SIZE NQ S num_pages position_limit".split()
 
 
 @record
-class Inputs:
-    """The inputs of a step as ``decode_kernel`` takes them, strides in elements; what a call has not is None."""
+class CacheInputs:
+    """The caches of a step, (B, HKV, S, D) or pools of pages."""
 
-    q_ptr: tl.tensor
-    q_strides: tl.tuple
-    k_cache_ptr: tl.tensor
-    v_cache_ptr: tl.tensor
-    k_cache_strides: tl.tuple
-    v_cache_strides: tl.tuple
-    k_ptr: tl.tensor | None
-    v_ptr: tl.tensor | None
-    k_strides: tl.tuple | None
-    v_strides: tl.tuple | None
-    cos_ptr: tl.tensor
-    sin_ptr: tl.tensor
-    cos_strides: tl.tuple
-    sin_strides: tl.tuple
+    k: TensorView
+    v: TensorView
+    table: BlockTable  # its pointer is None without pages
+    k_scales: HeadScales
+    v_scales: HeadScales
+    IS_ROTATED: tl.constexpr
+    ALIGNMENT: tl.constexpr
+    FLOAT8_DTYPE: tl.constexpr
+    IS_ALIGNED: tl.constexpr
+
+
+@record
+class StepInputs:
+    """The inputs of a step; None: the call does not have them."""
+
+    q: TensorView
+    k: TensorView  # new tokens; its pointer is None without any
+    v: TensorView
+    cache: CacheInputs
+    tables: RotaryTables
     position_limit: tl.tensor
-    starts_ptr: tl.tensor | None
-    table_ptr: tl.tensor | None
-    table_strides: tl.tuple | None
-    num_pages: tl.tensor | None
-    k_scale_ptr: tl.tensor | None
-    v_scale_ptr: tl.tensor | None
-    k_scale_stride: tl.tensor | None
-    v_scale_stride: tl.tensor | None
-    q_norm_ptr: tl.tensor | None
-    k_norm_ptr: tl.tensor | None
-    norm_eps: tl.tensor | None
-    norm_offset: tl.tensor | None
-    qk_scale: tl.tensor
+    q_norm: Norm | None
+    k_norm: Norm | None
+    scale: ScoreScale
     q_sign: tl.tensor
-    cap_scale: tl.tensor | None
+    starts_ptr: tl.tensor | None
     left: tl.tensor | None
     right: tl.tensor | None
     NQ: tl.tensor
     S: tl.tensor
     format: RowFormat
-    R: tl.constexpr
-    INTERLEAVED: tl.constexpr
-    CACHE_IS_ROTATED: tl.constexpr
-    PRECISION: tl.constexpr
-    PAGE_SIZE: tl.constexpr
-    ALIGNMENT: tl.constexpr
-    FLOAT8_DTYPE: tl.constexpr
-    IS_ALIGNED: tl.constexpr
 
 
 @record
@@ -75,11 +67,10 @@ class QueryRows:
 
 
 @record
-class Outputs:
-    """What ``store_rows`` writes and reads: o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, sinks (HQ,) or None."""
+class StepOutputs:
+    """The outputs o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32, and the sinks (HQ,) or None."""
 
-    o_ptr: tl.tensor
-    o_strides: tl.tuple
+    o: TensorView
     lse_ptr: tl.tensor
     sinks_ptr: tl.tensor | None
     HQ: tl.tensor
@@ -88,13 +79,11 @@ class Outputs:
 
 
 @triton.jit
-def rows_of_queries(ptr, strides, rows, format):
-    """``Rows`` of a (B, HQ, NQ, D) tensor at ``QueryRows``: they are not evenly spaced, each brings its pointer."""
-    pointers = ptr + rows.batch * strides[0] + rows.heads * strides[1] + rows.tokens.to(tl.int64) * strides[2]
-    return Rows(
-        ptr=pointers[:, None], stride_row=0, stride_column=strides[3], num_rows=rows.num_rows, first_row=None,
-        format=format,
-    )  # fmt: skip
+def rows_of_queries(view, rows, format):
+    """Return the ``Rows`` of a ``TensorView`` at ``QueryRows``, each with a pointer: they are not evenly spaced."""
+    strides = view.strides
+    pointers = view.ptr + rows.batch * strides[0] + rows.heads * strides[1] + rows.tokens.to(tl.int64) * strides[2]
+    return Rows(pointers[:, None], 0, strides[3], rows.num_rows, first_row=None, format=format)
 
 
 @triton.jit
@@ -105,7 +94,7 @@ def store_rows(outputs, rows, sums):
         sink = tl.load(outputs.sinks_ptr + rows.heads, mask=rows.offs_m < rows.num_rows, other=0.0)
         sink = sink.to(tl.float32) * LOG2E
     o, lse = finish_softmax(sums.acc, sums.row_max, sums.row_sum, sink)
-    o_rows = rows_of_queries(outputs.o_ptr, outputs.o_strides, rows, outputs.format)
+    o_rows = rows_of_queries(outputs.o, rows, outputs.format)
     store_tile(o_rows, o, rows.offs_m)
     exists = rows.offs_m < rows.num_rows
     lse_rows = outputs.lse_ptr + (rows.batch * outputs.HQ + rows.heads) * outputs.NQ + rows.tokens
@@ -113,81 +102,54 @@ def store_rows(outputs, rows, sums):
 
 
 @triton.jit
-def rotation_of(inputs, batch, num_positions):
-    """``Rotation`` of one sequence (int64), without a norm."""
-    return head_rotation(
-        inputs.cos_ptr, inputs.sin_ptr, inputs.cos_strides, inputs.sin_strides, batch, num_positions, inputs.R,
-        inputs.INTERLEAVED,
-    )  # fmt: skip
-
-
-@triton.jit
-def float8_of(inputs, head_kv):
-    """``Float8`` of one key head."""
-    return Float8(
-        k_scale=head_scale(inputs.k_scale_ptr, inputs.k_scale_stride, head_kv),
-        v_scale=head_scale(inputs.v_scale_ptr, inputs.v_scale_stride, head_kv),
-        DTYPE=inputs.FLOAT8_DTYPE,
-        IS_ALIGNED=inputs.IS_ALIGNED,
-    )
+def float8_of(cache, head_kv):
+    """Return the ``Float8`` of one key head of ``CacheInputs``."""
+    k_scale, v_scale = head_scale(cache.k_scales, head_kv), head_scale(cache.v_scales, head_kv)
+    return Float8(k_scale, v_scale, DTYPE=cache.FLOAT8_DTYPE, IS_ALIGNED=cache.IS_ALIGNED)
 
 
 @triton.jit
 def load_queries(inputs, rows, keys, float8):
-    """``Queries`` of ``QueryRows``: normed, rotated, in the units of products. keys: ``CachedKeys`` of the sequence."""
-    # A query whose token finds no room in the cache sees nothing, like one before position 0.
+    """Load ``StepQueries`` of ``QueryRows``: normed, rotated, ready for products. keys: ``CachedKeys``."""
+    # A query with a token past the end of the cache sees nothing, like one before position 0.
     positions = keys.q_offset + rows.tokens
     positions = tl.where(positions < inputs.S, positions, -1)
-    q_rows = rows_of_queries(inputs.q_ptr, inputs.q_strides, rows, inputs.format)
-    rotation = rotation_of(inputs, rows.batch, inputs.position_limit)
-    rotation = with_norm(rotation, inputs.q_norm_ptr, inputs.norm_eps, inputs.norm_offset, inputs.format.D)
-    offset = positions - rows.offs_m
+    q_rows = rows_of_queries(inputs.q, rows, inputs.format)
+    rotation = head_rotation(inputs.tables, rows.batch, inputs.position_limit, inputs.q_norm)
+    offset, sign, scale = positions - rows.offs_m, inputs.q_sign, inputs.scale
+    IS_ROTATED: tl.constexpr = inputs.cache.IS_ROTATED
     if float8 is None:
-        return Queries(
-            q=load_new(q_rows, rows.offs_m, rotation, offset, inputs.q_sign, inputs.CACHE_IS_ROTATED),
-            q_scale=None, positions=positions, left=inputs.left, right=inputs.right,
-            scale=ScoreScale(qk_scale=inputs.qk_scale, cap_scale=inputs.cap_scale, PRECISION=inputs.PRECISION),
-        )  # fmt: skip
+        q = load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED)
+        return StepQueries(q, None, positions, inputs.left, inputs.right, scale)
     else:
-        wide = load_new(q_rows, rows.offs_m, rotation, offset, inputs.q_sign, inputs.CACHE_IS_ROTATED, DTYPE=tl.float32)
-        q, q_scale = scaled_queries(wide, inputs.FLOAT8_DTYPE)
-        return Queries(
-            q=q, q_scale=q_scale, positions=positions, left=inputs.left, right=inputs.right,
-            scale=scaled(inputs.qk_scale, inputs.cap_scale, float8.k_scale, inputs.PRECISION),
-        )  # fmt: skip
+        wide = load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED, DTYPE=tl.float32)
+        q, q_scale = scaled_queries(wide, inputs.cache.FLOAT8_DTYPE)
+        return StepQueries(q, q_scale, positions, inputs.left, inputs.right, scaled(scale, float8.k_scale))
 
 
 @triton.jit
 def cache_of_head(inputs, keys, batch, head_kv, first_row, float8):
-    """``KeyRows`` of one key head of one sequence (both int64); rows before ``first_row`` do not exist, or None."""
+    """Return the ``KeyRows`` of one key head of one sequence (both int64); rows before ``first_row`` do not exist."""
+    cache = inputs.cache
     rotation = None
-    if not inputs.CACHE_IS_ROTATED:
-        rotation = rotation_of(inputs, batch, keys.num_keys)
+    if not cache.IS_ROTATED:
+        rotation = head_rotation(inputs.tables, batch, keys.num_keys)
     origin = Origin(batch=batch, head=head_kv, row=0)
     pages = None
-    if inputs.table_ptr is not None:
+    if cache.table.ptr is not None:
         origin = Origin(batch=tl.full((), 0, tl.int64), head=head_kv, row=0)
-        pages = sequence_pages(
-            inputs.table_ptr, inputs.table_strides, batch, inputs.num_pages, inputs.k_cache_strides[0],
-            inputs.v_cache_strides[0], inputs.PAGE_SIZE, BY_PAGE=inputs.ALIGNMENT > 1,
-        )  # fmt: skip
-    return KeyRows(
-        k=head_rows(inputs.k_cache_ptr, inputs.k_cache_strides, origin, keys.num_keys, inputs.format, first_row),
-        v=head_rows(inputs.v_cache_ptr, inputs.v_cache_strides, origin, keys.num_keys, inputs.format, first_row),
-        rotation=rotation,
-        pages=pages,
-        float8=float8,
-    )
+        BY_PAGE: tl.constexpr = cache.ALIGNMENT > 1
+        pages = sequence_pages(cache.table, batch, cache.k.strides[0], cache.v.strides[0], BY_PAGE)
+    k = head_rows(cache.k, origin, keys.num_keys, inputs.format, first_row)
+    v = head_rows(cache.v, origin, keys.num_keys, inputs.format, first_row)
+    return KeyRows(k, v, rotation, pages, float8)
 
 
 @triton.jit
 def new_keys_of_head(inputs, keys, batch, head_kv):
-    """``NewKeys`` of one key head of one sequence (both int64), as many as the cache has room for."""
+    """Return the ``NewKeys`` of one key head of one sequence (both int64) for which the cache has rows."""
     origin = Origin(batch=batch, head=head_kv, row=0)
     num_new = tl.minimum(inputs.NQ, inputs.S - keys.num_keys)
-    rotation = rotation_of(inputs, batch, inputs.position_limit)
-    return NewKeys(
-        k=head_rows(inputs.k_ptr, inputs.k_strides, origin, num_new, inputs.format),
-        v=head_rows(inputs.v_ptr, inputs.v_strides, origin, num_new, inputs.format),
-        rotation=with_norm(rotation, inputs.k_norm_ptr, inputs.norm_eps, inputs.norm_offset, inputs.format.D),
-    )
+    rotation = head_rotation(inputs.tables, batch, inputs.position_limit, inputs.k_norm)
+    k = head_rows(inputs.k, origin, num_new, inputs.format)
+    return NewKeys(k, head_rows(inputs.v, origin, num_new, inputs.format), rotation)

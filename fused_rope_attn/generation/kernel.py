@@ -1,21 +1,23 @@
 # mypy: ignore-errors
-"""Generation step: a few new queries against a long cache of keys and values, which the new ones join as well.
+"""Generation step: a few new queries against a long cache of keys and values, to which the new tokens are appended.
 
-The cache is read once and little is computed, so that the kernel is as fast as it keeps bytes in flight. The query
-heads of a group, and the new tokens, are the rows of one tile: a head's keys are read once for all of them. All
-programs have equal shares of the work (``shares``), and each goes through the blocks in its share. What they have of
-a block a second small kernel adds (``combine_kernel``), whose start overlaps with the end of the first (programmatic
-dependent launch). There are two launches and no counter: nothing has to be reset, so that a captured graph and an eager
-call may run at the same time.
+The cache is read once and little is computed, so bytes in flight determine the time. The query heads of a group, and
+the new tokens, are the rows of one tile: a head's keys are read once for all of them. All programs have equal shares of
+the work (``shares``), and each goes through the blocks in its share. A second small kernel adds up the parts of each
+block (``combine_kernel``). Its start overlaps with the end of the first one (programmatic dependent launch). There are
+two launches and no counter: nothing has to be reset, so that a captured graph and an eager call may run concurrently.
 """
 
 import triton
 import triton.language as tl
 
+from fused_rope_attn.generation.float8 import HeadScales
 from fused_rope_attn.generation.inputs import (
-    Inputs,
-    Outputs,
+    STEP_NUMBERS,
+    CacheInputs,
     QueryRows,
+    StepInputs,
+    StepOutputs,
     cache_of_head,
     float8_of,
     load_queries,
@@ -23,12 +25,13 @@ from fused_rope_attn.generation.inputs import (
     store_rows,
 )
 from fused_rope_attn.generation.keys import attend_cached, attend_new, no_sums, whole_sums
+from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.shares import (
     Caches,
     Parts,
+    cache_view,
     cached_keys,
     count_key_tiles,
-    in_elements,
     part_pointers,
     sequence_of,
     share_of,
@@ -36,17 +39,19 @@ from fused_rope_attn.generation.shares import (
     whole_part_pointers,
 )
 from fused_rope_attn.kernels.masks import is_causal
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.products import ScoreScale
+from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.kernels.schedule import let_next_launch_start
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, TensorView, store_tile
 
 
 @triton.jit
 def keys_seen_by_all(keys, first_token, last_position, right, S):
-    """The first cached key that a query of a block does not see: all of them see the keys before it, if they see each
-    key from the first one on.
+    """Return the first cached key that some query of a block does not see.
 
-    The block's queries are those from ``first_token`` to the one at ``last_position``; one before position 0, or at S
-    or behind it, sees nothing.
+    The block's queries are those from ``first_token`` to the one at ``last_position``; a query before position 0, or
+    from S on, sees nothing.
     """
     first_position = keys.q_offset + first_token
     end = keys.num_keys
@@ -55,8 +60,7 @@ def keys_seen_by_all(keys, first_token, last_position, right, S):
     return tl.where((first_position >= 0) & (last_position < S), end, 0)
 
 
-@triton.jit(do_not_specialize=["left", "right", "programs", "B", "HKV", "GROUP_SIZE", "NQ", "S", "num_pages",
-                               "position_limit"])  # fmt: skip
+@triton.jit(do_not_specialize=STEP_NUMBERS)
 def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
                   table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
                   k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides,
@@ -69,41 +73,42 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   ALIGNMENT: tl.constexpr, IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
                   IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
                   ONE_PASS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One share of all key tiles. Grid: (programs,).
+    """Attend to one share of all key tiles. Grid: (programs,).
 
-    q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``in_elements``), new k and v (B, HKV,
-    NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. What a call does not use is None: k, v,
-    starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the new k. With
-    a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many rows as the
-    table has. ALIGNMENT: tiles begin at multiples of so many keys, where they lie within a page or begin with one; else
-    1. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one element with a
-    stride of 0, or None; IS_ALIGNED: as in ``Float8``.
+    q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``cache_view``), new k and v (B, HKV,
+    NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. Arguments that a call does not use are
+    None: k, v, starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the
+    new k. With a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many
+    rows as the table has. ALIGNMENT: tiles begin at multiples of so many keys, if they are within a page or begin with
+    one; else 1. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one
+    element with a stride of 0, or None; IS_ALIGNED: as in ``Float8``.
 
-    IS_CHUNK: there are many tokens, of which a block leaves out those behind its last query. NEW_WITH_PARTS: the new
-    tokens are left to ``combine_kernel``, and so are blocks that no other program shares.
+    IS_CHUNK: there are many tokens, and a block leaves out those after its last query. NEW_WITH_PARTS: the new tokens
+    are left to ``combine_kernel``, and so are blocks that no other program shares.
 
     A block is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to token
-    ``m // GROUP_SIZE``. What a program computes of a shared block goes to parts (``part_pointers``).
+    ``m // GROUP_SIZE``. Partial sums of a shared block are written to parts (``part_pointers``).
     """
     let_next_launch_start(PDL)
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS=HAS_NEW_KEYS, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B,
-        ALIGNMENT=ALIGNMENT, ONE_PASS=ONE_PASS,
-    )  # fmt: skip
-    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
-    inputs = Inputs(
-        q_ptr=q_ptr, q_strides=q_strides, k_cache_ptr=k_cache_ptr, v_cache_ptr=v_cache_ptr,
-        k_cache_strides=in_elements(k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS),
-        v_cache_strides=in_elements(v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS), k_ptr=k_ptr, v_ptr=v_ptr,
-        k_strides=k_strides, v_strides=v_strides, cos_ptr=cos_ptr, sin_ptr=sin_ptr, cos_strides=cos_strides,
-        sin_strides=sin_strides, position_limit=position_limit, starts_ptr=starts_ptr, table_ptr=table_ptr,
-        table_strides=table_strides, num_pages=num_pages, k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr,
-        k_scale_stride=k_scale_stride, v_scale_stride=v_scale_stride, q_norm_ptr=q_norm_ptr, k_norm_ptr=k_norm_ptr,
-        norm_eps=norm_eps, norm_offset=norm_offset, qk_scale=qk_scale, q_sign=q_sign, cap_scale=cap_scale, left=left,
-        right=right, NQ=NQ, S=S, format=row_format, R=R, INTERLEAVED=INTERLEAVED,
-        CACHE_IS_ROTATED=CACHE_IS_ROTATED, PRECISION=PRECISION, PAGE_SIZE=PAGE_SIZE, ALIGNMENT=ALIGNMENT,
-        FLOAT8_DTYPE=FLOAT8_DTYPE, IS_ALIGNED=IS_ALIGNED,
-    )  # fmt: skip
+        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
+    )
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+    k_cache = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
+    v_cache = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
+    table = BlockTable(table_ptr, table_strides, num_pages, PAGE_SIZE)
+    k_scales, v_scales = HeadScales(k_scale_ptr, k_scale_stride), HeadScales(v_scale_ptr, v_scale_stride)
+    stored = CacheInputs(
+        k_cache, v_cache, table, k_scales, v_scales, CACHE_IS_ROTATED, ALIGNMENT, FLOAT8_DTYPE, IS_ALIGNED
+    )
+    q, k, v = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides)
+    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+    q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
+    k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
+    scale, limit = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit
+    inputs = StepInputs(
+        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, left, right, NQ, S, row_format
+    )
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
     total, _ = tiles_before(caches, 0)
@@ -112,7 +117,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     remaining = tl.minimum(share, total * blocks - pid * share)
     if remaining <= 0:
         return
-    # The tiles of a sequence are those of one of its blocks times ``blocks``, and so are the tiles before it.
+    # A sequence has ``blocks`` times the tiles of one of its blocks, and so do the sequences before it.
     sequence, before = sequence_of(caches, pid * share // blocks)
     keys = cached_keys(caches, sequence)
     rest = pid * share - before * blocks
@@ -131,10 +136,10 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
         num_rows = NQ * GROUP_SIZE - start_m
         tokens = (start_m + offs_m) // GROUP_SIZE
         heads = head_kv * GROUP_SIZE + (start_m + offs_m) % GROUP_SIZE
-        rows = QueryRows(batch=batch, heads=heads, tokens=tokens, offs_m=offs_m, num_rows=num_rows)
+        rows = QueryRows(batch, heads, tokens, offs_m, num_rows)
         float8 = None
         if FLOAT8_DTYPE is not None:
-            float8 = float8_of(inputs, head_kv)
+            float8 = float8_of(stored, head_kv)
         queries = load_queries(inputs, rows, keys, float8)
         first_row = None
         if ALIGNMENT > 1 and (starts_ptr is not None or left is not None):
@@ -154,8 +159,8 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
 
         if HAS_NEW_KEYS and not NEW_WITH_PARTS:
             if last_tile == tiles:
-                # The program that has a block's last tile adds the new tokens, from the arguments: their rows of the
-                # cache are written by the first block of a key head and read by nobody.
+                # The program with the last tile also attends to the new tokens. It reads them from the arguments,
+                # because another program may still be writing them to the cache.
                 first_new = None
                 if starts_ptr is not None:
                     first_new = tl.load(starts_ptr + sequence)
@@ -168,7 +173,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
 
         is_whole = (tile == 0) & (last_tile == tiles)
         if is_whole and not NEW_WITH_PARTS:
-            outputs = Outputs(o_ptr, o_strides, lse_ptr, sinks_ptr, HQ=HKV * GROUP_SIZE, NQ=NQ, format=row_format)
+            outputs = StepOutputs(TensorView(o_ptr, o_strides), lse_ptr, sinks_ptr, HKV * GROUP_SIZE, NQ, row_format)
             store_rows(outputs, rows, sums)
         else:
             parts = Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
@@ -176,7 +181,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             if NEW_WITH_PARTS:
                 if is_whole:
                     part, stats = whole_part_pointers(parts, sequence * blocks + block)
-            part_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=False)
+            part_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS=False)
             part_rows = Rows(part, D, 1, num_rows=num_rows, first_row=None, format=part_format)
             store_tile(part_rows, sums.acc, offs_m)
             tl.store(stats + offs_m, sums.row_max, mask=offs_m < num_rows)

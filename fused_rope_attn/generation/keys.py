@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""What a block of the generation step does with keys: cached and new ones folded into the running softmax, a tile at a
-time, and the new ones appended to the cache."""
+"""The keys of a block of the generation step: cached and new ones are folded into the running softmax tile by tile, and
+the new ones are appended to the cache."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ from fused_rope_attn.generation.float8 import (
     split_columns,
 )
 from fused_rope_attn.generation.pages import (
-    Pages,
+    SequencePages,
     assert_in_pool,
     first_lookup,
     next_lookup,
@@ -26,27 +26,27 @@ from fused_rope_attn.generation.pages import (
 from fused_rope_attn.kernels.masks import Mask, visible
 from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.products import ScoreScale, score_product
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import Rotation, load_pairs, load_rotated, load_rotated_columns, pack_pairs
 from fused_rope_attn.kernels.softmax import online_softmax
 from fused_rope_attn.kernels.tiles import Rows, load_tile, rows_from, store_tile
 
 
 @record
-class Queries:
-    """The query rows of one block as products take them."""
+class StepQueries:
+    """The query rows of one block, ready for products."""
 
     q: tl.tensor  # (BLOCK_M, BLOCK_D), rotated; for float8 caches ``Halves`` of it
-    q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), what scores are multiplied by
+    q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), a factor of the scores
     positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
-    left: tl.tensor | None  # how many keys before and after its own position a query sees
+    left: tl.tensor | None  # number of keys before and after its own position that a query sees
     right: tl.tensor | None  # ``is_causal`` if the call is
     scale: ScoreScale
 
 
 @record
 class KeyRows:
-    """Keys and values of one key head of one sequence, and the tables that rotate the keys; None: they are rotated.
+    """Keys and values of one key head of one sequence, and the rotation of the keys; None: they are rotated already.
 
     In pages, ``k`` and ``v`` are the head's rows in page 0 of the pool, and their ``first_row`` and ``num_rows`` count
     from the first position on.
@@ -55,7 +55,7 @@ class KeyRows:
     k: Rows
     v: Rows
     rotation: Rotation | None
-    pages: Pages | None
+    pages: SequencePages | None
     float8: Float8 | None
 
 
@@ -82,10 +82,9 @@ class RunningSums:
 
 @triton.jit
 def load_new(rows, offs, rotation, position_offset, sign, CACHE_IS_ROTATED: tl.constexpr, DTYPE: tl.constexpr = None):
-    """Rows of q or of new keys, normed, rotated, times ``sign``: their columns in the order that cached keys come in.
+    """Load rows of q or of new keys, normed, rotated, times ``sign``, with columns in the order of cached keys.
 
-    Cached keys that are rotated already are used in the order of memory, raw ones come out in pair order. DTYPE as in
-    ``load_rotated``.
+    That is the order of memory if the cache is rotated, else pair order. DTYPE as in ``load_rotated``.
     """
     if CACHE_IS_ROTATED:
         return load_rotated_columns(rows, offs, rotation, position_offset, sign, DTYPE)
@@ -95,7 +94,7 @@ def load_new(rows, offs, rotation, position_offset, sign, CACHE_IS_ROTATED: tl.c
 
 @triton.jit
 def add_values(acc, p, v, correction, PRECISION: tl.constexpr):
-    """acc under the new maximum, and the values with their weights p."""
+    """Return acc under the new maximum plus the values with their weights p."""
     return tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
 
 
@@ -109,10 +108,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     else:
         scores = score_halves(queries.q, queries.q_scale, k, queries.scale)
     if positions_k is not None:
-        mask = Mask(
-            num_keys=num_keys, first_key=first_key, left=queries.left, right=queries.right,
-            READS_LENGTHS=True,
-        )  # fmt: skip
+        mask = Mask(num_keys, first_key, queries.left, queries.right, READS_LENGTHS=True)
         sees = visible(mask, queries.positions[:, None], positions_k[None, :])
         scores = tl.where(sees, scores, float("-inf"))
     p, correction, row_max, row_sum = online_softmax(
@@ -121,16 +117,14 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     if queries.q_scale is None:
         acc = add_values(sums.acc, p, v, correction, queries.scale.PRECISION)
     else:
-        acc = Halves(
-            even=add_values(sums.acc.even, p, v.even, correction, queries.scale.PRECISION),
-            odd=add_values(sums.acc.odd, p, v.odd, correction, queries.scale.PRECISION),
-        )
+        even = add_values(sums.acc.even, p, v.even, correction, queries.scale.PRECISION)
+        acc = Halves(even, add_values(sums.acc.odd, p, v.odd, correction, queries.scale.PRECISION))
     return RunningSums(acc=acc, row_max=row_max, row_sum=row_sum)
 
 
 @triton.jit
 def load_cached_keys(cache, rows, offs_n, start_n, CHECK_ROWS: tl.constexpr):
-    """A tile of cached keys as products take them; ``rows`` are counted from position ``start_n``."""
+    """Load a tile of cached keys for products; ``rows`` are counted from position ``start_n``."""
     if cache.rotation is None:
         return load_cached(cache, rows, offs_n, CHECK_ROWS)
     else:
@@ -142,7 +136,7 @@ def load_cached_keys(cache, rows, offs_n, start_n, CHECK_ROWS: tl.constexpr):
 
 @triton.jit
 def load_cached(cache, rows, offs_n, CHECK_ROWS: tl.constexpr):
-    """A tile of a cache's rows as products take them, which are not rotated."""
+    """Load a tile of a cache's rows for products, without a rotation."""
     if cache.float8 is None:
         return load_tile(rows, offs_n, CHECK_ROWS)
     else:
@@ -151,7 +145,7 @@ def load_cached(cache, rows, offs_n, CHECK_ROWS: tl.constexpr):
 
 @triton.jit
 def cached_tile(cache, rows, page_stride, lookup, start_n, offs_n, last, ALL_EXIST: tl.constexpr):
-    """``Rows`` of the tile ``start_n + offs_n`` of a cache's keys or values, counted from ``start_n``."""
+    """Return the ``Rows`` of the tile ``start_n + offs_n`` of a cache's keys or values, counted from ``start_n``."""
     if cache.pages is None:
         return rows_from(rows, start_n)
     else:
@@ -160,7 +154,7 @@ def cached_tile(cache, rows, page_stride, lookup, start_n, offs_n, last, ALL_EXI
 
 @triton.jit
 def attend_tiles(sums, queries, cache, lookup, first, end, last, offs_n, SEEN_BY_ALL: tl.constexpr):
-    """Fold the tiles of [first, end) into the running sums: (the sums, the ``Lookup`` before the next tile).
+    """Fold the tiles of [first, end) into the running sums; return the sums and the ``Lookup`` before the next tile.
 
     SEEN_BY_ALL: every query sees every key of these tiles, which are whole. The walk goes on to ``last``.
     """
@@ -170,7 +164,7 @@ def attend_tiles(sums, queries, cache, lookup, first, end, last, offs_n, SEEN_BY
     for start_n in range(first, end, offs_n.shape[0]):
         here = lookup
         if cache.pages is not None:
-            # The next tile's, so that no load of keys waits for them.
+            # Look up the next tile, so that its loads of keys do not wait for entries.
             lookup = next_lookup(lookup, cache.pages, start_n + offs_n.shape[0], offs_n, last)
         k_rows = cached_tile(cache, cache.k, k_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
         k = load_cached_keys(cache, k_rows, offs_n, start_n, CHECK_ROWS=not SEEN_BY_ALL)
@@ -187,8 +181,7 @@ def attend_tiles(sums, queries, cache, lookup, first, end, last, offs_n, SEEN_BY
 def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
     """Fold the cached keys [first, last) into the running sums, a tile at a time; offs_n: 0 to BLOCK_N.
 
-    seen_by_all: every query sees the keys before this one; None where tiles that need no mask are not worth a loop of
-    their own.
+    seen_by_all: every query sees the keys before this one; None: tiles that need no mask get no loop of their own.
     """
     lookup = first_lookup(cache.pages, first, offs_n, last)
     if seen_by_all is not None:
@@ -203,33 +196,30 @@ def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
 
 
 @triton.jit
-def rows_at(rows, start, num_rows):
-    """The ``num_rows`` rows from row ``start`` (int64) on; in a cache they may lie behind the last key."""
-    return Rows(
-        ptr=rows.ptr + start * rows.stride_row, stride_row=rows.stride_row, stride_column=rows.stride_column,
-        num_rows=num_rows, first_row=None, format=rows.format,
-    )  # fmt: skip
+def from_row(rows, start, num_rows):
+    """Return the ``num_rows`` rows from row ``start`` (int64) on; in a cache they may be past the last key."""
+    return replace(rows, ptr=rows.ptr + start * rows.stride_row, num_rows=num_rows, first_row=None)
 
 
 @triton.jit
 def load_raw(rows, offs, rotation):
-    """New keys as a cache of raw keys keeps them: normed where ``rotation`` has a norm, and not rotated."""
+    """Load new keys for a cache of raw keys: normed if ``rotation`` has a norm, and not rotated."""
     x = load_tile(rows, offs, CHECK_ROWS=True)
     norm = rotation.norm
     if norm is None:
         return x
     else:
         columns = tl.arange(0, rows.format.BLOCK_D)
-        first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+        first, second = load_pairs(rows, offs, rotation)
         weight = load_norm_weights(norm, columns, columns < norm.D)[None, :]
         return x.to(tl.float32) * weight * pair_inverse_rms(first, second, norm)
 
 
 @triton.jit
 def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.constexpr):
-    """New keys: (as products take them, as the cache keeps them). ``rows`` are counted from ``position``.
+    """Load new keys: (for products, for the cache). ``rows`` are counted from ``position``.
 
-    What a query sees of a float8 cache's new keys is what the cache keeps of them.
+    With a float8 cache a query sees its new keys as the cache stores them.
     """
     if float8 is None:
         k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED)
@@ -249,7 +239,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
 
 @triton.jit
 def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLOCK_NEW: tl.constexpr):
-    """Fold the first ``num_seen`` new keys into the running sums, and append them where ``writes_cache``."""
+    """Fold the first ``num_seen`` new keys into the running sums, and append them if ``writes_cache``."""
     num_cached = cache.k.num_rows
     num_new = new.k.num_rows
     for start_n in tl.range(0, num_seen, BLOCK_NEW, num_stages=1):
@@ -258,19 +248,19 @@ def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLO
         position = num_cached + start_n
         slot64 = tl.cast(position, tl.int64)
         limit = num_new - start_n
-        k_rows = rows_at(new.k, start64, limit)
+        k_rows = from_row(new.k, start64, limit)
         k, k_kept = load_new_keys(
             new, k_rows, offs_new, position, cache.float8, CACHE_IS_ROTATED=cache.rotation is None
         )
-        v = load_tile(rows_at(new.v, start64, limit), offs_new, CHECK_ROWS=True)
+        v = load_tile(from_row(new.v, start64, limit), offs_new, CHECK_ROWS=True)
         v_kept = v
         if cache.float8 is not None:
             v_kept = quantised(v, cache.float8.v_scale)
             v = split_columns(v_kept.to(cache.float8.DTYPE), cache.float8.DTYPE)
         if writes_cache:
             if cache.pages is None:
-                k_slots = rows_at(cache.k, slot64, limit)
-                v_slots = rows_at(cache.v, slot64, limit)
+                k_slots = from_row(cache.k, slot64, limit)
+                v_slots = from_row(cache.v, slot64, limit)
             else:
                 pages, slots, end = cache.pages, position + offs_new, num_cached + num_new
                 entries = page_entries(pages, slots, end)
@@ -285,22 +275,20 @@ def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLO
 
 @triton.jit
 def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, IS_FLOAT8: tl.constexpr):
-    """``RunningSums`` before the first key."""
+    """Return the ``RunningSums`` before the first key."""
     if IS_FLOAT8:
         zeros = tl.zeros((BLOCK_M, BLOCK_D // 2), tl.float32)
         acc = Halves(even=zeros, odd=zeros)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    return RunningSums(
-        acc=acc, row_max=tl.full((BLOCK_M,), float("-inf"), tl.float32), row_sum=tl.zeros((BLOCK_M,), tl.float32)
-    )
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return RunningSums(acc, row_max, row_sum=tl.zeros((BLOCK_M,), tl.float32))
 
 
 @triton.jit
 def whole_sums(sums, float8):
-    """The running sums with acc (BLOCK_M, BLOCK_D) in the scale of the output."""
+    """Return the running sums with acc (BLOCK_M, BLOCK_D) in the scale of the output."""
     if float8 is None:
         return sums
     else:
-        acc = pack_pairs(sums.acc.even, sums.acc.odd) * float8.v_scale
-        return RunningSums(acc=acc, row_max=sums.row_max, row_sum=sums.row_sum)
+        return replace(sums, acc=pack_pairs(sums.acc.even, sums.acc.odd) * float8.v_scale)

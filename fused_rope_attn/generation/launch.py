@@ -12,43 +12,43 @@ from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.combine_kernel import combine_kernel
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
 from fused_rope_attn.generation.kernel import decode_kernel
-from fused_rope_attn.generation.problem import Tensors, cache_of
+from fused_rope_attn.generation.problem import StepTensors, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
 def row_block(rows: int, most: int = DECODE_ROWS) -> int:
-    """BLOCK_M for a head's query rows: what the tensor cores need at least, and what the registers hold at most."""
+    """Return BLOCK_M for a head's query rows: at least a tensor core's 16, at most as many as registers hold."""
     return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 def common_unit(x: torch.Tensor) -> int:
-    """Elements of 16 bytes where every row of x begins at a multiple of 16 bytes, else 1."""
+    """Return the elements of 16 bytes if every row of x begins at a multiple of 16 bytes, else 1."""
     unit = 16 // x.element_size()
     return unit if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3]) else 1
 
 
 def in_units(x: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
-    """The strides that ``in_elements`` takes."""
+    """Return the strides that ``cache_view`` takes."""
     batch, head, row, column = x.stride()
     return batch // unit, head // unit, row // unit, column
 
 
 def scale_stride(scale: torch.Tensor | None) -> int | None:
-    """Elements from one key head's scale to the next one's; 0 for a scale of all heads, None for none."""
+    """Return the stride from one key head's scale to the next; 0 for one scale of all heads, None without scales."""
     return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
 
 
 def product_dtype(problem: Problem) -> tl.dtype | None:
-    """The dtype of products with float8 caches, None for others."""
+    """Return the dtype of products with float8 caches, None for others."""
     if not cache_of(problem).is_float8:
         return None
     return tl.float32 if problem.dtype is torch.float32 else tl.float16
 
 
 def cache_arguments(given: Any) -> dict[str, Any]:
-    """What kernels take of the caches, their block table and their scales, for ``Launch``'s ``shared``."""
+    """Return the kernels' arguments for the caches, their block table and their scales, for ``Launch``'s ``shared``."""
     k_cache, v_cache, table = given.k_cache, given.v_cache, given.block_table
     unit = min(common_unit(k_cache), common_unit(v_cache))
     return {
@@ -64,7 +64,7 @@ def cache_arguments(given: Any) -> dict[str, Any]:
 
 
 def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
-    """ALIGNMENT of tiles of ``block_n`` keys in pages: 1 where a tile may begin within a page that it goes past."""
+    """Return ALIGNMENT of tiles of ``block_n`` keys in pages: 1 if a tile may begin within a page and end outside."""
     if page_size is None:
         return 1
     if page_size % block_n == 0:
@@ -72,16 +72,23 @@ def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
     return page_size if by_page and block_n % page_size == 0 else 1
 
 
+# The kernels' names of the fields of ``StepTensors``, of the outputs, and of the workspace.
+_POINTERS = (
+    "q_ptr k_cache_ptr v_cache_ptr cos_ptr sin_ptr k_ptr v_ptr seqlens_ptr starts_ptr sinks_ptr table_ptr "
+    "k_scale_ptr v_scale_ptr q_norm_ptr k_norm_ptr o_ptr lse_ptr parts_ptr"
+).split()
+
+
 class StepCall:
-    """The launches of one signature: every program's share of all key tiles, then the sums of what was shared."""
+    """The launches of one signature: every program's share of all key tiles, then the sums over shared blocks."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: DecodeConfig):
-        given = Tensors(*tensors)
+        given = StepTensors(*tensors)
         q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
         appends = cache_of(problem).appends
         group_rows = problem.len_q * problem.group_size
         block_m, block_n = row_block(group_rows, config.block_m or DECODE_ROWS), config.block_n
-        # Products take half the columns of float8 caches at a time, and 16 at least.
+        # Products have half the columns of float8 caches at a time, and at least 16.
         pad_d = max(32 if cache_of(problem).is_float8 else 16, block_d(problem.head_dim))
         is_chunk = config.block_m is not None
         many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
@@ -131,44 +138,22 @@ class StepCall:
             "v_strides": new_strides[1] if appends else None,
             "USE_INT64_OFFSETS": is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
         }
-        self.attend = Launch(
-            decode_kernel,
-            programs,
-            options,
-            shared | of_cache,
-            IS_CHUNK=is_chunk,
-        )
+        self.attend = Launch(decode_kernel, programs, options, shared | of_cache, IS_CHUNK=is_chunk)
         combine_options: dict[str, int] = {"num_warps": 4}
         if config.pdl:
             combine_options["launch_pdl"] = True
         if page_size is not None:
             combine_options |= {"debug": True}
-        self.combine = Launch(
-            combine_kernel,
-            all_rows,
-            combine_options,
-            shared | of_cache,
-            BLOCK_PARTS=config.combine_parts,
-        )
+        shared |= of_cache
+        self.combine = Launch(combine_kernel, all_rows, combine_options, shared, BLOCK_PARTS=config.combine_parts)
 
-    def __call__(self, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, k_scale, v_scale, *norms = (
-            tensors
-        )
+    def __call__(self, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        q = tensors[0]
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         stream = device.current_stream(q.device)
-        self.attend(
-            stream, q_ptr=q, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos, sin_ptr=sin, k_ptr=k, v_ptr=v,
-            seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, table_ptr=block_table,
-            k_scale_ptr=k_scale, v_scale_ptr=v_scale, q_norm_ptr=norms[0], k_norm_ptr=norms[1], o_ptr=o,
-            lse_ptr=lse, parts_ptr=parts,
-        )  # fmt: skip
-        self.combine(
-            stream, q_ptr=q, k_cache_ptr=k_cache, v_cache_ptr=v_cache, cos_ptr=cos, sin_ptr=sin, k_ptr=k, v_ptr=v,
-            seqlens_ptr=cache_seqlens, starts_ptr=kv_starts, sinks_ptr=sinks, table_ptr=block_table,
-            k_scale_ptr=k_scale, v_scale_ptr=v_scale, q_norm_ptr=norms[0], k_norm_ptr=norms[1], o_ptr=o,
-            lse_ptr=lse, parts_ptr=parts,
-        )  # fmt: skip
+        pointers = dict(zip(_POINTERS, (*tensors, o, lse, parts)))
+        self.attend(stream, **pointers)
+        self.combine(stream, **pointers)
         return o, lse

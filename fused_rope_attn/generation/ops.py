@@ -14,7 +14,7 @@ from fused_rope_attn.generation.launch import StepCall
 from fused_rope_attn.generation.problem import (
     SCHEMA,
     WRITE_SCHEMA,
-    Tensors,
+    StepTensors,
     Written,
     flatten,
     flatten_write,
@@ -39,7 +39,7 @@ _step_calls = Calls(_prepare)
 _write_calls = Calls(WriteCall)
 
 
-def _run(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
     q, k_cache, v_cache, k = tensors.q, tensors.k_cache, tensors.v_cache, tensors.k
     if problem.batch * problem.len_q == 0:
         return _fake(q)
@@ -68,7 +68,7 @@ _operator = Operator(
 )
 
 
-def attention_with_kvcache(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_with_kvcache(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a step that planning has admitted. Ordinary eager calls skip the dispatcher."""
     if is_plain(*tensors):
         return _run(problem, tensors)

@@ -1,4 +1,4 @@
-"""Which configuration a generation step runs. Decides; launches nothing."""
+"""The choice of a generation step's configuration. Launches nothing."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fused_rope_attn.generation import configs
 from fused_rope_attn.generation.problem import cache_of
 from fused_rope_attn.runtime import device
 
-# What ``configured`` says instead of the table.
+# The configuration of ``configured`` in place of the table's.
 override: configs.DecodeConfig | None = None
 
 
 def reads_cache_once(len_q: int, group_size: int) -> bool:
-    """Whether a generation step reads its cache once, or there is a single token. More tokens fill the tiles of
-    ``rope_attention``, whose programs go through the keys once for each head instead."""
+    """Return whether a generation step reads its cache once, or there is a single token. More tokens fill the tiles of
+    ``rope_attention``, which reads the keys once for each head instead."""
     return len_q == 1 or len_q * group_size <= configs.DECODE_ROWS
 
 
 def choose_step_backend(problem: Problem) -> tuple[str, str]:
-    """``attention.planning.choose_backend`` of a step, whose caches the kernels of a card may not be able to read."""
+    """Choose the backend of a step as attention does, and check that the card's kernels can read its caches."""
     chosen, reason = choose_backend(problem)
     if chosen == "reference" or not cache_of(problem).is_float8:
         return chosen, reason
@@ -38,15 +38,15 @@ def choose_step_backend(problem: Problem) -> tuple[str, str]:
 
 
 def attention_problem(problem: Problem) -> Problem:
-    """A chunk as a call of attention, whose keys are those in the cache after it."""
+    """Return a chunk as a call of attention to the keys in the cache after it."""
     len_k = problem.len_k + (problem.len_q if cache_of(problem).appends else 0)
     return problem._replace(cache=None, len_k=len_k, has_kv_lens=True)
 
 
 def gathered_config(problem: Problem) -> HopperForwardConfig | None:
-    """The configuration of attention by which a chunk runs on a contiguous copy of its keys; None where it does not.
+    """Return the configuration of attention to a contiguous copy of a chunk's keys; None if it does not run so.
 
-    A step that is not causal may have queries without room in the cache that see keys which do exist.
+    In a step that is not causal, queries past the end of the cache may see keys that exist.
     """
     if device.arch(problem.device) != "sm_90" or problem.dtype.itemsize != 2 or not problem.causal:
         return None

@@ -11,16 +11,16 @@ from fused_rope_attn.attention.problem import (
     DESCRIBED,
     Cache,
     Problem,
+    Tensors,
     describe,
     from_operator,
     problem_of,
     schema_of,
 )
-from fused_rope_attn.attention.problem import Tensors as AttentionTensors
 from fused_rope_attn.runtime.options import StepOptions
 
 
-class Tensors(NamedTuple):
+class StepTensors(NamedTuple):
     """q ``(B, HQ, NQ, D)``; caches ``(B, HKV, S_max, D)``, or with a block_table ``(B, pages)`` int32 pools
     ``(num_pages, HKV, page_size, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
 
@@ -47,34 +47,32 @@ class Tensors(NamedTuple):
 
 
 def cache_of(problem: Problem) -> Cache:
-    """What the ``Problem`` of a generation step has and attention's has not."""
+    """Return the ``Cache`` of a generation step's ``Problem``."""
     return cast(Cache, problem.cache)
 
 
-def step_of(tensors: Tensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
+def step_of(tensors: StepTensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
     """Return the ``Problem`` of a step, of checked ``Options`` and the rotary dim that the check has found."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
     return _with_capacity(problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
 
 
-def describe_step(tensors: Tensors, *, cache_is_rotated: bool, **options: Any) -> Problem:
+def describe_step(tensors: StepTensors, *, cache_is_rotated: bool, **options: Any) -> Problem:
     """Return the ``Problem`` of a step; ``options`` as ``attention.problem.describe`` takes them."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
     return _with_capacity(describe(seen, cache=cache, **options), cache, tensors)
 
 
-def _as_attention(tensors: Tensors, cache_is_rotated: bool) -> tuple[AttentionTensors, Cache]:
+def _as_attention(tensors: StepTensors, cache_is_rotated: bool) -> tuple[Tensors, Cache]:
     """Return a step's tensors as those of attention to the whole cache, and the ``Cache`` of its ``Problem``."""
     q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _, q_norm, k_norm = tensors
     page_size = None if block_table is None else k_cache.shape[2]
     cache = Cache(cache_is_rotated, k is not None, page_size, k_cache.dtype is torch.float8_e4m3fn)
-    seen = AttentionTensors(
-        q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens, None, None, q_norm, k_norm
-    )  # fmt: skip
+    seen = Tensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens, None, None, q_norm, k_norm)
     return seen, cache
 
 
-def _with_capacity(problem: Problem, cache: Cache, tensors: Tensors) -> Problem:
+def _with_capacity(problem: Problem, cache: Cache, tensors: StepTensors) -> Problem:
     """Return the problem with the capacity of a sequence's pages for its number of keys."""
     if cache.page_size is None:
         return problem
@@ -91,24 +89,24 @@ def schema_of_caches(tensors: Any, options: Iterable[str]) -> str:
 # The options of the operator: ``StepOptions`` names them, among tensors.
 _OPTIONS = ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__))
 # The operator's arguments in the order of ``flatten``.
-SCHEMA = f"{schema_of_caches(Tensors, _OPTIONS)}, bool cache_is_rotated"
+SCHEMA = f"{schema_of_caches(StepTensors, _OPTIONS)}, bool cache_is_rotated"
 
 
-def flatten(problem: Problem, tensors: Tensors) -> tuple:
+def flatten(problem: Problem, tensors: StepTensors) -> tuple:
     """The operator's arguments, as ``SCHEMA`` names them."""
     return (*tensors, *[getattr(problem, name) for name in _OPTIONS], cache_of(problem).is_rotated)
 
 
-def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
+def rebuild(*arguments: Any) -> tuple[Problem, StepTensors]:
     """Inverse of ``flatten``."""
-    tensors = Tensors(*arguments[: len(Tensors._fields)])
-    *values, cache_is_rotated = arguments[len(Tensors._fields) :]
+    tensors = StepTensors(*arguments[: len(StepTensors._fields)])
+    *values, cache_is_rotated = arguments[len(StepTensors._fields) :]
     options = dict(zip(_OPTIONS, from_operator(values)))
     return describe_step(tensors, cache_is_rotated=cache_is_rotated, **options), tensors
 
 
 class Written(NamedTuple):
-    """k and v ``(B, HKV, N, D)``, packed ones with B = 1; caches and what belongs to them as in ``Tensors``; new_lens
+    """k and v ``(B, HKV, N, D)``, packed ones with B = 1; caches, tables and scales as in ``StepTensors``; new_lens
     ``(B,)`` and cu_seqlens ``(sequences + 1,)`` int32 or None, contiguous."""
 
     k: Any
@@ -133,13 +131,16 @@ WRITE_SCHEMA = f"{schema_of_caches(Written, _WRITE_OPTIONS)}, bool cache_is_rota
 def describe_write(
     tensors: Written, *, cache_is_rotated: bool, rotary_dim: int, interleaved: bool, backend: str = "auto"
 ) -> Problem:
-    """The ``Problem`` of checked new tokens on their way into a cache: a step whose queries are the new keys."""
+    """Return the ``Problem`` of a write of checked new tokens: a step with the new keys as queries."""
     k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, _, cu_seqlens, _, _ = tensors
     problem = describe_step(
-        Tensors(k, k_cache, v_cache, cos, sin, k, v, cache_seqlens, block_table=block_table),
-        cache_is_rotated=cache_is_rotated, causal=True, rotary_dim=rotary_dim, interleaved=interleaved,
+        StepTensors(k, k_cache, v_cache, cos, sin, k, v, cache_seqlens, block_table=block_table),
+        cache_is_rotated=cache_is_rotated,
+        causal=True,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
         backend=backend,
-    )  # fmt: skip
+    )
     return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)
 
 

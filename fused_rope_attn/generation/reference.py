@@ -58,23 +58,18 @@ def write_kvcache(
         row = torch.arange(capacity, device=k.device)
         needed = (row >= cached) & (row <= position.amax(1, keepdim=True)) if k.shape[2] else row < 0 * cached
         entries = needed_pages(block_table, needed, num_pages, page_size)
-    append(
-        k, v, k_cache, v_cache, cos, sin, position, entries, k_scale, v_scale, cache_is_rotated=cache_is_rotated,
-        interleaved=interleaved,
-    )  # fmt: skip
+    caches, tables, scales = (k_cache, v_cache), (cos, sin), (k_scale, v_scale)
+    flags: dict[str, Any] = {"cache_is_rotated": cache_is_rotated, "interleaved": interleaved}
+    append((k, v), caches, tables, position, entries, scales, **flags)
 
 
 def append(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    new: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
     position: Tensor,
     entries: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
     *,
     cache_is_rotated: bool,
     interleaved: bool,
@@ -82,21 +77,22 @@ def append(
     norm_eps: float | None = None,
     norm_offset: float | None = None,
 ) -> None:
-    """Write k and v (B, HKV, N, D) into rows `position` (B, N) of the caches, none where it is negative.
+    """Write new k and v (B, HKV, N, D) into rows `position` (B, N) of the caches; a negative position is left out.
 
-    k is normed before where there is a `k_norm`. With `entries` (B, pages) of the block table the caches are pools. The
-    tables are `normalise_tables`'.
+    With a `k_norm`, k is normed before. With `entries` (B, pages) of the block table the caches are pools. The tables
+    are `normalise_tables`'.
     """
-    is_float8 = k_cache.dtype == FLOAT8
+    k, v = new
+    is_float8 = caches[0].dtype == FLOAT8
     wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
     if cache_is_rotated:
-        rows = query_rows(cos, sin, position)
-        new = norm_rotate(wide, k_norm, *rows, interleaved=interleaved, norm_eps=norm_eps, norm_offset=norm_offset)
+        options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
+        k = norm_rotate(wide, k_norm, *query_rows(*tables, position), **options)
     elif k_norm is None or norm_eps is None or norm_offset is None:
-        new = wide
+        k = wide
     else:
-        new = norm(wide, k_norm, norm_eps, norm_offset).to(wide.dtype)
-    for cache, x, scale in ((k_cache, new, k_scale), (v_cache, v, v_scale)):
+        k = norm(wide, k_norm, norm_eps, norm_offset).to(wide.dtype)
+    for cache, x, scale in zip(caches, (k, v), scales):
         x = quantise(x, scale) if is_float8 else x
         if entries is None:
             write_rows(cache, x, position)
@@ -133,8 +129,8 @@ def attention_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """The generation step in eager PyTorch: arguments as in `fused_rope_attn.rope_attention_with_kvcache`, validated.
 
-    Writes `k` and `v` (B, HKV, NQ, D) into the caches (B, HKV, S, D) at rows `cache_seqlens + i`, k rotated where the
-    cache is, and attends like `attention` with `kv_lens` behind the new tokens. A token without a row in the cache is
+    Writes `k` and `v` (B, HKV, NQ, D) into the caches (B, HKV, S, D) at rows `cache_seqlens + i`, k rotated if the
+    cache is, and attends like `attention` with `kv_lens` after the new tokens. A token without a row in the cache is
     not written, and its query is dead. `kv_starts` (B,): keys before it do not exist.
 
     With `block_table` (B, pages) the caches are pools (num_pages, HKV, page_size, D). Caches in float8_e4m3fn hold keys
@@ -159,16 +155,14 @@ def attention_with_kvcache(
     )
     entries = None
     if block_table is not None:
-        # Where no query lies in the cache, nothing is read.
+        # A sequence without a query in the cache reads nothing.
         needed, row = ~absent & (position >= 0).any(1, keepdim=True), torch.arange(capacity, device=q.device)
         if k is not None:  # written, whether or not a query sees it
             needed = needed | ((row >= cached) & (row < length))
         entries = needed_pages(block_table, needed, num_pages, page_size)
     if k is not None and v is not None:
-        append(
-            k, v, k_cache, v_cache, cos, sin, slots, entries, k_scale, v_scale, cache_is_rotated=cache_is_rotated,
-            interleaved=interleaved, k_norm=k_norm, norm_eps=norm_eps, norm_offset=norm_offset,
-        )  # fmt: skip
+        scales, options["cache_is_rotated"] = (k_scale, v_scale), cache_is_rotated
+        append((k, v), (k_cache, v_cache), (cos, sin), slots, entries, scales, k_norm=k_norm, **options)
     keys, values = (x if entries is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:
         keys, values = (dequantise(x, scale, q.dtype) for x, scale in ((keys, k_scale), (values, v_scale)))

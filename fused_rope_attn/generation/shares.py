@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Which key tiles a program of the generation step takes: equal shares of all tiles of all sequences.
+"""The key tiles of each program of the generation step: equal shares of all tiles of all sequences.
 
 The work of one sequence is cut into blocks: BLOCK_M query rows of one key head, with as many tiles of BLOCK_N cached
 keys as the sequence has. The key tiles of all blocks, sequence by sequence, are dealt to the programs in equal shares
-(stream-K, Osama et al. 2023). Lengths lie on the device, and every program reads all of them: a long sequence beside
-short ones is spread over as many programs as it needs. Where several programs share a block, their partial sums go to a
-workspace.
+(stream-K, Osama et al. 2023). Every program reads the lengths of all sequences on the device, so that a long sequence
+among short ones is spread over as many programs as it needs. If several programs share a block, they write their
+partial sums to a workspace.
 """
 
 import triton
@@ -14,33 +14,34 @@ import triton.language as tl
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key
 from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.tiles import TensorView
 
 
 @record
 class Caches:
-    """How many keys every sequence has in its cache, and how they are cut into tiles."""
+    """The number of keys of every sequence in its cache, and their tiles."""
 
     seqlens_ptr: tl.tensor  # (B,) int32: keys before this call
     starts_ptr: tl.tensor | None  # (B,) int32: keys before this one do not exist
     B: tl.tensor
     NQ: tl.tensor  # queries of each sequence, and new keys
     S: tl.tensor  # rows of the cache
-    left: tl.tensor | None  # how many keys before its own position a query sees
+    left: tl.tensor | None  # number of keys before its own position that a query sees
     HAS_NEW_KEYS: tl.constexpr
     BLOCK_N: tl.constexpr
-    BLOCK_B: tl.constexpr  # sequences that are looked at together
+    BLOCK_B: tl.constexpr  # sequences that are read together
     ALIGNMENT: tl.constexpr  # tiles begin at multiples of so many keys
     ONE_PASS: tl.constexpr  # there are no more than BLOCK_B sequences: no loop over them
 
 
 @record
 class CachedKeys:
-    """The keys of one sequence, or of each of a vector of sequences, that lie in the cache before this call."""
+    """The keys in the cache before this call, of one sequence or of each of a vector of sequences."""
 
     num_keys: tl.tensor
     q_offset: tl.tensor  # position of the first query
     first_key: tl.tensor  # the first one that a query sees
-    first_tile: tl.tensor  # where the first tile begins, at the first key or before it
+    first_tile: tl.tensor  # the first row of the first tile, at the first key or before it
 
 
 @record
@@ -55,7 +56,7 @@ class Parts:
 
 @triton.jit
 def cached_keys(caches, sequence):
-    """The ``CachedKeys`` of a sequence, or of each of a vector of sequences.
+    """Return the ``CachedKeys`` of a sequence, or of each of a vector of sequences.
 
     New tokens follow the cached ones; without new ones the queries are aligned with the last keys.
     """
@@ -66,27 +67,27 @@ def cached_keys(caches, sequence):
     first = first_key(caches.starts_ptr, sequence, q_offset, num_keys, caches.left)
     first_tile = first
     if caches.ALIGNMENT > 1:
-        # Where no key is seen there is no tile, or its page would be looked up.
+        # Without a visible key there must be no tile, because its page would be looked up.
         first_tile = tl.where(first < num_keys, first // caches.ALIGNMENT * caches.ALIGNMENT, num_keys)
     return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first, first_tile=first_tile)
 
 
 @triton.jit
 def count_key_tiles(keys, BLOCK_N: tl.constexpr):
-    """Tiles of the cached keys that a block reads; one where there are none, so that every block is in a share."""
+    """Return the number of tiles of cached keys that a block reads, at least 1, so that every block is in a share."""
     return tl.maximum(1, tl.cdiv(keys.num_keys - keys.first_tile, BLOCK_N))
 
 
 @triton.jit
 def key_tiles_of(caches, sequences):
-    """``count_key_tiles`` of each of a vector of sequences, 0 for those past B."""
+    """Return ``count_key_tiles`` of each of a vector of sequences, 0 for those past B."""
     keys = cached_keys(caches, tl.minimum(sequences, caches.B - 1))
     return tl.where(sequences < caches.B, count_key_tiles(keys, caches.BLOCK_N), 0)
 
 
 @triton.jit
 def tiles_before(caches, sequence):
-    """Key tiles of one block of every sequence: (of all sequences, of those before ``sequence``)."""
+    """Count the key tiles of one block of every sequence: (of all sequences, of those before ``sequence``)."""
     total = 0
     before = 0
     for start in range(0, 1 if caches.ONE_PASS else caches.B, caches.BLOCK_B):
@@ -99,29 +100,29 @@ def tiles_before(caches, sequence):
 
 @triton.jit
 def sequence_of(caches, tile):
-    """(sequence, key tiles before it) of a tile among those of one block of every sequence."""
+    """Return (sequence, key tiles before it) of a tile among those of one block of every sequence."""
     sequence = 0
     before = 0
     passed = 0
     for start in range(0, 1 if caches.ONE_PASS else caches.B, caches.BLOCK_B):
         tiles = key_tiles_of(caches, start + tl.arange(0, caches.BLOCK_B))
-        behind = (passed + tl.cumsum(tiles, 0) <= tile) & (tiles > 0)
-        sequence += tl.sum(behind.to(tl.int32), 0)
-        before += tl.sum(tl.where(behind, tiles, 0), 0)
+        is_past = (passed + tl.cumsum(tiles, 0) <= tile) & (tiles > 0)
+        sequence += tl.sum(is_past.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_past, tiles, 0), 0)
         passed += tl.sum(tiles, 0)
     return sequence, before
 
 
 @triton.jit
 def share_of(total, num_programs, LEAST_TILES: tl.constexpr):
-    """Key tiles that each program takes: equal shares, none smaller than LEAST_TILES."""
+    """Return the number of key tiles of each program: equal shares, none smaller than LEAST_TILES."""
     return tl.maximum(LEAST_TILES, tl.cdiv(total, num_programs))
 
 
 @triton.jit
 def part_pointers(parts, program, begins):
-    """Where a program's part of a shared block lies: pointers to its sums (BLOCK_M, D), and to its BLOCK_M maxima,
-    which its BLOCK_M sums of weights follow.
+    """Return pointers to a program's part of a shared block: to its sums (BLOCK_M, D), and to its BLOCK_M maxima, which
+    its BLOCK_M sums of weights follow.
 
     A program shares at most two blocks: one that began before its share, and one that ``begins`` in it and goes on.
     """
@@ -133,18 +134,21 @@ def part_pointers(parts, program, begins):
 
 @triton.jit
 def whole_part_pointers(parts, block):
-    """``part_pointers`` of a block that one program has alone, behind those of shared ones."""
+    """Return ``part_pointers`` of a block that one program has alone; these parts follow those of shared blocks."""
     SIZE: tl.constexpr = parts.BLOCK_M * parts.D
     part = parts.ptr + tl.cast(2 * parts.num_programs + block, tl.int64) * (SIZE + 2 * parts.BLOCK_M)
     return part, part + SIZE
 
 
 @triton.jit
-def in_elements(strides, UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):
-    """Strides (batch, head, row, column) whose first three come in units of UNIT elements, so that the compiler knows
-    what divides them: by itself it looks for multiples of 16 elements only, and rows of 72 or 120 would be loaded
-    element by element."""
+def cache_view(ptr, strides, UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):
+    """Return the ``TensorView`` of a cache with strides (batch, head, row) in units of UNIT elements.
+
+    The compiler then knows a divisor of the strides. By itself it looks for multiples of 16 elements only, and would
+    load rows of 72 or 120 columns element by element.
+    """
     row = strides[2]
     if USE_INT64_OFFSETS:
         row = tl.cast(row, tl.int64)
-    return tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT, row * UNIT, strides[3]
+    batch, head = tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT
+    return TensorView(ptr, (batch, head, row * UNIT, strides[3]))

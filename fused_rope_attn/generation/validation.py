@@ -11,7 +11,7 @@ from fused_rope_attn.generation.cache_validation import (
     check_written,
     refuse_gradients,
 )
-from fused_rope_attn.generation.problem import Tensors
+from fused_rope_attn.generation.problem import StepTensors
 from fused_rope_attn.runtime.axes import form_of, in_layout
 from fused_rope_attn.runtime.checks import (
     are_ordinary,
@@ -24,12 +24,11 @@ from fused_rope_attn.runtime.checks import (
 )
 
 
-def check_kvcache(tensors: Tensors, options: Any, cache_is_rotated: bool, layout: str = "bhsd") -> int:
+def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str = "bhsd") -> int:
     """Check a call of `rope_attention_with_kvcache` as its caller gave it, and return the rotary dim R.
 
-    tensors, options: the step's `Tensors` and attention's `Options`.
-    layout: the order of the axes that the caller has, for messages; tensors of tokens come as (B, H, N, D) in any case.
-    What `cache_seqlens` holds stays on the device. Raises TypeError or ValueError.
+    tensors, options: `StepTensors`, with tokens as (B, H, N, D), and attention's `Options`. layout: the caller's order
+    of the axes, for messages. `cache_seqlens` is not read. Raises TypeError or ValueError.
     """
     q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, _, sinks, block_table, k_scale, v_scale, q_norm, k_norm = (
         tensors
@@ -47,9 +46,7 @@ def check_kvcache(tensors: Tensors, options: Any, cache_is_rotated: bool, layout
         check_queries_and_keys(q, k_cache, v_cache, cos, sin, suffix="_cache", length="S_max", layout=layout)
         capacity = k_cache.shape[2]
     else:
-        capacity = check_new_kind_of_cache(
-            q, k_cache, v_cache, cos, sin, block_table, k_scale, v_scale, layout
-        )  # fmt: skip
+        capacity = check_new_kind_of_cache(tensors, layout)
         of_rows = of_rows if block_table is None else "block_table"
     batch, _, len_q, head_dim = q.shape
     heads_kv = k_cache.shape[1]
@@ -59,17 +56,14 @@ def check_kvcache(tensors: Tensors, options: Any, cache_is_rotated: bool, layout
     check_bounds("cache_seqlens", cache_seqlens, q.device, batch)
     rotary_dim = check_tables(cos, sin, q.dtype, batch, capacity, head_dim, options.rotary_dim, "q", of_rows)
     check_options(tensors, options)
-    refuse_gradients(
-        "rope_attention_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, k_scale=k_scale,
-        v_scale=v_scale, q_norm=q_norm, k_norm=k_norm,
-    )  # fmt: skip
+    every = tensors._asdict()
+    refused = ("q", "k_cache", "v_cache", "k", "v", "sinks", "k_scale", "v_scale", "q_norm", "k_norm")
+    refuse_gradients("rope_attention_with_kvcache", **{name: every[name] for name in refused})
     return rotary_dim
 
 
-def _check_new_tokens(
-    k: Tensor, v: Tensor, shape: tuple[int, ...], capacity: int, of_rows: str, layout: str
-) -> None:  # fmt: skip
-    """`shape` (B, HKV, NQ, D) is what k and v must have to be appended; messages show it in the caller's `layout`.
+def _check_new_tokens(k: Tensor, v: Tensor, shape: tuple[int, ...], capacity: int, of_rows: str, layout: str) -> None:
+    """Check that k and v have the `shape` (B, HKV, NQ, D); messages show it in the caller's `layout`.
 
     `of_rows` names the argument that gives a sequence its `capacity` rows.
     """

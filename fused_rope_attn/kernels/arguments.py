@@ -34,12 +34,12 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def heads_per_section(num_heads: int, group_size: int, bytes_per_kv_head: int, section_bytes: int) -> int:
-    """How many query heads run together so that their K and V stay in ``section_bytes`` of L2; 0 bytes means one.
+    """Return how many query heads run together so that their K and V stay in ``section_bytes`` of L2; 0 bytes: one.
 
     Sections are of equal size as nearly as groups allow: a small last one would leave multiprocessors idle.
     """
     if section_bytes == 0:
         return 1
-    groups = max(1, num_heads // group_size)  # an empty batch has none
+    groups = max(1, num_heads // group_size)  # an empty batch has 0
     most = min(groups, max(1, section_bytes // max(1, bytes_per_kv_head)))
     return -(-groups // -(-groups // most)) * group_size

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Lengths and packed sequences, which only the device knows: how many keys exist, and which tiles a sequence has.
 
-Packed sequences lie one after the other in a tensor of N rows. ``cu_ptr`` points to their ``cu_seqlens``
-(num_sequences + 1,) int32, the rows where they begin and where the last one ends; rows behind that belong to none.
+Packed sequences follow one another in a tensor of N rows. ``cu_ptr`` points to their ``cu_seqlens`` (num_sequences +
+1,) int32: the first row of each, and the end of the last one. Rows from there on belong to none.
 """
 
 import triton
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 @triton.jit
 def existing_keys(lens_ptr, batch, NK):
-    """How many of NK keys of a batch entry exist: lens_ptr (B,) int32, None where all of them do."""
+    """Return how many of NK keys of a batch entry exist. lens_ptr (B,) int32, None: all of them do."""
     if lens_ptr is None:
         return NK
     else:
@@ -21,7 +21,7 @@ def existing_keys(lens_ptr, batch, NK):
 
 @triton.jit
 def count_tiles(N, num_sequences, BLOCK: tl.constexpr):
-    """How many tiles of BLOCK rows N rows take; num_sequences None: they are not packed.
+    """Return how many tiles of BLOCK rows N rows take; num_sequences None: they are not packed.
 
     Packed sequences end anywhere, so that each may take one tile more: ``packed_tile``.
     """
@@ -33,9 +33,9 @@ def count_tiles(N, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def packed_rows(cu_ptr, sequence, num_sequences, N):
-    """(first row, rows) of a packed sequence; number ``num_sequences`` holds the rows behind the last one.
+    """Return (first row, rows) of a packed sequence; number ``num_sequences`` holds the rows after the last one.
 
-    Whatever cu_seqlens hold, the rows lie in [0, N).
+    Whatever cu_seqlens hold, the rows are in [0, N).
     """
     begin = tl.minimum(N, tl.maximum(0, tl.load(cu_ptr + sequence)))
     end = tl.load(cu_ptr + sequence + 1, mask=sequence < num_sequences, other=N)
@@ -53,12 +53,13 @@ def is_wrong(cu_ptr, index, begin, num_sequences, N):
 
 
 @triton.jit
-def packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: tl.constexpr,
-                LAYOUT: tl.constexpr = None):  # fmt: skip
-    """(sequence, its first row, its number of rows, tile within it) of tile number ``tile`` of all sequences.
+def packed_tile(
+    tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: tl.constexpr, LAYOUT: tl.constexpr = None
+):
+    """Return (sequence, its first row, its rows, tile within it) of tile number ``tile`` of all sequences.
 
     Sequence s owns the tiles from ``cu[s] // BLOCK + s`` on: at least as many as it has, and known without a sum over
-    the sequences before it. So a tile belongs to the last sequence that begins at or before it; it may lie behind that
+    the sequences before it. So a tile belongs to the last sequence that begins at or before it; it may be past that
     sequence's end. Counting reads up to 1024 sequences at once, where a search would wait for each step.
 
     partner: the ``cu_seqlens`` of the keys of these queries, or of the queries of these keys, with ``partner_N`` rows;
@@ -93,14 +94,16 @@ def packed_tile(tile, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK: t
     within = tl.maximum(0, tile - (begin // BLOCK + sequence))
     is_good = wrong == 0
     return (
-        tl.where(is_good, sequence, num_sequences), tl.where(is_good, first_row, 0), tl.where(is_good, rows, N),
+        tl.where(is_good, sequence, num_sequences),
+        tl.where(is_good, first_row, 0),
+        tl.where(is_good, rows, N),
         tl.where(is_good, within, tile),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def rows_of_sequence(sequence, num_sequences, num_rows):
-    """How many of num_rows rows belong to a packed sequence: none of those behind the last one.
+    """Return how many of num_rows rows belong to a packed sequence: none of those after the last one.
 
     There may be more of them than rows in the tables, which have as many as the longest sequence.
     """
@@ -111,7 +114,7 @@ def rows_of_sequence(sequence, num_sequences, num_rows):
 def packed_partner(cu_ptr, sequence, num_sequences, N):
     """(first row, number of rows) of the keys of a sequence of queries, or of the queries of a sequence of keys.
 
-    Rows behind the last sequence have none.
+    Rows after the last sequence have 0.
     """
     first_row, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
     return first_row, rows_of_sequence(sequence, num_sequences, rows)
@@ -128,11 +131,12 @@ def padded_row(first_row, sequence, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def describe_tiles(table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr,
-                   ENTRY_WORDS: tl.constexpr):  # fmt: skip
+def describe_tiles(
+    table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr, ENTRY_WORDS: tl.constexpr
+):
     """Write what attention needs to know of each tile of BLOCK queries; the programs of a launch share the tiles.
 
-    table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row behind its sequence's last (not greater
+    table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row after its sequence's last (not greater
     than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries, and the
     sequence's own number. The other words are not written.
     """

@@ -20,13 +20,13 @@ NO_ROW = tl.constexpr(2**30)
 
 @record
 class Mask:
-    """Which keys of one sequence its queries see; None: no such bound."""
+    """The keys of one sequence that its queries see; None: no such bound."""
 
     num_keys: tl.tensor  # keys from this one on do not exist
     first_key: tl.tensor | None  # no query sees a key before this one, 0 <= first_key <= num_keys
     left: tl.tensor | None  # how many keys before its own position a query sees
     right: tl.tensor | None  # how many keys after its own position a query sees; ``is_causal`` if none
-    READS_LENGTHS: tl.constexpr  # lengths come from device tensors: queries at negative positions see no key
+    READS_LENGTHS: tl.constexpr  # the device reads lengths: queries at negative positions see no key
 
 
 @triton.constexpr_function
@@ -39,14 +39,14 @@ def is_causal(right):
 def checks_positions(reads_lengths, right):
     """Return whether a mask has to hide all keys from queries at negative positions.
 
-    If causal it hides them anyway, because all keys come after such a query.
+    If causal it hides them anyway, because all keys are after such a query.
     """
     return reads_lengths and not is_causal(right)
 
 
 @triton.jit
 def sequence_mask(starts_ptr, batch, q_offset, num_keys, left, right, READS_LENGTHS: tl.constexpr):
-    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, left and right: None if a call has none."""
+    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, left and right: None without."""
     start = None
     if starts_ptr is not None or left is not None:
         start = first_key(starts_ptr, batch, q_offset, num_keys, left)
@@ -55,7 +55,7 @@ def sequence_mask(starts_ptr, batch, q_offset, num_keys, left, right, READS_LENG
 
 @triton.jit
 def visible(mask, positions_q, positions_k):
-    """Which (query, key) pairs see each other, broadcast over the two position tensors."""
+    """Return whether (query, key) pairs see each other, broadcast over the two position tensors."""
     sees = positions_k < mask.num_keys
     if mask.right is not None:
         sees = sees & (positions_k <= positions_q + mask.right)

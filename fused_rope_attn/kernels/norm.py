@@ -3,12 +3,12 @@
 
 ``y = x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the D columns of a row, in float32. A kernel rarely holds
 a row as one tile: rotations take it apart into first and second members of pairs, sections, and columns that pass
-through. What is here therefore takes *parts* of rows, tiles ``(..., C)`` whose last axis are columns, and sums over
-columns ``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add
+through. So these functions take *parts* of rows, tiles ``(..., C)`` with columns as their last axis, and return sums
+over columns ``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add
 nothing, and the mean is that of D columns.
 
 The statistic, ``inverse_rms``, is never saved: a backward pass reads x anyway, and a sum of its squares costs nothing
-beside the read. With ``n = x * inverse_rms`` and
+in addition. With ``n = x * inverse_rms`` and
 ``g = dy * (offset + weight)`` the gradients are ``dx = inverse_rms * (g - n * mean(g * n))`` and, summed over rows,
 ``dweight = dy * n``.
 """
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import load_where
 
-# The smallest normal number of float32. GPUs take what is below for zero, whose reciprocal is infinite.
+# The smallest normal number of float32. GPUs flush smaller ones to zero, and the reciprocal would be infinite.
 SMALLEST_NORMAL = 2.0**-126
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
@@ -131,7 +131,7 @@ def unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm):
 def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
     """The gradient of ``norm_pairs``: dx of the first and second members, and dweight of each row's, all float32.
 
-    first and second are the rows before the norm, dy1 and dy2 gradients of those behind it. A row whose gradient is
+    first and second are the rows before the norm, dy1 and dy2 gradients of the rows after it. A row whose gradient is
     zero gives zeros whatever it holds, for it may be padding; it adds nothing to a sum of dweight (rows, BLOCK_D / 2)
     over the rows. Rows that do not exist must have such a gradient.
     """

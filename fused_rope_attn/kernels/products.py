@@ -25,7 +25,7 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @record
 class ScoreScale:
-    """How scores are made of products of queries and keys."""
+    """The factors from products of queries and keys to scores."""
 
     qk_scale: tl.tensor  # > 0, in base 2: softmax_scale * log2(e), or with a cap softcap * log2(e)
     cap_scale: tl.tensor | None  # with a cap softmax_scale / softcap
@@ -46,9 +46,9 @@ def score_product(a, b, scale):
 
 @triton.jit
 def score_gradient(p, dp, delta, scores, scale):
-    """dS = P * (dP - delta) (float32), and with a cap the gradient of what it was applied to, 1 - tanh^2 of that.
+    """Return dS = P * (dP - delta) (float32), with a cap times the tanh's derivative, 1 - tanh^2.
 
-    ``delta`` broadcasts against p; ``scores`` are ``score_product``'s, of which p are the weights.
+    ``delta`` broadcasts against p; p are the weights of ``score_product``'s ``scores``.
     """
     ds = p * (dp - delta)
     if scale.cap_scale is not None:

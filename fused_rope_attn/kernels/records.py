@@ -13,11 +13,11 @@ its helpers::
 
     keys = Keys(ptr=k_ptr, strides=k_strides, first_key=None, D=D)
 
-A field holds a tensor, a tuple, another record or a compile-time value, and which of them is settled by each call: a
-field that a call leaves None is a compile-time None, ``if keys.first_key is not None`` costs nothing, and
-``tl.arange(0, keys.D)`` works. Annotations are for the reader. A record compiles to the same code as the separate
-values, also where a loop carries it, with every supported Triton, in Gluon, and in the interpreter. (A NamedTuple
-would turn compile-time fields into run-time values.)
+A field holds a tensor, a tuple, another record or a compile-time value, and each call settles which: a field that a
+call leaves None is a compile-time None, ``if keys.first_key is not None`` costs nothing, and ``tl.arange(0, keys.D)``
+works. ``replace(keys, D=64)`` is a copy with another D. Annotations are for the reader. A record compiles to the same
+code as the separate values, also in a loop, with every supported Triton, in Gluon, and in the interpreter. (A
+NamedTuple would make run-time values of compile-time fields.)
 """
 
 import triton
@@ -56,3 +56,12 @@ def record(cls: type) -> type:
     # Triton checks the type of each field by its annotation, and a field's type is the call's to choose.
     cls.__annotations__ = dict.fromkeys(names, object)
     return aggregate(cls)
+
+
+def _replace(record, _semantic=None, **changes):
+    """Return a copy of a record with other values in some of its fields, as ``dataclasses.replace`` does."""
+    fields = {name: getattr(record, name) for name in type(record).__annotations__}
+    return type(record)(**(fields | changes))
+
+
+replace = _replace if is_interpreted() else core.builtin(_replace)

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """The rotation inside kernels: pairs of columns, their angles, and tiles that are rotated as they are read or written.
 
-Pair order. RoPE rotates pairs of columns, and the two usual layouts disagree on which: ``(i, i + R/2)`` (half) or
-``(2i, 2i + 1)`` (interleaved). Inside the kernels a query or key tile always has the members of pair ``p`` in columns
-``2p`` and ``2p + 1``, whatever the layout in memory: scores do not depend on the order of the columns as long as q and
-k agree. A thread that holds a tensor-core accumulator holds such neighbours, so rotating (and un-rotating dq and dk)
-is register arithmetic, for every even R <= D, and ``rotate`` below is the only place where the formula exists.
+Pair order. RoPE rotates pairs of columns. In the half layout a pair is columns ``(i, i + R/2)``, in the interleaved one
+``(2i, 2i + 1)``. Inside the kernels a query or key tile always has the members of pair ``p`` in columns ``2p`` and ``2p
++ 1``, because scores do not depend on the order of the columns as long as q and k agree, and because a thread that
+holds a tensor-core accumulator holds such neighbours: rotating (and un-rotating dq and dk) is register arithmetic, for
+every even R <= D. The formula is in ``rotate`` alone.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from fused_rope_attn.kernels.norm import Norm, load_norm_weights, norm_pairs, pair_inverse_rms
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.tiles import (
     columns_from,
     load_head_tile,
@@ -28,13 +28,22 @@ from fused_rope_attn.kernels.tiles import (
 
 
 @record
-class Rotation:
-    """One batch entry's tables, how they pair columns, and the norm before; made by ``head_rotation``."""
+class RotaryTables:
+    """The tables of a call, and how they pair columns."""
 
-    cos_ptr: tl.tensor  # to row 0 of (S, R/2), float32 or q's dtype
+    cos_ptr: tl.tensor  # ([1|B,] S, R/2), float32 or q's dtype
     sin_ptr: tl.tensor
     cos_strides: tl.tuple  # (batch, row, pair)
     sin_strides: tl.tuple
+    R: tl.constexpr
+    INTERLEAVED: tl.constexpr
+
+
+@record
+class Rotation:
+    """The rotation of one batch entry's rows, and the norm before it; made by ``head_rotation``."""
+
+    tables: RotaryTables  # of this batch entry
     num_positions: tl.tensor  # positions outside [0, num_positions) belong to rows that see nothing: angle 0
     norm: Norm | None  # of the rows before they are rotated; None: they are only rotated
     R: tl.constexpr
@@ -42,35 +51,11 @@ class Rotation:
 
 
 @triton.jit
-def head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, num_positions, R: tl.constexpr,
-                  INTERLEAVED: tl.constexpr):  # fmt: skip
-    """``Rotation`` of batch entry ``batch`` (int64) from the tables' pointers and strides (batch, row, pair), without a
-    norm."""
-    return Rotation(
-        cos_ptr=cos_ptr + batch * cos_strides[0],
-        sin_ptr=sin_ptr + batch * sin_strides[0],
-        cos_strides=cos_strides,
-        sin_strides=sin_strides,
-        num_positions=num_positions,
-        norm=None,
-        R=R,
-        INTERLEAVED=INTERLEAVED,
-    )
-
-
-@triton.jit
-def with_norm(rotation, weight_ptr, eps, offset, D: tl.constexpr):
-    """The same ``Rotation`` behind a ``Norm`` of rows of D columns; without one where ``weight_ptr`` is None."""
-    return Rotation(
-        cos_ptr=rotation.cos_ptr,
-        sin_ptr=rotation.sin_ptr,
-        cos_strides=rotation.cos_strides,
-        sin_strides=rotation.sin_strides,
-        num_positions=rotation.num_positions,
-        norm=Norm(weight_ptr=weight_ptr, eps=eps, offset=offset, D=D) if weight_ptr is not None else None,
-        R=rotation.R,
-        INTERLEAVED=rotation.INTERLEAVED,
-    )
+def head_rotation(tables, batch, num_positions, norm=None):
+    """Return the ``Rotation`` of batch entry ``batch`` (int64) by the call's ``RotaryTables``."""
+    cos_ptr, sin_ptr = tables.cos_ptr + batch * tables.cos_strides[0], tables.sin_ptr + batch * tables.sin_strides[0]
+    of_batch = replace(tables, cos_ptr=cos_ptr, sin_ptr=sin_ptr)
+    return Rotation(of_batch, num_positions, norm, R=tables.R, INTERLEAVED=tables.INTERLEAVED)
 
 
 @triton.jit
@@ -88,25 +73,21 @@ def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
 
 
 @triton.jit
-def load_angles(rotation, positions, BLOCK_D: tl.constexpr, CHECK_POSITIONS: tl.constexpr,
-                LAYOUT: tl.constexpr = None, pairs=None):  # fmt: skip
-    """cos and sin (len(positions), BLOCK_D / 2) float32; pairs past R/2 get angle 0.
+def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None, pairs=None):
+    """Load cos and sin (len(positions), BLOCK_D / 2) float32.
 
-    CHECK_POSITIONS: positions that the tables do not have get angle 0 too; without it there must be none. With
-    ``pairs`` the columns of the result belong to these pairs instead of 0 .. BLOCK_D / 2.
+    Pairs past R/2 and positions that the tables do not have get angle 0. With ``pairs`` the columns of the result
+    belong to these pairs instead of 0 .. BLOCK_D / 2.
     """
     if pairs is None:
         pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
     rows = positions.to(tl.int64)[:, None]
-    cos_pointers = rotation.cos_ptr + rows * rotation.cos_strides[1] + pairs[None, :] * rotation.cos_strides[2]
-    sin_pointers = rotation.sin_ptr + rows * rotation.sin_strides[1] + pairs[None, :] * rotation.sin_strides[2]
-    mask = None
-    if CHECK_POSITIONS or BLOCK_D != rotation.R:
-        mask = pairs[None, :] < rotation.R // 2
-        if CHECK_POSITIONS:
-            mask = mask & (rows >= 0) & (rows < rotation.num_positions)
-    cos = load_where(cos_pointers, mask, 1.0)
-    sin = load_where(sin_pointers, mask, 0.0)
+    tables = rotation.tables
+    cos_pointers = tables.cos_ptr + rows * tables.cos_strides[1] + pairs[None, :] * tables.cos_strides[2]
+    sin_pointers = tables.sin_ptr + rows * tables.sin_strides[1] + pairs[None, :] * tables.sin_strides[2]
+    mask = (pairs[None, :] < rotation.R // 2) & (rows >= 0) & (rows < rotation.num_positions)
+    cos = tl.load(cos_pointers, mask=mask, other=1.0)
+    sin = tl.load(sin_pointers, mask=mask, other=0.0)
     return cos.to(tl.float32), sin.to(tl.float32)
 
 
@@ -122,16 +103,37 @@ def unpack_pairs(x):
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
-@triton.jit
-def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr,
-                 FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
-    """Half layout: memory columns of the first and second member of every pair; unrotated columns pair up after R/2.
+@record
+class Pairing:
+    """The pairs of columns of rows that are not rotated; the functions below also take it from a ``Rotation``."""
 
-    The BLOCK_D / 2 pairs from number FIRST_PAIR on.
-    """
+    R: tl.constexpr
+    INTERLEAVED: tl.constexpr
+
+
+@record
+class PairLayouts:
+    """The layouts of Gluon kernels: PAIRS of tiles of first or second members, WHOLE of tiles of whole rows."""
+
+    PAIRS: tl.constexpr
+    WHOLE: tl.constexpr
+
+
+@triton.jit
+def tile_pairs(BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr, FIRST_PAIR: tl.constexpr):
+    """Return the numbers of the BLOCK_D / 2 pairs of a tile, from FIRST_PAIR on."""
     pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
     if FIRST_PAIR:
         pairs += FIRST_PAIR
+    return pairs
+
+
+@triton.jit
+def pair_columns(pairs, D: tl.constexpr, R: tl.constexpr):
+    """Return the memory columns of the first and second members of ``pairs`` in the half layout.
+
+    Columns that are not rotated pair up after R/2.
+    """
     if R == D:
         return pairs, pairs + D // 2
     else:
@@ -143,27 +145,20 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT
 
 
 @triton.jit
-def norm_columns(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
-                 LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
-    """Memory columns of the first and second members of pairs, and which pairs exist, (BLOCK_D / 2,) each.
-
-    The order, and FIRST_PAIR, are those of ``load_pairs``. LAYOUT is that of its tiles in Gluon kernels.
-    """
-    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
-    if FIRST_PAIR:
-        pairs += FIRST_PAIR
-    if INTERLEAVED:
+def norm_columns(pairs, D: tl.constexpr, pairing):
+    """Return the memory columns of the first and second members of ``pairs`` in the order of ``load_pairs``, and which
+    pairs exist, (len(pairs),) each."""
+    if pairing.INTERLEAVED:
         return 2 * pairs, 2 * pairs + 1, pairs < D // 2
     else:
-        columns1, columns2 = pair_columns(D, R, BLOCK_D, LAYOUT, FIRST_PAIR)
+        columns1, columns2 = pair_columns(pairs, D, pairing.R)
         return columns1, columns2, pairs < D // 2
 
 
 @triton.jit
-def pair_norm_weights(norm, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
-                      LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
-    """``load_norm_weights`` of the ``norm_columns``, (1, BLOCK_D / 2) each."""
-    columns1, columns2, is_pair = norm_columns(norm.D, R, INTERLEAVED, BLOCK_D, LAYOUT, FIRST_PAIR)
+def pair_norm_weights(norm, pairing, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):
+    """Load the norm's weights of the first and second members of a tile's pairs, (1, BLOCK_D / 2) each."""
+    columns1, columns2, is_pair = norm_columns(tile_pairs(BLOCK_D, LAYOUT, FIRST_PAIR), norm.D, pairing)
     exists = None
     if norm.D < 2 * FIRST_PAIR + BLOCK_D:
         exists = is_pair
@@ -171,32 +166,32 @@ def pair_norm_weights(norm, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.constexpr = None,
-               TILE_LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
-    """First and second members of every pair of the rows ``offs``, as float32 tiles (len(offs), BLOCK_D / 2).
+def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = True, FIRST_PAIR: tl.constexpr = 0):
+    """Load first and second members of every pair of the rows ``offs``, as float32 tiles (len(offs), BLOCK_D / 2).
 
-    Rows that do not exist are zero, as in ``load_tile``. Gluon kernels name the PAIR_LAYOUT of these tiles, which
-    ``offs`` has, and the TILE_LAYOUT of the whole tile of which they are the halves. With FIRST_PAIR a tile of BLOCK_D
-    columns holds the pairs from this number on, of rows with D columns in all.
+    With CHECK_ROWS, rows that do not exist are zero, as in ``load_tile``. layouts: the ``PairLayouts`` of Gluon
+    kernels; ``offs`` has that of the pairs. With FIRST_PAIR a tile of BLOCK_D columns holds the pairs from this number
+    on, of rows with D columns in all.
     """
+    LAYOUT: tl.constexpr = None if layouts is None else layouts.PAIRS
     D: tl.constexpr = rows.format.D
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
-    if rotation.INTERLEAVED:
+    if pairing.INTERLEAVED:
         if FIRST_PAIR:
             rows = columns_from(rows, 2 * FIRST_PAIR)
-        if PAIR_LAYOUT is None:
+        if layouts is None:
             first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS))
         else:
-            offs = gl.convert_layout(offs, gl.SliceLayout(1, TILE_LAYOUT))
-            first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS, TILE_LAYOUT))
-            first, second = gl.convert_layout(first, PAIR_LAYOUT), gl.convert_layout(second, PAIR_LAYOUT)
+            offs = gl.convert_layout(offs, gl.SliceLayout(1, layouts.WHOLE))
+            first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS, layouts.WHOLE))
+            first, second = gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
     else:
-        columns1, columns2 = pair_columns(D, rotation.R, BLOCK_D, PAIR_LAYOUT, FIRST_PAIR)
+        columns1, columns2 = pair_columns(tile_pairs(BLOCK_D, LAYOUT, FIRST_PAIR), D, pairing.R)
         pointers1 = row_pointers(rows, offs, columns1)
         pointers2 = row_pointers(rows, offs, columns2)
         mask = None
         if CHECK_ROWS or D < 2 * FIRST_PAIR + BLOCK_D:
-            mask = tile_range(BLOCK_D // 2, 1, PAIR_LAYOUT)[None, :] < D // 2 - FIRST_PAIR
+            mask = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2 - FIRST_PAIR
             if CHECK_ROWS:
                 mask = mask & row_mask(rows, offs)
         first = load_where(pointers1, mask, 0.0)
@@ -206,50 +201,48 @@ def load_pairs(rows, offs, rotation, CHECK_ROWS: tl.constexpr, PAIR_LAYOUT: tl.c
 
 @triton.jit
 def load_normed_pairs(rows, offs, rotation):
-    """``load_pairs``, normed where ``rotation`` has a norm; rows that do not exist stay zero."""
-    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+    """Load pairs as ``load_pairs`` does, and norm them if ``rotation`` has a norm; rows that do not exist stay zero."""
+    first, second = load_pairs(rows, offs, rotation)
     norm = rotation.norm
     if norm is not None:
-        weight1, weight2 = pair_norm_weights(norm, rotation.R, rotation.INTERLEAVED, rows.format.BLOCK_D)
+        weight1, weight2 = pair_norm_weights(norm, rotation, rows.format.BLOCK_D)
         first, second = norm_pairs(first, second, weight1, weight2, norm)
     return first, second
 
 
 @triton.jit
-def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, PAIR_LAYOUT: tl.constexpr = None):
-    """Pairs of ``load_pairs`` normed, where ``rotation`` has a norm, rotated, and times ``sign``; all float32.
+def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, LAYOUT: tl.constexpr = None):
+    """Norm pairs of ``load_pairs`` if ``rotation`` has a norm, rotate them, and multiply them by ``sign``; all float32.
 
-    weights: ``pair_norm_weights``, or None without a norm. PAIR_LAYOUT: of the pairs, which Gluon kernels name. A row's
-    factor comes last, with the sign, because it commutes with the rotation: nothing waits for the row's sum but one
-    multiplication, which calls without norms have, too. All kernels multiply in this order, and so give the same bits.
+    weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in Gluon kernels. A row's factor is the
+    last one, with the sign, because it commutes with the rotation: only one multiplication waits for the row's sum, and
+    calls without norms have it too. All kernels multiply in this order, because they are to give the same bits.
     """
     if rotation.norm is not None:
-        sign = pair_inverse_rms(first, second, rotation.norm, PAIR_LAYOUT) * sign
+        sign = pair_inverse_rms(first, second, rotation.norm, LAYOUT) * sign
         first, second = first * weights[0], second * weights[1]
     first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return first * sign, second * sign
 
 
 @triton.jit
-def store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT: tl.constexpr = None,
-                TILE_LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):  # fmt: skip
-    """Write pairs back to their columns in memory; inverse of ``load_pairs``, rounding once.
-
-    With FIRST_PAIR a tile of BLOCK_D columns holds the pairs from this number on, of rows with D columns in all.
-    """
+def store_pairs(rows, first, second, offs, pairing, layouts=None, FIRST_PAIR: tl.constexpr = 0):
+    """Write pairs to their columns in memory, rounded once: the inverse of ``load_pairs``."""
+    LAYOUT: tl.constexpr = None if layouts is None else layouts.PAIRS
     D: tl.constexpr = rows.format.D
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
-    if rotation.INTERLEAVED:
+    if pairing.INTERLEAVED:
         x = pack_pairs(first, second)
-        if PAIR_LAYOUT is not None:
-            x = gl.convert_layout(x, TILE_LAYOUT)
-            offs = gl.convert_layout(offs, gl.SliceLayout(1, TILE_LAYOUT))
+        WHOLE: tl.constexpr = None if layouts is None else layouts.WHOLE
+        if layouts is not None:
+            x = gl.convert_layout(x, WHOLE)
+            offs = gl.convert_layout(offs, gl.SliceLayout(1, WHOLE))
         if FIRST_PAIR:
             rows = columns_from(rows, 2 * FIRST_PAIR)
-        store_tile(rows, x, offs, TILE_LAYOUT)
+        store_tile(rows, x, offs, WHOLE)
     else:
-        columns1, columns2 = pair_columns(D, rotation.R, BLOCK_D, PAIR_LAYOUT, FIRST_PAIR)
-        exists = tile_range(BLOCK_D // 2, 1, PAIR_LAYOUT)[None, :] < D // 2 - FIRST_PAIR
+        columns1, columns2 = pair_columns(tile_pairs(BLOCK_D, LAYOUT, FIRST_PAIR), D, pairing.R)
+        exists = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2 - FIRST_PAIR
         mask = (offs[:, None] < rows.num_rows) & exists
         dtype = rows.ptr.dtype.element_ty
         tl.store(row_pointers(rows, offs, columns1), first.to(dtype), mask=mask)
@@ -257,29 +250,29 @@ def store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT: tl.constexpr =
 
 
 @triton.jit
-def load_rotated(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True,
-                 PAIR_LAYOUT: tl.constexpr = None, TILE_LAYOUT: tl.constexpr = None,
-                 DTYPE: tl.constexpr = None, weights=None):  # fmt: skip
-    """Rows ``offs`` of q or k, normed and rotated in float32, times ``sign``, rounded once to DTYPE, in pair order.
+def load_rotated(
+    rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True, DTYPE: tl.constexpr = None
+):
+    """Load the rows ``offs`` of q or k, norm and rotate them in float32, and multiply them by ``sign``.
 
-    DTYPE None is the memory's. Row i has position ``position_offset + i``. CHECK_ROWS and the layouts as in
-    ``load_pairs``. weights: ``pair_norm_weights`` in PAIR_LAYOUT, where the caller has them; None: they are loaded.
+    They are rounded once to DTYPE, None: the memory's, and are in pair order. Row i has position ``position_offset +
+    i``. CHECK_ROWS as in ``load_pairs``.
     """
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
+    weights = None
     if rotation.norm is not None:
-        if weights is None:
-            weights = pair_norm_weights(rotation.norm, rotation.R, rotation.INTERLEAVED, BLOCK_D, PAIR_LAYOUT)
-    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS, PAIR_LAYOUT, TILE_LAYOUT)
-    cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIR_LAYOUT)
-    first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights, PAIR_LAYOUT)
+        weights = pair_norm_weights(rotation.norm, rotation, BLOCK_D)
+    first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=CHECK_ROWS)
+    cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D)
+    first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
     return pack_pairs(first, second).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit
 def load_rotated_tile(tiles, rotation, start, offs, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True):
-    """Rows ``start + offs`` of ``HeadTiles`` as products take them: rotated, in pair order.
+    """Load the rows ``start + offs`` of ``HeadTiles`` for a product: rotated, in pair order.
 
-    rotation None: they lie so in memory, and ``position_offset`` and ``sign`` say nothing. Otherwise they are rotated
+    rotation None: they are stored so, and ``position_offset`` and ``sign`` are not used. Otherwise they are rotated
     here, as ``load_rotated`` does; row i has position ``position_offset + i``.
     """
     if rotation is None:
@@ -290,9 +283,10 @@ def load_rotated_tile(tiles, rotation, start, offs, position_offset, sign=1.0, C
 
 @triton.jit
 def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE: tl.constexpr = None):
-    """``load_rotated`` in the order of memory instead of pair order, rows from ``num_rows`` on zero.
+    """Load as ``load_rotated`` does, in the order of memory instead of pair order; rows from ``num_rows`` on are zero.
 
-    It reads everything twice, once for each member of a pair: for a few rows that meet keys in the order of memory.
+    It reads everything twice, once for each member of a pair. It is for a few rows that meet keys in the order of
+    memory.
     """
     R: tl.constexpr = rotation.R
     columns = tl.arange(0, rows.format.BLOCK_D)
@@ -310,15 +304,13 @@ def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE:
     mask = (offs[:, None] < rows.num_rows) & (columns[None, :] < rows.format.D)
     x = tl.load(row_pointers(rows, offs, columns), mask=mask, other=0.0)
     partner = tl.load(row_pointers(rows, offs, partners), mask=mask, other=0.0)
-    cos, sin = load_angles(
-        rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True, LAYOUT=None, pairs=pairs
-    )
+    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, pairs=pairs)
     x, partner = x.to(tl.float32), partner.to(tl.float32)
     norm = rotation.norm
     if norm is not None:
         D: tl.constexpr = rows.format.D
         # Loaded as pairs too, because their squares are summed in that order.
-        pairs1, pairs2 = load_pairs(rows, offs, rotation, CHECK_ROWS=True)
+        pairs1, pairs2 = load_pairs(rows, offs, rotation)
         sign = pair_inverse_rms(pairs1, pairs2, norm) * sign
         x *= load_norm_weights(norm, columns, columns < D)[None, :]
         partner *= load_norm_weights(norm, partners, partners < D)[None, :]
@@ -336,6 +328,6 @@ def store_unrotated(rows, gradient, offs, rotation, position_offset):
     gradient (len(offs), BLOCK_D), rounded once to the memory's dtype; row i has position ``position_offset + i``.
     """
     first, second = unpack_pairs(gradient)
-    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, CHECK_POSITIONS=True)
+    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
     store_pairs(rows, first, second, offs, rotation)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Which tile a program works on, and how a program waits for other launches."""
+"""The tile of each program, and waiting for other launches."""
 
 import triton
 import triton.language as tl
@@ -22,21 +22,25 @@ def let_next_launch_start(PDL: tl.constexpr):
 
 @triton.jit
 def wait_until(pointer, count):
-    """Block until the word at ``pointer`` is ``count`` or more; what was written before it became so can be read."""
+    """Spin until ``*pointer >= count``, with acquire semantics."""
     tl.inline_asm_elementwise(
         "{ .reg .pred arrived; .reg .u32 found; "
         "AGAIN: ld.acquire.gpu.global.u32 found, [$1]; setp.ge.u32 arrived, found, $2; @arrived bra ARRIVED; "
         "nanosleep.u32 64; bra AGAIN; ARRIVED: mov.u32 $0, found; }",
-        "=r,l,r", [pointer.to(tl.uint64, bitcast=True), count], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [pointer.to(tl.uint64, bitcast=True), count],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
     """(tile, head) of program ``pid``, of ``num_tiles`` tiles of each of ``num_heads`` heads (of all batch entries).
 
-    Heads run in sections of ``heads_per_section``, whose keys and values share the L2. Under a causal mask the last
-    tiles take the longest: with LAST_TILE_FIRST they start first.
+    Heads run in sections of ``heads_per_section``; the keys and values of a section share the L2. Under a causal mask
+    the last tiles take the longest: with LAST_TILE_FIRST they start first.
     """
     section = pid // (heads_per_section * num_tiles)
     first_head = section * heads_per_section

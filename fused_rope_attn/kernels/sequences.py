@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Which rows of which sequence a program works on, and which keys of that sequence its queries see."""
+"""The rows and the sequence that a program works on, and the mask of that sequence."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ from fused_rope_attn.kernels.tiles import Origin
 
 @record
 class MaskArguments:
-    """The masks of a call, as its kernels take them; None where the call has no such mask."""
+    """The masks of a call; None: the call has no such mask."""
 
     starts_ptr: tl.tensor | None  # kv_starts (B,) int32
     lens_ptr: tl.tensor | None  # kv_lens (B,) int32
@@ -22,15 +22,15 @@ class MaskArguments:
     num_sequences: tl.tensor | None
     left: tl.tensor | None  # the window's keys before and after a query's own position
     right: tl.tensor | None  # ``is_causal`` if the call is
-    READS_LENGTHS: tl.constexpr  # whether any of the tensors is there
+    READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
 
 
 @record
-class Tile:
-    """A tile of rows of one head of one sequence, that of a program; by ``scheduled_queries`` or ``scheduled_keys``."""
+class ScheduledTile:
+    """A program's tile of rows of one head of one sequence; by ``scheduled_queries`` or ``scheduled_keys``."""
 
     number: tl.tensor  # among the tiles of this head, of all sequences
-    index: tl.tensor  # among the tiles of its sequence; that of a packed sequence may lie past its last row
+    index: tl.tensor  # among the tiles of its sequence; a packed sequence's tile may begin after its last row
     num_rows: tl.tensor  # of the sequence
     sequence: tl.tensor | None  # the number of the packed sequence
     origin: Origin  # the sequence's first row
@@ -39,7 +39,7 @@ class Tile:
 
 @record
 class Sequence:
-    """Queries and keys that belong together: those of a batch entry, or of a packed sequence."""
+    """The queries and keys of a batch entry or of a packed sequence."""
 
     batch: tl.tensor  # int64
     first_q: tl.tensor  # first query row in the tensor, 0 unless packed
@@ -51,48 +51,47 @@ class Sequence:
 
 
 @triton.jit
-def scheduled_rows(pid, N, partner_N, H, num_heads, heads_per_section, cu_ptr, partner_ptr, num_sequences,
-                   BLOCK: tl.constexpr, LAST_TILE_FIRST: tl.constexpr):  # fmt: skip
-    """The ``Tile`` of BLOCK rows that program ``pid`` works on, in the order of ``scheduled_tile``.
+def tile_of_head(number, batch_head, num_rows, H, cu_ptr, partner_ptr, partner_N, num_sequences, BLOCK: tl.constexpr):
+    """Return the ``ScheduledTile`` with this number, of BLOCK rows, of head ``batch_head`` of B * H.
 
-    Rows of a (B, H, N, D) tensor, num_heads = B * H; of packed sequences cu_ptr (sequences + 1,) int32 says where they
-    begin, and partner_ptr and partner_N are the other tensor's, as ``packed_tile`` takes them; otherwise both pointers
-    and num_sequences are None. There are ``count_tiles`` * num_heads programs.
+    A (B, H, num_rows, D) tensor has the rows. cu_ptr (sequences + 1,) int32: the first rows of packed sequences;
+    partner_ptr and partner_N are of the other tensor, as ``packed_tile`` takes them. Without packed sequences both
+    pointers and num_sequences are None.
     """
-    tiles = count_tiles(N, num_sequences, BLOCK)
-    number, batch_head = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
     batch = (batch_head // H).to(tl.int64)
     head = (batch_head % H).to(tl.int64)
     sequence = None
     first_row = 0
     index = number
     if cu_ptr is not None:
-        sequence, first_row, N, index = packed_tile(number, cu_ptr, partner_ptr, num_sequences, N, partner_N, BLOCK)
+        sequence, first_row, num_rows, index = packed_tile(
+            number, cu_ptr, partner_ptr, num_sequences, num_rows, partner_N, BLOCK
+        )
     origin = Origin(batch=batch, head=head, row=first_row)
-    return Tile(number=number, index=index, num_rows=N, sequence=sequence, origin=origin, batch_head=batch_head)
+    return ScheduledTile(number, index, num_rows, sequence, origin, batch_head)
 
 
 @triton.jit
 def scheduled_queries(pid, NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M: tl.constexpr):
-    """``scheduled_rows`` of queries (B, HQ, NQ, D): causal, the last tiles take the longest and start first."""
-    return scheduled_rows(
-        pid, NQ, NK, HQ, num_heads, heads_per_section, masks.cu_q_ptr, masks.cu_k_ptr, masks.num_sequences, BLOCK_M,
-        is_causal(masks.right),
-    )  # fmt: skip
+    """Return the tile of queries (B, HQ, NQ, D) of program ``pid``: the last tile of a causal sequence runs first,
+    because it takes the longest. num_heads is B * HQ. There are ``count_tiles`` * num_heads programs."""
+    tiles = count_tiles(NQ, masks.num_sequences, BLOCK_M)
+    number, head = scheduled_tile(pid, tiles, num_heads, heads_per_section, is_causal(masks.right))
+    return tile_of_head(number, head, NQ, HQ, masks.cu_q_ptr, masks.cu_k_ptr, NK, masks.num_sequences, BLOCK_M)
 
 
 @triton.jit
 def scheduled_keys(pid, NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N: tl.constexpr):
-    """``scheduled_rows`` of keys (B, HKV, NK, D): causal, the first tiles take the longest."""
-    return scheduled_rows(
-        pid, NK, NQ, HKV, num_heads, heads_per_section, masks.cu_k_ptr, masks.cu_q_ptr, masks.num_sequences, BLOCK_N,
-        LAST_TILE_FIRST=False,
-    )  # fmt: skip
+    """Return the tile of keys (B, HKV, NK, D) of program ``pid``: the first tile of a causal sequence runs first,
+    because it takes the longest. The rest as in ``scheduled_queries``."""
+    tiles = count_tiles(NK, masks.num_sequences, BLOCK_N)
+    number, head = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=False)
+    return tile_of_head(number, head, NK, HKV, masks.cu_k_ptr, masks.cu_q_ptr, NQ, masks.num_sequences, BLOCK_N)
 
 
 @triton.jit
 def partner_rows(tile, cu_ptr, num_sequences, N):
-    """(first row, rows) of the other tensor's part of a tile's sequence, of N rows in all: the keys of queries."""
+    """Return (first row, rows) of a tile's sequence in the other tensor of N rows: the keys of a tile of queries."""
     if cu_ptr is None:
         return 0, N
     else:
@@ -101,28 +100,23 @@ def partner_rows(tile, cu_ptr, num_sequences, N):
 
 @triton.jit
 def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
-    """``Sequence`` of which the tensors hold ``num_queries`` and ``rows_k`` rows, of which some keys may not exist."""
+    """Return the ``Sequence`` with num_queries rows of queries and rows_k rows of keys; some keys may not exist."""
     num_keys = existing_keys(masks.lens_ptr, batch, rows_k)
     q_offset = num_keys - num_queries
-    mask = sequence_mask(
-        masks.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS
-    )  # fmt: skip
-    return Sequence(
-        batch=batch, first_q=first_q, num_queries=num_queries, first_k=first_k, num_keys=num_keys, q_offset=q_offset,
-        mask=mask,
-    )  # fmt: skip
+    mask = sequence_mask(masks.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS)
+    return Sequence(batch, first_q, num_queries, first_k, num_keys, q_offset, mask)
 
 
 @triton.jit
 def sequence_of_queries(tile, NK, masks):
-    """The ``Sequence`` of a tile of queries, with NK rows of keys in the tensor."""
+    """Return the ``Sequence`` of a tile of queries, with NK rows of keys in the tensor."""
     first_k, rows_k = partner_rows(tile, masks.cu_k_ptr, masks.num_sequences, NK)
     return described_sequence(tile.origin.batch, tile.origin.row, tile.num_rows, first_k, rows_k, masks)
 
 
 @triton.jit
 def sequence_of_keys(tile, NQ, masks):
-    """The ``Sequence`` of a tile of keys, with NQ rows of queries in the tensor."""
+    """Return the ``Sequence`` of a tile of keys, with NQ rows of queries in the tensor."""
     first_q, num_queries = partner_rows(tile, masks.cu_q_ptr, masks.num_sequences, NQ)
     num_rows = tile.num_rows
     if masks.cu_k_ptr is not None:

@@ -26,13 +26,13 @@ def online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS: tl.conste
 
 @triton.jit
 def rescale(row_max, new_max):
-    """What sums under the base-2 maximum ``row_max`` are multiplied by under ``new_max``; 0 where they saw nothing."""
+    """Return the factor of sums from the base-2 maximum ``row_max`` to ``new_max``; 0 if they saw nothing."""
     return tl.math.exp2(row_max - tl.where(new_max == float("-inf"), 0.0, new_max))
 
 
 @triton.jit
 def add_sink(row_max, row_sum, sink, seen):
-    """One more key of base-2 logit ``sink`` without a value: (row_max, row_sum, weight of what was summed before).
+    """Add a key of base-2 logit ``sink`` without a value: (row_max, row_sum, weight of the sums before).
 
     A row that saw no key (not ``seen``) stays without one: its sum stays 0.
     """
@@ -69,7 +69,7 @@ def sink_gradient(sink, lse, delta):
 
 @triton.jit
 def finish_sums(row_max, row_sum, sink):
-    """(seen, row_max, divisor, weight), (rows,) each: with what the running sums of values become the output.
+    """Return (seen, row_max, divisor, weight), (rows,) each, which turn the running sums of values into the output.
 
     row_max in base 2 and row_sum (rows,) are those of all keys; sink: base-2 logit of one more key without a value,
     (rows,), a scalar or None. The sums of values are multiplied by ``weight``, which is 1 without a sink, and divided
@@ -85,7 +85,7 @@ def finish_sums(row_max, row_sum, sink):
 
 @triton.jit
 def log_sum_exp(seen, row_max, divisor):
-    """lse (rows,), the natural logarithm, of what ``finish_sums`` returns; -inf where a row saw no key."""
+    """Return lse (rows,), the natural logarithm, from the results of ``finish_sums``; -inf if a row saw no key."""
     return tl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))
 
 

@@ -1,21 +1,29 @@
 # mypy: ignore-errors
 """Rows of a tensor in memory, and tiles of them: how kernels load and store.
 
-A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel says once where a head's rows lie, and hands the
-record to whoever loads or stores: ``head_rows``, ``head_tiles`` for what may be read through the TMA, or
-``sequence_heads`` for the rows of all heads. Strides count elements.
+A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel locates a head's rows once and passes the record to
+the functions that load or store: ``head_rows``, ``head_tiles`` if the TMA may read them, or ``sequence_heads`` for the
+rows of all heads. Strides count elements.
 """
 
 import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
+
+
+@record
+class TensorView:
+    """A (B, H, N, D) tensor: its pointer, or its descriptor if the TMA reads it, and its strides."""
+
+    ptr: tl.tensor | tl.tensor_descriptor
+    strides: tl.tuple
 
 
 @record
 class Origin:
-    """Where the rows of one head of one sequence begin in a (B, H, N, D) tensor."""
+    """The first row of one head of one sequence in a (B, H, N, D) tensor."""
 
     batch: tl.tensor  # int64
     head: tl.tensor  # int64
@@ -24,7 +32,7 @@ class Origin:
 
 @record
 class RowFormat:
-    """What all rows of a call have in common."""
+    """Properties that all rows of a call have in common."""
 
     D: tl.constexpr  # columns in memory
     BLOCK_D: tl.constexpr  # columns of a tile, a power of two
@@ -81,99 +89,73 @@ def row_stride(stride, ptr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def head_rows(ptr, strides, origin, num_rows, format, first_row=None):
-    """``Rows`` of one head of one sequence of a (B, H, N, D) tensor with these element strides."""
+def rows_at(ptr, strides, num_rows, format):
+    """Return the num_rows ``Rows`` from ``ptr`` on in a tensor with these (batch, head, row, column) strides."""
+    return Rows(ptr, strides[2], strides[3], num_rows, first_row=None, format=format)
+
+
+@triton.jit
+def head_rows(view, origin, num_rows, format, first_row=None):
+    """Return the ``Rows`` of one head of one sequence of a ``TensorView``."""
+    ptr, strides = view.ptr, view.strides
     stride_row = row_stride(strides[2], ptr, format.ALIGNED)
     ptr += origin.batch * row_stride(strides[0], ptr, format.ALIGNED)
     ptr += origin.head * row_stride(strides[1], ptr, format.ALIGNED)
     ptr += tl.cast(origin.row, tl.int64) * stride_row
-    return Rows(
-        ptr=ptr, stride_row=stride_row, stride_column=strides[3], num_rows=num_rows, first_row=first_row, format=format
-    )
+    return Rows(ptr, stride_row, strides[3], num_rows, first_row, format)
 
 
 @triton.jit
-def head_tiles(tensor, strides, origin, num_rows, format, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr,
-               first_row=None):  # fmt: skip
-    """``HeadTiles`` of a (B, H, N, D) tensor, of which ``tensor`` is a pointer, or with USE_TMA a descriptor."""
+def head_tiles(view, origin, num_rows, format, first_row, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr):
+    """Return the ``HeadTiles`` of one head of one sequence of a ``TensorView``."""
     if USE_TMA:
-        rows = Rows(
-            ptr=None, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=first_row,
-            format=format,
-        )  # fmt: skip
-        return HeadTiles(rows=rows, descriptor=tensor, origin=origin, READS_LENGTHS=READS_LENGTHS)
+        rows = Rows(None, view.strides[2], view.strides[3], num_rows, first_row, format)
+        return HeadTiles(rows, descriptor=view.ptr, origin=origin, READS_LENGTHS=READS_LENGTHS)
     else:
-        rows = head_rows(tensor, strides, origin, num_rows, format, first_row)
-        return HeadTiles(rows=rows, descriptor=None, origin=origin, READS_LENGTHS=READS_LENGTHS)
+        rows = head_rows(view, origin, num_rows, format, first_row)
+        return HeadTiles(rows, descriptor=None, origin=origin, READS_LENGTHS=READS_LENGTHS)
 
 
 @triton.jit
-def sequence_heads(ptr, strides, batch, first_row, num_rows, format):
-    """``Heads`` of one sequence of a (B, H, N, D) tensor, which begins at ``first_row`` of entry ``batch`` (int64)."""
-    ptr = ptr + batch * strides[0] + tl.cast(first_row, tl.int64) * strides[2]
-    rows = Rows(
-        ptr=ptr, stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format
-    )
-    return Heads(rows=rows, stride_head=strides[1])
+def sequence_heads(view, batch, first_row, num_rows, format):
+    """Return the ``Heads`` of one sequence of a ``TensorView``, from ``first_row`` of entry ``batch`` (int64) on."""
+    strides = view.strides
+    ptr = view.ptr + batch * strides[0] + tl.cast(first_row, tl.int64) * strides[2]
+    return Heads(rows=rows_at(ptr, strides, num_rows, format), stride_head=strides[1])
 
 
 @triton.jit
 def rows_of_head(heads, head):
-    """``Rows`` of head number ``head`` of ``Heads``."""
-    return Rows(
-        ptr=heads.rows.ptr + tl.cast(head, tl.int64) * heads.stride_head,
-        stride_row=heads.rows.stride_row,
-        stride_column=heads.rows.stride_column,
-        num_rows=heads.rows.num_rows,
-        first_row=heads.rows.first_row,
-        format=heads.rows.format,
-    )
+    """Return the ``Rows`` of head number ``head`` of ``Heads``."""
+    return replace(heads.rows, ptr=heads.rows.ptr + tl.cast(head, tl.int64) * heads.stride_head)
 
 
 @triton.jit
 def rows_from(rows, start):
-    """The same ``Rows``, counted from row ``start`` on."""
+    """Return the same ``Rows``, counted from row ``start`` on."""
     first_row = rows.first_row
     if first_row is not None:
         first_row -= start
-    return Rows(
-        ptr=rows.ptr + tl.cast(start, tl.int64) * rows.stride_row,
-        stride_row=rows.stride_row,
-        stride_column=rows.stride_column,
-        num_rows=rows.num_rows - start,
-        first_row=first_row,
-        format=rows.format,
-    )
+    ptr = rows.ptr + tl.cast(start, tl.int64) * rows.stride_row
+    return replace(rows, ptr=ptr, num_rows=rows.num_rows - start, first_row=first_row)
 
 
 @triton.jit
 def columns_from(rows, FIRST_COLUMN: tl.constexpr):
-    """The same ``Rows`` without the columns before FIRST_COLUMN; tiles keep their width."""
-    row_format = RowFormat(
-        D=rows.format.D - FIRST_COLUMN,
-        BLOCK_D=rows.format.BLOCK_D,
-        USE_INT64_OFFSETS=rows.format.USE_INT64_OFFSETS,
-        ALIGNED=rows.format.ALIGNED,
-    )
-    return Rows(
-        ptr=rows.ptr + FIRST_COLUMN * rows.stride_column,
-        stride_row=rows.stride_row,
-        stride_column=rows.stride_column,
-        num_rows=rows.num_rows,
-        first_row=rows.first_row,
-        format=row_format,
-    )
+    """Return the same ``Rows`` without the columns before FIRST_COLUMN; tiles keep their width."""
+    row_format = replace(rows.format, D=rows.format.D - FIRST_COLUMN)
+    return replace(rows, ptr=rows.ptr + FIRST_COLUMN * rows.stride_column, format=row_format)
 
 
 @triton.jit
 def heads_from(heads, start):
-    """The same ``Heads``, their rows counted from row ``start`` on."""
-    return Heads(rows=rows_from(heads.rows, start), stride_head=heads.stride_head)
+    """Return the same ``Heads``, their rows counted from row ``start`` on."""
+    return replace(heads, rows=rows_from(heads.rows, start))
 
 
 @triton.jit
 def tile_range(N: tl.constexpr, AXIS: tl.constexpr, LAYOUT: tl.constexpr):
-    """0 .. N along one axis of a tile. LAYOUT is the tile's in Gluon kernels, which spell layouts out; else None."""
+    """Return 0 .. N along one axis of a tile. LAYOUT is the tile's in Gluon kernels, which name layouts; else None."""
     if LAYOUT is None:
         return tl.arange(0, N)
     else:
@@ -182,7 +164,7 @@ def tile_range(N: tl.constexpr, AXIS: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def tile_pointers(base, offs_row, offs_column, stride_row, stride_column, USE_INT64_OFFSETS: tl.constexpr):
-    """Pointers (len(offs_row), len(offs_column)) to these rows and columns."""
+    """Return pointers (len(offs_row), len(offs_column)) to these rows and columns."""
     if USE_INT64_OFFSETS:
         offs_row = offs_row.to(tl.int64)
         offs_column = offs_column.to(tl.int64)
@@ -191,15 +173,13 @@ def tile_pointers(base, offs_row, offs_column, stride_row, stride_column, USE_IN
 
 @triton.jit
 def row_pointers(rows, offs, columns):
-    """``tile_pointers`` to ``columns`` of the rows ``offs`` of ``Rows``."""
-    return tile_pointers(
-        rows.ptr, offs, columns, rows.stride_row, rows.stride_column, rows.format.USE_INT64_OFFSETS
-    )  # fmt: skip
+    """Return ``tile_pointers`` to ``columns`` of the rows ``offs`` of ``Rows``."""
+    return tile_pointers(rows.ptr, offs, columns, rows.stride_row, rows.stride_column, rows.format.USE_INT64_OFFSETS)
 
 
 @triton.jit
 def row_mask(rows, offs, start=0):
-    """Which of the rows ``start + offs`` exist, (len(offs), 1)."""
+    """Return whether each of the rows ``start + offs`` exists, (len(offs), 1)."""
     mask = offs[:, None] < rows.num_rows - start
     if rows.first_row is not None:
         mask = mask & (offs[:, None] >= rows.first_row - start)
@@ -208,7 +188,7 @@ def row_mask(rows, offs, start=0):
 
 @triton.jit
 def load_where(pointers, mask, other):
-    """``tl.load`` with ``other`` where mask is false; mask None: everything is read."""
+    """Load, with ``other`` where mask is false; mask None: everything is read."""
     if mask is None:
         return tl.load(pointers)
     else:
@@ -217,7 +197,7 @@ def load_where(pointers, mask, other):
 
 @triton.jit
 def load_tile(rows, offs, CHECK_ROWS: tl.constexpr, LAYOUT: tl.constexpr = None):
-    """Tile (len(offs), BLOCK_D) in the memory's dtype; columns past D are zero.
+    """Load a tile (len(offs), BLOCK_D) in the memory's dtype; columns past D are zero.
 
     CHECK_ROWS: rows that do not exist are zero; without it all of ``offs`` must exist.
     """
@@ -245,7 +225,7 @@ def store_tile(rows, tile, offs, LAYOUT: tl.constexpr = None):
 
 @triton.jit
 def load_head_tile(tiles, start, offs, CHECK_ROWS: tl.constexpr):
-    """Rows ``start + offs`` of ``HeadTiles`` as ``load_tile`` gives them; offs: 0 to the tile's number of rows."""
+    """Load the rows ``start + offs`` of ``HeadTiles`` as ``load_tile`` does; offs: 0 to the tile's number of rows."""
     if tiles.descriptor is not None:
         origin = tiles.origin
         where = [origin.batch.to(tl.int32), origin.head.to(tl.int32), origin.row + start, 0]
@@ -266,11 +246,10 @@ def prefetch_rows(rows, first, limit, NUM_ROWS: tl.constexpr, LAYOUT: tl.constex
     """
     ITEM: tl.constexpr = rows.ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = max(1, rows.format.BLOCK_D * ITEM // 128)
-    # Those past the last row ask for it again.
+    # Rows past the last one prefetch the last one again.
     offs = tl.minimum(first + tile_range(NUM_ROWS, 0, LAYOUT), tl.maximum(limit - 1, 0))
     columns = tile_range(LINES, 1, LAYOUT) * (128 // ITEM)
     pointers = row_pointers(rows, offs, columns)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64, bitcast=True)], tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    words = pointers.to(tl.int64, bitcast=True)
+    PREFETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [words], tl.int32, is_pure=False, pack=1)

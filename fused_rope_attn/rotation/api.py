@@ -62,8 +62,8 @@ def apply_rope(
         ValueError: wrong shape, range, device or combination.
     """
     outs = None if out is None else {"out": out}
-    (turned,) = _apply({"x": x}, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs)
-    return turned
+    (rotated,) = _apply({"x": x}, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs)
+    return rotated
 
 
 @explain_keywords(ROTATION)
@@ -95,7 +95,7 @@ def apply_rope_qk(
         q_norm, k_norm: weights ``(D,)`` of a root-mean-square norm over the D columns of each head of q and of k, which
             comes before the rotation (Qwen 3, Gemma 3): ``x * rsqrt(mean(x**2) + norm_eps) * (norm_offset + weight)``.
             Both or neither, float32 or q's dtype, differentiable; v is not normed. The norm covers the columns R to D
-            too, and what ``cu_seqlens`` leave unrotated. With ``inverse`` it still comes first.
+            too, and what ``cu_seqlens`` leave unrotated. With ``inverse`` it still is first.
         norm_eps: at least 0. A row of zeros stays one, also where this is 0.
         norm_offset: 1 for weights that are stored as their distance from one (Gemma).
         out: ``(q, k)``, or ``(q, k, v)`` with v: written instead of new tensors.
@@ -120,10 +120,9 @@ def apply_rope_qk(
 
 
 def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms=NO_NORMS):
-    rotary_dim = check_rotation(
-        xs, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse, layout=layout,
-        position_ids=position_ids, cu_seqlens=cu_seqlens, outs=outs, norms=norms,
-    )  # fmt: skip
+    places = {"layout": layout, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
+    flags = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse}
+    rotary_dim = check_rotation(xs, cos, sin, **flags, **places, outs=outs, norms=norms)
     if position_ids is not None and position_ids.ndim < 3:
         position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
     given = None if outs is None else list(outs.values())
@@ -132,25 +131,25 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
     if norms.q_norm is not None:
         tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
         options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
-    return rotate(options, tensors)
+    return rotate_checked(options, tensors)
 
 
-def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    """What ``apply_rope`` does with arguments that were checked: for callers who know that theirs are right."""
+def rotate_checked(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
+    """Rotate as ``apply_rope`` does, without checks, for callers who know that their arguments are right."""
     if _has_kernel(tensors.xs[0]):
-        return ops.rotate(options, tensors)
+        return ops.rotate_by_kernel(options, tensors)
     count = len(tensors.xs)
     if tensors.weights:
         given = differentiable(WITH_NORMS, (*tensors.xs, *tensors.weights))
     else:  # linear: the operator is its own backward, which can be differentiated as often as one likes
         given = differentiable("apply_rope", tensors.xs, orders=math.inf)
     xs, weights = given[:count], given[count:]
-    turned = [_reference(x, weight, options, tensors) for x, weight in zip(xs, (*weights, *(None for _ in xs)))]
-    return turned if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, turned)]
+    rotated = [_reference(x, weight, options, tensors) for x, weight in zip(xs, (*weights, *(None for _ in xs)))]
+    return rotated if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, rotated)]
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    """GPUs; CPUs under Triton's interpreter, but for bfloat16, which it gets wrong. float64 takes the reference."""
+    """Return True on GPUs and in Triton's interpreter, but not for float64, nor for bfloat16 if interpreted (wrong)."""
     if x.dtype is torch.float64 or not has_triton():
         return False
     return x.is_cuda or (is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
@@ -164,10 +163,9 @@ def _reference(
     axes = (0, *(axis + 1 for axis in others)) if batch_axis is None else (batch_axis, *others)
     if packed:
         x = x.unsqueeze(0)
-    turned = reference.rotation(
-        x.permute(axes), tensors.cos, tensors.sin, rotary_dim=options.rotary_dim, interleaved=options.interleaved,
-        inverse=options.inverse, position_ids=tensors.position_ids, cu_seqlens=tensors.cu_seqlens, weight=weight,
-        norm_eps=options.norm_eps, norm_offset=options.norm_offset,
-    )  # fmt: skip
-    turned = turned.permute([axes.index(axis) for axis in range(4)])
-    return turned.squeeze(0) if packed else turned
+    names = ("rotary_dim", "interleaved", "inverse", "norm_eps", "norm_offset")
+    chosen = {name: getattr(options, name) for name in names}
+    places = {"position_ids": tensors.position_ids, "cu_seqlens": tensors.cu_seqlens}
+    rotated = reference.rotation(x.permute(axes), tensors.cos, tensors.sin, weight=weight, **places, **chosen)
+    rotated = rotated.permute([axes.index(axis) for axis in range(4)])
+    return rotated.squeeze(0) if packed else rotated

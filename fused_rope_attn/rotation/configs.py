@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RotationConfig:
-    """What one program turns.
+    """The tile of one program.
 
     tile_bytes: bytes that it loads; divided by 32 * num_warps, the bytes that a thread has in flight.
     run_bytes: how many of them are neighbours in memory: heads of one token, or tokens of one head, whichever are.
@@ -59,7 +59,7 @@ _LIMITS = sorted({row.max_bytes for row in TABLE if row.max_bytes is not None})
 
 
 def rotation(arch: str, size: int, norms: bool = False) -> RotationConfig:
-    """The configuration on ``arch`` for a call whose largest tensor has ``size`` bytes."""
+    """Return the configuration on ``arch`` for a call with a largest tensor of ``size`` bytes."""
     return _rotation(arch, sum(size > limit for limit in _LIMITS), norms)
 
 

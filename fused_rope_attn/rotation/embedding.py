@@ -13,10 +13,10 @@ from fused_rope_attn.runtime.options import RotationLayout
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """``apply_rope`` with tables of its own, which grow when a longer sequence comes.
+    """``apply_rope`` with tables of its own, which grow for longer sequences.
 
     Args:
-        dim: R, the rotary dim; heads may be wider, what is behind passes through.
+        dim: R, the rotary dim; the columns of wider heads from R on pass through.
         max_seq_len: rows of the tables at first.
         base: of the frequencies.
         interleaved: the layout of the pairs.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Launcher of the rotation alone, and what it shares with that of norm and rotation."""
+"""Launchers of the rotation alone, of norm and rotation in one pass, and of its gradient."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import triton
 
 from fused_rope_attn.rotation.configs import RotationConfig, rotation
 from fused_rope_attn.rotation.kernel import rotation_kernel
+from fused_rope_attn.rotation.norm_kernel import norm_rotation_kernel
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.tile import IDS, INDEX, PACKED
 from fused_rope_attn.rotation.validation import LAYOUTS
@@ -28,14 +29,14 @@ def _power_of_two(n: int) -> int:
 
 
 def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: bool) -> tuple[int, int]:
-    """(tokens, heads) of a tile whose rows have ``row_bytes``; heads are a constant of a model, lengths are not."""
+    """Return (tokens, heads) of a tile with rows of ``row_bytes``. Heads are a constant of a model, lengths are not."""
     total = max(1, config.tile_bytes // row_bytes)
     inner = max(1, min(total, config.run_bytes // row_bytes))
     block_heads = min(_power_of_two(heads), inner if heads_inner else total // inner)
     return total // block_heads, block_heads
 
 
-class Described(NamedTuple):
+class KernelCall(NamedTuple):
     """A call in the terms of its kernel: how many tiles each tensor has, arguments by name, and Triton's options.
 
     A program works on one tile.
@@ -46,12 +47,12 @@ class Described(NamedTuple):
     options: dict[str, int]
 
 
-def describe(
+def kernel_call(
     options: RotationOptions, tensors: RotationTensors, config: RotationConfig, normed: Sequence[torch.Tensor] = ()
-) -> Described:
-    """A call with ``xs`` and ``outs``, of which one that is None is not written.
+) -> KernelCall:
+    """Describe a call with ``xs`` and ``outs``; an out that is None is not written.
 
-    normed: of a backward call the inputs of the norms, of the first xs' shapes.
+    normed: the inputs of the norms in a backward call, of the first xs' shapes.
     """
     xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
     rotary_dim, interleaved, conjugate, layout, in_place, eps, offset = options
@@ -72,7 +73,7 @@ def describe(
         position_strides = (position_strides[0] if position_ids.shape[0] > 1 else 0, *position_strides[1:])
     num_sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
-    # One token (a step of decoding) is all heads, however they lie.
+    # One token (a step of decoding) is all heads, in any order.
     heads_inner = x_strides[0][1] < x_strides[0][2] or length == 1
     # A tile also holds what passes through, which is much where few columns of many rotate.
     block_tail = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1
@@ -83,13 +84,13 @@ def describe(
     chunks = [triton.cdiv(h, block_heads) for h in heads]
     row_blocks = triton.cdiv(length, rows) * batch
     missing = 3 - len(xs)
-    # Tensors that are not there have the strides of some that are.
+    # Absent tensors have the strides of the first one.
     strides = {
         f"{name}{i}_strides": given[i] if i < len(given) else x_strides[0]
         for name, given, most in (("x", x_strides, 3), ("out", out_strides, 3), ("normed", normed_strides, 2))
         for i in range(most)
     }
-    return Described(
+    return KernelCall(
         [row_blocks * n for n in chunks],
         dict(
             strides,
@@ -116,7 +117,7 @@ def describe(
             FULL_WIDTH=cos.shape[-1] == width,
             POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
             HEADS_INNER=heads_inner,
-            # What is normed changes everywhere, also where a call without norms would leave it in its place.
+            # A norm changes the tail too, which a call in place without norms leaves as it is.
             COPY_TAIL=head_dim > rotary_dim and not (in_place and not weights),
             USE_INT64_OFFSETS=_is_long(x_strides + out_strides + normed_strides, rows, block_heads, head_dim),
         ),
@@ -124,24 +125,47 @@ def describe(
     )
 
 
+_TENSORS = "x0_ptr x1_ptr x2_ptr out0_ptr out1_ptr out2_ptr".split()
+_NORMS = "weight0_ptr weight1_ptr normed0_ptr normed1_ptr partial0_ptr partial1_ptr".split()
+_POSITIONS = "cos_ptr sin_ptr positions_ptr cu_seqlens_ptr".split()
+
+
 class RotationCall:
-    """The launch of one signature without norms."""
+    """The launch of one signature: with weights, norm and rotation; with ``normed``, the norms' inputs, the gradient.
 
-    def __init__(self, options: RotationOptions, tensors: RotationTensors, config: RotationConfig):
-        tiles, arguments, launch_options = describe(options, tensors, config)
-        self.launch = Launch(rotation_kernel, sum(tiles), launch_options, arguments)
+    wanted: whether the gradient of each weight is wanted.
+    """
 
-    def __call__(self, call: RotationTensors) -> None:
-        xs, outs, cos, sin, position_ids, cu_seqlens, _ = call
-        stream = device.current_stream(cos.device)
+    def __init__(
+        self,
+        options: RotationOptions,
+        tensors: RotationTensors,
+        normed: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        config: RotationConfig,
+    ):
+        tiles, arguments, launch_options = kernel_call(options, tensors, config, normed)
+        kernel = norm_rotation_kernel if tensors.weights else rotation_kernel
+        self.launch = Launch(kernel, sum(tiles), launch_options, arguments)
+        # A program writes one partial sum of its weight's gradient.
+        self.partials = [(count, arguments["D"]) if is_wanted else None for count, is_wanted in zip(tiles, wanted)]
+
+    def __call__(self, call: RotationTensors, normed: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Launch the call, and return the partial sums of the weights' gradients that are wanted."""
+        xs, outs, cos, sin, position_ids, cu_seqlens, weights = call
+        partials = [
+            None if shape is None else torch.empty(shape, dtype=torch.float32, device=cos.device)
+            for shape in self.partials
+        ]
         # A pointer that the kernel does not read must still be one.
-        x0, x1, x2 = (*xs, xs[0], xs[0])[:3]
-        out0, out1, out2 = (*outs, outs[0], outs[0])[:3]
-        self.launch(
-            stream, x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, out0_ptr=out0, out1_ptr=out1, out2_ptr=out2, cos_ptr=cos,
-            sin_ptr=sin, positions_ptr=cos if position_ids is None else position_ids,
-            cu_seqlens_ptr=cos if cu_seqlens is None else cu_seqlens,
-        )  # fmt: skip
+        rest = xs[0], xs[0]
+        given = dict(zip(_TENSORS, (*(*xs, *rest)[:3], *(*outs, *rest)[:3])))
+        if weights:
+            given |= zip(_NORMS, [x for some in (weights, normed, partials) for x in (*some, None, None)[:2]])
+        ids, ends = (cos if x is None else x for x in (position_ids, cu_seqlens))
+        given |= zip(_POSITIONS, (cos, sin, ids, ends))
+        self.launch(device.current_stream(cos.device), **given)
+        return tuple(partials)
 
 
 def _canonical(sizes, axes, absent) -> tuple[int, ...]:
@@ -159,24 +183,55 @@ def config_for(where: torch.device, xs: Sequence[torch.Tensor], norms: bool = Fa
 
 
 def _prepare(key, flat: tuple, *config: RotationConfig):
-    where, options, count = key
+    where, options, count, norms, wanted = key
 
-    def unpack(flat: tuple) -> RotationTensors:
-        return RotationTensors(list(flat[:count]), list(flat[count : 2 * count]), *flat[2 * count :])
+    def unpack(flat: tuple) -> tuple[RotationTensors, tuple]:
+        xs, outs = flat[:count], flat[count : 2 * count]
+        cos, sin, position_ids, cu_seqlens, *rest = flat[2 * count :]
+        return RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens, rest[:norms]), tuple(rest[norms:])
 
-    tensors = unpack(flat)
-    call = RotationCall(options, tensors, *config or (config_for(where, tensors.xs),))
-    return lambda flat: call(unpack(flat))
+    tensors, normed = unpack(flat)
+    call = RotationCall(options, tensors, normed, wanted, *config or (config_for(where, tensors.xs, norms > 0),))
+    return lambda flat: call(*unpack(flat))
 
 
 _calls = Calls(_prepare)
 
 
-def rotate(options: RotationOptions, tensors: RotationTensors, *config: RotationConfig) -> None:
+def _launch(options, tensors: RotationTensors, normed: Sequence, wanted: tuple, config: tuple) -> tuple:
+    xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
+    flat = (*xs, *outs, cos, sin, position_ids, cu_seqlens, *weights, *normed)
+    return _calls((cos.device, options, len(xs), len(weights), wanted), flat, *config)(flat)
+
+
+def launch_rotation(options: RotationOptions, tensors: RotationTensors, *config: RotationConfig) -> None:
     """Fill ``outs`` with the rotated ``xs``, in one launch on the current device; none of them is empty.
 
-    ``config`` is a ``RotationConfig`` to run instead of the table's.
+    If there are ``weights``, contiguous, the first xs are normed before. ``config`` is a ``RotationConfig`` to run
+    instead of the table's.
     """
-    xs, outs, cos, sin, position_ids, cu_seqlens, _ = tensors
-    flat = (*xs, *outs, cos, sin, position_ids, cu_seqlens)
-    _calls((cos.device, options, len(xs)), flat, *config)(flat)
+    _launch(options, tensors, (), (), config)
+
+
+def launch_norm_gradient(
+    options: RotationOptions,
+    tensors: RotationTensors,
+    normed: Sequence[torch.Tensor],
+    wanted: tuple[bool, ...],
+    *config: RotationConfig,
+) -> list[torch.Tensor | None]:
+    """Launch the gradient of norm and rotation, and a sum for each weight; no tensor is empty.
+
+    Args:
+        options: those of the forward call with the opposite ``inverse``.
+        tensors: xs are gradients of the forward call's outs, and outs receive those of its xs; an out that is None is
+            not wanted.
+        normed: the forward call's inputs of the norms, one for each of ``weights``.
+        wanted: whether the gradient of each weight is wanted.
+
+    Returns:
+        the weights' gradients (D,) in their own dtypes, None where they are not wanted. Each program sums the rows of
+        its tile in float32, and the sums are added in one order: bitwise equal from run to run.
+    """
+    partials = _launch(options, tensors, normed, wanted, config)
+    return [None if part is None else part.sum(0).to(weight.dtype) for part, weight in zip(partials, tensors.weights)]

@@ -18,7 +18,7 @@ def permute_rope_layout(
     ``permute_rope_layout(weight, head_dim, dim=0)``. Scores do not change as long as q and k are permuted alike.
 
     Args:
-        x: any tensor whose axis ``dim`` holds H heads of ``head_dim`` columns.
+        x: any tensor with H heads of ``head_dim`` columns along the axis ``dim``.
         head_dim: D; default the whole axis.
         rotary_dim: R, even; columns R to D of every head stay where they are. Default D.
         dim: the axis of the columns.
@@ -44,8 +44,8 @@ def permute_rope_layout(
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"rotary_dim must be even and between 2 and head_dim = {head_dim}, but is {rotary_dim}")
-    turning = torch.arange(rotary_dim, device=x.device)
-    turning = turning.view(-1, 2).T.flatten() if inverse else turning.view(2, -1).T.flatten()
-    order = torch.cat((turning, torch.arange(rotary_dim, head_dim, device=x.device)))
+    rotated = torch.arange(rotary_dim, device=x.device)
+    rotated = rotated.view(-1, 2).T.flatten() if inverse else rotated.view(2, -1).T.flatten()
+    order = torch.cat((rotated, torch.arange(rotary_dim, head_dim, device=x.device)))
     starts = torch.arange(0, columns, head_dim, device=x.device)
     return x.index_select(dim, (starts[:, None] + order).flatten())

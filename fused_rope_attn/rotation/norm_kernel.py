@@ -1,138 +1,125 @@
 # mypy: ignore-errors
 """Norm and rotation in one pass over the heads: forward, and backward with partial sums of the weights' gradients.
 
-The rotation is that of ``kernel.py``. A norm is over all D columns of a row and so needs every section and the tail
-before it can rotate any: a program holds whole rows. A tensor without a weight (v, in a call that has one) is rotated
-only.
+The rotation is that of ``kernel.py``. A norm is over all D columns of a row and needs every section and the tail before
+it can rotate any, so a program holds whole rows. A tensor without a weight, v for example, is only rotated.
 """
 
 import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.norm import Norm, inverse_rms, load_norm_weights, norm_gradient, row_sum, tree_sum
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation
+from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation
+from fused_rope_attn.kernels.tiles import TensorView
 from fused_rope_attn.rotation.tile import (
     Angles,
     Columns,
-    Operand,
+    Positions,
+    RotatedTensor,
     TileShape,
-    existing_rows,
+    TokenBlock,
+    block_positions,
     load_section,
     locate_tile,
     rotate_section,
     rotate_tile,
     section_angles,
-    section_mask,
     section_pairs,
+    sections_of,
     store_section,
     tail_columns,
     tile_at,
     tile_offsets,
     tile_pointer,
-    token_positions,
 )
 
 
 @record
-class Positions:
-    """Where the positions of a launch's tokens come from, as ``token_positions`` takes it."""
-
-    positions_ptr: tl.tensor
-    strides: tl.tuple
-    cu_seqlens_ptr: tl.tensor
-    num_sequences: tl.tensor
-    search_steps: tl.tensor
-
-
-@record
 class Normed:
-    """What a tensor (B, H, N, D) that is normed has beside its ``Operand``.
+    """The norm of a ``RotatedTensor``.
 
-    weight_ptr: None where it is rotated only. Of a backward launch x_ptr, the input of the norm; of a forward one None.
-    partial_ptr: (tiles of the tensor, D) float32 for sums of the weight's gradient; None where it is not wanted.
+    norm: None: it is only rotated. x: the input of the norm in a backward launch; its pointer is None in a forward one.
+    partial_ptr: (tiles of the tensor, D) float32 for sums of the weight's gradient; None if that is not wanted.
     """
 
-    weight_ptr: tl.tensor | None
-    x_ptr: tl.tensor | None
-    x_strides: tl.tuple
+    norm: Norm | None
+    x: TensorView
     partial_ptr: tl.tensor | None
 
 
 @triton.jit
-def section_columns(columns, R: tl.constexpr, INTERLEAVED: tl.constexpr, SECTION: tl.constexpr):
-    """Columns of the first and second members of a section's pairs, and which pairs exist, (BLOCK_PAIRS,) each."""
+def section_columns(columns, pairing, SECTION: tl.constexpr):
+    """Return columns of the first and second members of a section's pairs, and which pairs exist, (BLOCK_PAIRS,)."""
+    R: tl.constexpr = pairing.R
     pairs = tl.arange(0, columns.BLOCK_PAIRS)
-    if INTERLEAVED:
+    if pairing.INTERLEAVED:
         return SECTION * R + 2 * pairs, SECTION * R + 2 * pairs + 1, pairs < R // 2
     else:
         return SECTION * R + pairs, SECTION * R + pairs + R // 2, pairs < R // 2
 
 
 @triton.jit
-def section_norm_weights(norm, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr, SECTION: tl.constexpr):
-    """``load_norm_weights`` of the first and second members of a section's pairs, (1, 1, BLOCK_PAIRS) each."""
-    columns1, columns2, exists = section_columns(columns, R, INTERLEAVED, SECTION)
+def section_norm_weights(norm, columns, pairing, SECTION: tl.constexpr):
+    """Load the norm's weights of the first and second members of a section's pairs, (1, 1, BLOCK_PAIRS) each."""
+    columns1, columns2, exists = section_columns(columns, pairing, SECTION)
     weight1, weight2 = load_norm_weights(norm, columns1, exists), load_norm_weights(norm, columns2, exists)
     return weight1[None, None, :], weight2[None, None, :]
 
 
 @triton.jit
 def tail_norm_weights(norm, columns, R: tl.constexpr):
-    """``load_norm_weights`` of the columns behind the sections, (1, 1, BLOCK_TAIL)."""
+    """Load the norm's weights of the columns after the sections, (1, 1, BLOCK_TAIL)."""
     offs_tail = tail_columns(columns, R)
     return load_norm_weights(norm, offs_tail, offs_tail < columns.D)[None, None, :]
 
 
 @triton.jit
-def load_tail(ptr, strides, tile, exists, columns, R: tl.constexpr):
-    """The columns behind the sections, as they lie in memory; what does not exist is zero."""
-    offs_tail = tail_columns(columns, R)
-    mask = exists & (offs_tail < columns.D)[None, None, :]
-    return tl.load(ptr + tile_offsets(tile, offs_tail, strides), mask=mask, other=0.0)
+def tail_pointers(sections):
+    """Return pointers to the columns after the sections, and which of them exist."""
+    offs_tail = tail_columns(sections.columns, sections.R)
+    mask = sections.exists & (offs_tail < sections.columns.D)[None, None, :]
+    return sections.ptr + tile_offsets(sections.tile, offs_tail, sections.strides), mask
 
 
 @triton.jit
-def store_tail(ptr, strides, tile, exists, columns, x, R: tl.constexpr):
-    """Inverse of ``load_tail``, rounding once."""
-    offs_tail = tail_columns(columns, R)
-    mask = exists & (offs_tail < columns.D)[None, None, :]
-    tl.store(ptr + tile_offsets(tile, offs_tail, strides), x.to(ptr.dtype.element_ty), mask=mask)
+def load_tail(sections):
+    """Load the columns after the sections in the memory's dtype; those that do not exist are zero."""
+    pointers, mask = tail_pointers(sections)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
-def positions_of(positions, batch, first_token, num_tokens, shape, POSITIONS: tl.constexpr, SECTION: tl.constexpr):
-    """``token_positions`` of a tile's tokens."""
-    return token_positions(
-        positions.positions_ptr, positions.strides, positions.cu_seqlens_ptr, positions.num_sequences,
-        positions.search_steps, batch, first_token + tl.arange(0, shape.BLOCK_TOKENS), num_tokens, POSITIONS, SECTION,
-    )  # fmt: skip
+def store_tail(sections, x):
+    """Write the columns after the sections, rounded once."""
+    pointers, mask = tail_pointers(sections)
+    tl.store(pointers, x.to(sections.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_row_parts(ptr, strides, tile, exists, mask, pairs, columns, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Whole rows of a tile as they lie in memory: ``load_section`` of all sections, as two tuples, and a third
-    with the tail, where there is one."""
+def load_row_parts(sections):
+    """Load whole rows of a tile in the memory's dtype: the results of ``load_section`` for all sections, as two tuples,
+    and a third with the tail, if there is one."""
     firsts, seconds = (), ()
-    for section in tl.static_range(columns.SECTIONS):
-        first, second = load_section(ptr, strides, tile, mask, pairs, columns, R, INTERLEAVED, section)
+    for section in tl.static_range(sections.columns.SECTIONS):
+        first, second = load_section(sections, section)
         firsts, seconds = firsts + (first,), seconds + (second,)
-    if columns.COPY_TAIL:
-        return firsts, seconds, (load_tail(ptr, strides, tile, exists, columns, R),)
+    if sections.columns.COPY_TAIL:
+        return firsts, seconds, (load_tail(sections),)
     else:
         return firsts, seconds, ()
 
 
 @triton.jit
 def sum_columns(x):
-    """``tree_sum`` over the columns of a part (tokens, heads, C), as (tokens, heads, 1)."""
+    """Sum over the columns of a part (tokens, heads, C) as ``tree_sum`` does, (tokens, heads, 1)."""
     sums = tree_sum(tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2])))
     return tl.reshape(sums, (x.shape[0], x.shape[1], 1))
 
 
 @triton.jit
 def inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED: tl.constexpr):
-    """``inverse_rms`` of whole rows, of what ``load_row_parts`` gives, with one column."""
+    """Return ``inverse_rms`` of whole rows, from the results of ``load_row_parts``, with one column."""
     square_sum = 0.0
     for section in tl.static_range(columns.SECTIONS):
         x1, x2 = section_pairs(firsts[section], seconds[section], columns.BLOCK_PAIRS, INTERLEAVED)
@@ -144,30 +131,29 @@ def inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED: tl.c
 
 
 @triton.jit
-def norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, columns, angles, positions):
-    """Norm and rotate the tile at (batch, head_block * BLOCK_HEADS, first_token)."""
-    R: tl.constexpr = angles.rotation.R
-    INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
-    tile, pairs = tile_at(shape, columns, first_token, head_block)
-    x_ptr = tile_pointer(operand.x_ptr, operand.x_strides, batch, tile)
-    out_ptr = tile_pointer(operand.out_ptr, operand.out_strides, batch, tile)
-    exists = existing_rows(tile, operand.num_tokens, operand.num_heads)
-    mask = section_mask(exists, pairs, columns, R, INTERLEAVED)
-    firsts, seconds, tail = load_row_parts(x_ptr, operand.x_strides, tile, exists, mask, pairs, columns, R, INTERLEAVED)
+def norm_rotate_tile(operand, norm, block, head_block):
+    """Norm and rotate heads number head_block of a ``TokenBlock``."""
+    columns, angles = block.columns, block.angles
+    rotation = angles.rotation
+    INTERLEAVED: tl.constexpr = rotation.INTERLEAVED
+    tile, pairs = tile_at(block.shape, columns, block.first_token, head_block)
+    x_ptr = tile_pointer(operand.x_ptr, operand.x_strides, block.batch, tile)
+    out_ptr = tile_pointer(operand.out_ptr, operand.out_strides, block.batch, tile)
+    x = sections_of(x_ptr, operand.x_strides, tile, pairs, operand, block)
+    out = replace(x, ptr=out_ptr, strides=operand.out_strides)
+    firsts, seconds, tail = load_row_parts(x)
     scale = inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED)
 
     for section in tl.static_range(columns.SECTIONS):
-        rows = positions_of(positions, batch, first_token, operand.num_tokens, shape, angles.POSITIONS, section)
-        cos1, sin1, cos2, sin2 = section_angles(angles, rows, columns, shape.HEADS_INNER)
-        weight1, weight2 = section_norm_weights(norm, columns, R, INTERLEAVED, section)
+        rows = block_positions(block, operand.num_tokens, section)
+        cos1, sin1, cos2, sin2 = section_angles(angles, rows, columns, block.shape.HEADS_INNER)
+        weight1, weight2 = section_norm_weights(norm, columns, rotation, section)
         x1, x2 = section_pairs(firsts[section], seconds[section], columns.BLOCK_PAIRS, INTERLEAVED)
         # The order of ``kernels.rotation.norm_and_rotate``, for the same bits.
         x1, x2 = rotate_section(x1 * weight1, x2 * weight2, angles, cos1, sin1, cos2, sin2)
-        x1, x2 = x1 * scale, x2 * scale
-        store_section(out_ptr, operand.out_strides, tile, mask, pairs, columns, x1, x2, R, INTERLEAVED, section)
+        store_section(out, x1 * scale, x2 * scale, section)
     if columns.COPY_TAIL:
-        x = tail[0].to(tl.float32) * tail_norm_weights(norm, columns, R) * scale
-        store_tail(out_ptr, operand.out_strides, tile, exists, columns, x, R)
+        store_tail(out, tail[0].to(tl.float32) * tail_norm_weights(norm, columns, rotation.R) * scale)
 
 
 @triton.jit
@@ -177,24 +163,23 @@ def store_weight_gradient(partial_ptr, columns, exists, gradient):
 
 
 @triton.jit
-def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_token, head_block, columns, angles,
-                       positions):  # fmt: skip
-    """The gradient of ``norm_rotate_tile``: ``operand`` holds dy, and dx as its out; ``angles`` turn back.
+def norm_unrotate_tile(operand, normed, tile_index, block, head_block):
+    """Write the gradient of ``norm_rotate_tile``: ``operand`` holds dy, and dx as its out; ``angles`` rotate back.
 
-    normed: the ``Normed`` of this tensor, of whose partial sums the tile writes row ``tile_index`` (int64).
+    normed: the ``Normed`` of this tensor; the tile writes row ``tile_index`` (int64) of its partial sums.
     """
-    R: tl.constexpr = angles.rotation.R
-    INTERLEAVED: tl.constexpr = angles.rotation.INTERLEAVED
+    columns, angles, norm = block.columns, block.angles, normed.norm
+    rotation = angles.rotation
+    R: tl.constexpr = rotation.R
+    INTERLEAVED: tl.constexpr = rotation.INTERLEAVED
     BLOCK_PAIRS: tl.constexpr = columns.BLOCK_PAIRS
-    tile, pairs = tile_at(shape, columns, first_token, head_block)
-    x_ptr = tile_pointer(normed.x_ptr, normed.x_strides, batch, tile)
-    dy_ptr = tile_pointer(operand.x_ptr, operand.x_strides, batch, tile)
-    exists = existing_rows(tile, operand.num_tokens, operand.num_heads)
-    mask = section_mask(exists, pairs, columns, R, INTERLEAVED)
-    firsts, seconds, tail = load_row_parts(x_ptr, normed.x_strides, tile, exists, mask, pairs, columns, R, INTERLEAVED)
-    dy_firsts, dy_seconds, dy_tail = load_row_parts(
-        dy_ptr, operand.x_strides, tile, exists, mask, pairs, columns, R, INTERLEAVED
-    )
+    tile, pairs = tile_at(block.shape, columns, block.first_token, head_block)
+    x_ptr = tile_pointer(normed.x.ptr, normed.x.strides, block.batch, tile)
+    dy_ptr = tile_pointer(operand.x_ptr, operand.x_strides, block.batch, tile)
+    x = sections_of(x_ptr, normed.x.strides, tile, pairs, operand, block)
+    exists = x.exists
+    firsts, seconds, tail = load_row_parts(x)
+    dy_firsts, dy_seconds, dy_tail = load_row_parts(replace(x, ptr=dy_ptr, strides=operand.x_strides))
     scale = inverse_rms_of_parts(firsts, seconds, tail, norm, columns, INTERLEAVED)
     if normed.partial_ptr is not None:
         partial_ptr = normed.partial_ptr + tile_index * columns.D
@@ -203,8 +188,8 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
     g_firsts, g_seconds, n_firsts, n_seconds = (), (), (), ()
     projection = 0.0
     for section in tl.static_range(columns.SECTIONS):
-        rows = positions_of(positions, batch, first_token, operand.num_tokens, shape, angles.POSITIONS, section)
-        cos1, sin1, cos2, sin2 = section_angles(angles, rows, columns, shape.HEADS_INNER)
+        rows = block_positions(block, operand.num_tokens, section)
+        cos1, sin1, cos2, sin2 = section_angles(angles, rows, columns, block.shape.HEADS_INNER)
         dy1, dy2 = section_pairs(dy_firsts[section], dy_seconds[section], BLOCK_PAIRS, INTERLEAVED)
         dy1, dy2 = rotate_section(dy1, dy2, angles, cos1, sin1, cos2, sin2)
         # A token that does not exist may have an angle that is NaN.
@@ -212,10 +197,10 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
         x1, x2 = section_pairs(firsts[section], seconds[section], BLOCK_PAIRS, INTERLEAVED)
         n1, n2 = x1 * scale, x2 * scale
         if normed.partial_ptr is not None:
-            columns1, columns2, is_pair = section_columns(columns, R, INTERLEAVED, section)
+            columns1, columns2, is_pair = section_columns(columns, rotation, section)
             store_weight_gradient(partial_ptr, columns1, is_pair, dy1 * n1)
             store_weight_gradient(partial_ptr, columns2, is_pair, dy2 * n2)
-        weight1, weight2 = section_norm_weights(norm, columns, R, INTERLEAVED, section)
+        weight1, weight2 = section_norm_weights(norm, columns, rotation, section)
         g1, g2 = dy1 * weight1, dy2 * weight2
         projection += row_sum(g1 * n1 + g2 * n2)
         g_firsts, g_seconds = g_firsts + (g1,), g_seconds + (g2,)
@@ -230,32 +215,28 @@ def norm_unrotate_tile(operand, norm, normed, tile_index, shape, batch, first_to
         projection += row_sum(g * n)
 
     if operand.out_ptr is not None:
-        dx_ptr = tile_pointer(operand.out_ptr, operand.out_strides, batch, tile)
+        dx_ptr = tile_pointer(operand.out_ptr, operand.out_strides, block.batch, tile)
+        dx = replace(x, ptr=dx_ptr, strides=operand.out_strides)
         for section in tl.static_range(columns.SECTIONS):
             dx1 = norm_gradient(g_firsts[section], n_firsts[section], projection, scale, norm)
             dx2 = norm_gradient(g_seconds[section], n_seconds[section], projection, scale, norm)
-            store_section(dx_ptr, operand.out_strides, tile, mask, pairs, columns, dx1, dx2, R, INTERLEAVED, section)
+            store_section(dx, dx1, dx2, section)
         if columns.COPY_TAIL:
-            dx = norm_gradient(g, n, projection, scale, norm)
-            store_tail(dx_ptr, operand.out_strides, tile, exists, columns, dx, R)
+            store_tail(dx, norm_gradient(g, n, projection, scale, norm))
 
 
 @triton.jit
-def turn_tile(operand, normed, eps, offset, tile_index, shape, batch, first_token, head_block, columns, angles,
-              positions):  # fmt: skip
-    """Norm and rotate a tile, or its gradient, or rotate it only: ``normed`` says which."""
-    if normed.weight_ptr is None:
-        for section in tl.static_range(columns.SECTIONS):
-            rows = positions_of(positions, batch, first_token, operand.num_tokens, shape, angles.POSITIONS, section)
-            rotate_tile(operand, shape, batch, first_token, head_block, columns, angles, rows, section)
+def process_tile(operand, normed, tile_index, block, head_block):
+    """Norm and rotate a tile, or write its gradient, or only rotate it, as ``normed`` asks for."""
+    if normed.norm is None:
+        for section in tl.static_range(block.columns.SECTIONS):
+            rows = block_positions(block, operand.num_tokens, section)
+            rotate_tile(operand, block, head_block, rows, section)
     else:
-        norm = Norm(weight_ptr=normed.weight_ptr, eps=eps, offset=offset, D=columns.D)
-        if normed.x_ptr is None:
-            norm_rotate_tile(operand, norm, shape, batch, first_token, head_block, columns, angles, positions)
+        if normed.x.ptr is None:
+            norm_rotate_tile(operand, normed.norm, block, head_block)
         else:
-            norm_unrotate_tile(
-                operand, norm, normed, tile_index, shape, batch, first_token, head_block, columns, angles, positions
-            )
+            norm_unrotate_tile(operand, normed, tile_index, block, head_block)
 
 
 @triton.jit(do_not_specialize=["H0", "H1", "H2", "N", "S", "num_sequences", "search_steps"])
@@ -271,9 +252,9 @@ def norm_rotation_kernel(x0_ptr, x1_ptr, x2_ptr, out0_ptr, out1_ptr, out2_ptr, w
                          USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """Norm and rotate NUM_TENSORS tensors, as ``rotation_kernel`` rotates them; a weight that is None: no norm.
 
-    With ``normed`` pointers the gradient: x are gradients dy of what was normed and rotated, ``normed`` what was, out
-    (None where it is not wanted) receives dx, and ``partial`` (None likewise), float32 (tiles of this tensor, D), the
-    sum of each tile's part of dweight. CONJUGATE is then the opposite of the forward call's.
+    With ``normed`` pointers, the inputs of the norms, write the gradient: x are gradients dy of the results, out (None
+    if it is not wanted) receives dx, and ``partial`` (None likewise), float32 (tiles of this tensor, D), the sum of
+    each tile's part of dweight. CONJUGATE is then the opposite of the forward call's.
     """
     shape = TileShape(BLOCK_TOKENS, BLOCK_HEADS, HEADS_INNER=HEADS_INNER, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
     columns = Columns(D, SECTIONS, BLOCK_PAIRS=BLOCK_PAIRS, BLOCK_TAIL=BLOCK_TAIL, COPY_TAIL=COPY_TAIL)
@@ -282,33 +263,24 @@ def norm_rotation_kernel(x0_ptr, x1_ptr, x2_ptr, out0_ptr, out1_ptr, out2_ptr, w
     head_blocks = head_blocks0 + head_blocks1 + (tl.cdiv(H2, BLOCK_HEADS) if NUM_TENSORS > 2 else 0)
     batch, token_block, head_block = locate_tile(shape, head_blocks, N)
     first_token = token_block * BLOCK_TOKENS
-    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, S, R, INTERLEAVED)
-    angles = Angles(rotation=rotation, POSITIONS=POSITIONS, FULL_WIDTH=FULL_WIDTH, CONJUGATE=CONJUGATE)
-    positions = Positions(
-        positions_ptr=positions_ptr, strides=position_strides, cu_seqlens_ptr=cu_seqlens_ptr,
-        num_sequences=num_sequences, search_steps=search_steps,
-    )  # fmt: skip
+    rotation = head_rotation(RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED), batch, S)
+    angles = Angles(rotation, POSITIONS, FULL_WIDTH=FULL_WIDTH, CONJUGATE=CONJUGATE)
+    positions = Positions(positions_ptr, position_strides, cu_seqlens_ptr, num_sequences, search_steps, POSITIONS)
+    block = TokenBlock(shape, columns, angles, positions, batch, first_token)
     token_blocks = batch * tl.cdiv(N, BLOCK_TOKENS) + token_block  # those before this one
+    norm0 = Norm(weight0_ptr, eps, offset, D) if weight0_ptr is not None else None
+    norm1 = Norm(weight1_ptr, eps, offset, D) if weight1_ptr is not None else None
 
     if NUM_TENSORS == 1 or head_block < head_blocks0:
-        turn_tile(
-            Operand(x0_ptr, out0_ptr, x0_strides, out0_strides, num_heads=H0, num_tokens=N),
-            Normed(weight0_ptr, normed0_ptr, normed0_strides, partial0_ptr),
-            eps, offset, token_blocks * head_blocks0 + head_block, shape, batch, first_token, head_block, columns,
-            angles, positions,
-        )  # fmt: skip
+        tensor0 = RotatedTensor(x0_ptr, out0_ptr, x0_strides, out0_strides, num_heads=H0, num_tokens=N)
+        normed0 = Normed(norm0, TensorView(normed0_ptr, normed0_strides), partial0_ptr)
+        process_tile(tensor0, normed0, token_blocks * head_blocks0 + head_block, block, head_block)
     elif NUM_TENSORS == 2 or head_block < head_blocks0 + head_blocks1:
+        tensor1 = RotatedTensor(x1_ptr, out1_ptr, x1_strides, out1_strides, num_heads=H1, num_tokens=N)
+        normed1 = Normed(norm1, TensorView(normed1_ptr, normed1_strides), partial1_ptr)
         head_block1 = head_block - head_blocks0
-        turn_tile(
-            Operand(x1_ptr, out1_ptr, x1_strides, out1_strides, num_heads=H1, num_tokens=N),
-            Normed(weight1_ptr, normed1_ptr, normed1_strides, partial1_ptr),
-            eps, offset, token_blocks * head_blocks1 + head_block1, shape, batch, first_token, head_block1, columns,
-            angles, positions,
-        )  # fmt: skip
+        process_tile(tensor1, normed1, token_blocks * head_blocks1 + head_block1, block, head_block1)
     else:
-        turn_tile(
-            Operand(x2_ptr, out2_ptr, x2_strides, out2_strides, num_heads=H2, num_tokens=N),
-            Normed(None, None, x2_strides, None),
-            eps, offset, 0, shape, batch, first_token, head_block - head_blocks0 - head_blocks1, columns, angles,
-            positions,
-        )  # fmt: skip
+        tensor2 = RotatedTensor(x2_ptr, out2_ptr, x2_strides, out2_strides, num_heads=H2, num_tokens=N)
+        only_rotated = Normed(None, TensorView(None, x2_strides), None)
+        process_tile(tensor2, only_rotated, 0, block, head_block - head_blocks0 - head_blocks1)

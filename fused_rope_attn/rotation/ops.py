@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.rotation import launch, norm_launch
+from fused_rope_attn.rotation import launch
 from fused_rope_attn.rotation.problem import SCHEMA, WITH_NORMS, RotationOptions, RotationTensors, flatten, rebuild
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import apply_in_operator, last_gradients
@@ -32,11 +32,8 @@ def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
         tensors = tensors._replace(xs=xs, outs=[tensors.outs[i] for i in kept], weights=weights)
     where = xs[0].device
     with device.guard(where):
-        if weights:
-            tensors = tensors._replace(weights=_contiguous(weights))
-            norm_launch.norm_rotate(options, tensors)
-        else:
-            launch.rotate(options, tensors)
+        tensors = tensors._replace(weights=_contiguous(weights))
+        launch.launch_rotation(options, tensors)
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
@@ -52,24 +49,23 @@ def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
     _launch(options._replace(in_place=in_place), tensors)
 
 
-class _Rotation(torch.autograd.Function):
-    """Saves tables and positions; the backward is the same call with ``inverse`` flipped.
+def _forward(ctx, keyset, options: RotationOptions, tensors: RotationTensors) -> tuple:
+    """Run the operator, or for a call that skips the dispatcher, with keyset None, its implementation."""
+    ctx.plain = keyset is None
+    ctx.options = options._replace(inverse=not options.inverse)
+    ctx.set_materialize_grads(False)
+    if ctx.plain:
+        return tuple(_rotate_new(options, tensors))
+    return tuple(_rope.below_function(keyset, tensors.xs, *flatten(options, tensors)))
 
-    ``keyset`` is the dispatcher's, or None for a call that skips it.
-    """
+
+class _Rotation(torch.autograd.Function):
+    """Saves tables and positions; the backward is the same call with ``inverse`` flipped."""
 
     @staticmethod
     def forward(ctx, keyset, options: RotationOptions, cos, sin, position_ids, cu_seqlens, *xs):
-        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens)
-        if keyset is None:
-            outs = _rotate_new(options, tensors)
-        else:
-            outs = _rope.below_function(keyset, xs, *flatten(options, tensors))
-        ctx.plain = keyset is None
         ctx.save_for_backward(cos, sin, position_ids, cu_seqlens)
-        ctx.options = options._replace(inverse=not options.inverse)
-        ctx.set_materialize_grads(False)
-        return tuple(outs)
+        return _forward(ctx, keyset, options, RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens))
 
     @staticmethod
     def backward(ctx, *dos):
@@ -90,26 +86,16 @@ class _Rotation(torch.autograd.Function):
 
 
 class _NormRotation(torch.autograd.Function):
-    """Saves what was normed, weights, tables and positions; ``keyset`` as in ``_Rotation``.
-
-    Arguments behind ``options``: the four tensors that say how far to turn, the weights, and the xs.
-    """
+    """Saves the norms' inputs, weights, tables and positions; given: cos, sin, two of positions, weights, xs."""
 
     @staticmethod
     def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        cos, sin, position_ids, cu_seqlens, *rest = given
-        weights, xs = rest[:norms], rest[norms:]
-        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
-        if keyset is None:
-            outs = _rotate_new(options, tensors)
-        else:
-            outs = _rope.below_function(keyset, xs, *flatten(options, tensors))
-        ctx.plain = keyset is None
+        weights, xs = given[4 : 4 + norms], given[4 + norms :]
         ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
-        ctx.options = options._replace(inverse=not options.inverse)
         ctx.norms = norms
-        ctx.set_materialize_grads(False)
-        return tuple(outs)
+        cos, sin, position_ids, cu_seqlens = given[:4]
+        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
+        return _forward(ctx, keyset, options, tensors)
 
     @staticmethod
     def backward(ctx, *dos):
@@ -117,7 +103,7 @@ class _NormRotation(torch.autograd.Function):
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
         weights, normed = rest[:norms], rest[norms:]
         needed = ctx.needs_input_grad[7:]
-        # Of each output that has a gradient: whether that of its input and that of its weight are wanted.
+        # For each output: whether the gradients of its input and of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
         of = [i for i, do in enumerate(dos) if do is not None and any(asked[i])]
         gradients: list[torch.Tensor | None] = [None] * (norms + len(dos))
@@ -140,7 +126,7 @@ class _NormRotation(torch.autograd.Function):
 
 
 def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
-    """Memory for gradients in the order of ``wanted``: in the memory order of what was normed, or of its gradient."""
+    """Allocate gradients in the order of ``wanted``, in the memory order of the norms' inputs or their gradients."""
     like = [*normed, *tensors.xs[len(normed) :]]
     dxs = [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(like, wanted)]
     dweights = [
@@ -151,27 +137,28 @@ def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Ten
 
 
 def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
-    """The gradients that are wanted, of inputs and then of weights; xs are those of the results."""
+    """Return the gradients that are wanted, of inputs and then of weights; xs are those of the results."""
     count, norms = len(tensors.xs), len(normed)
     dxs = _empty_gradients(tensors, normed, wanted)[:count]
     kept = [i for i in range(count) if tensors.xs[i].numel()]
     some = [i for i in kept if i < norms]
-    # Where nothing is added up.
+    # Zeros, unless rows are added up.
     dweights: list[torch.Tensor | None] = [torch.zeros_like(weight) for weight in tensors.weights]
     if kept:
         tensors = tensors._replace(
-            xs=[tensors.xs[i] for i in kept], outs=[dxs[i] for i in kept],
+            xs=[tensors.xs[i] for i in kept],
+            outs=[dxs[i] for i in kept],
             weights=_contiguous([tensors.weights[i] for i in some]),
-        )  # fmt: skip
+        )
         where = tensors.xs[0].device
         with device.guard(where):
             if some:
                 asked = tuple(wanted[count + i] for i in some)
-                found = norm_launch.norm_unrotate(options, tensors, [normed[i] for i in some], asked)
+                found = launch.launch_norm_gradient(options, tensors, [normed[i] for i in some], asked)
                 for i, gradient in zip(some, found):
                     dweights[i] = gradient
             else:
-                launch.rotate(options, tensors)
+                launch.launch_rotation(options, tensors)
     return [gradient for gradient, is_wanted in zip((*dxs, *dweights), wanted) if is_wanted]
 
 
@@ -195,10 +182,10 @@ def _unrotate_flat(dos, normed, wanted, *arguments):
 
 
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    turns, weights = tensors[2:6], tensors.weights
+    tables, weights = tensors[2:6], tensors.weights
     if weights:
-        return list(apply_in_operator(_NormRotation, keyset, options, len(weights), *turns, *weights, *tensors.xs))
-    return list(apply_in_operator(_Rotation, keyset, options, *turns, *tensors.xs))
+        return list(apply_in_operator(_NormRotation, keyset, options, len(weights), *tables, *weights, *tensors.xs))
+    return list(apply_in_operator(_Rotation, keyset, options, *tables, *tensors.xs))
 
 
 def _needs_gradient(tensors: RotationTensors) -> bool:
@@ -235,10 +222,10 @@ _rope_out = Operator(
 )
 
 
-def rotate(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
+def rotate_by_kernel(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     """Rotated copies of ``xs``, or ``outs`` filled with them. Ordinary eager calls skip the dispatcher."""
-    xs, outs, *turns, weights = tensors
-    plain = is_plain(*xs, *(outs or ()), *turns, *weights)
+    xs, outs, *tables, weights = tensors
+    plain = is_plain(*xs, *(outs or ()), *tables, *weights)
     if outs is not None:
         if plain:
             _rotate_into(options, tensors)

@@ -47,12 +47,12 @@ class RotationTensors(NamedTuple):
 
 
 _TENSORS, _OPTIONS = rows_of(RotationTensors), rows_of(RotationOptions)
-# The arguments of the operators behind their inputs and outputs, in the order of ``flatten``.
+# The arguments of the operators after their inputs and outputs, in the order of ``flatten``.
 SCHEMA = ", ".join(f"{row.operator} {name}" for name, row in (_TENSORS | _OPTIONS).items())
 
 
 def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
-    """The operators' arguments behind their inputs and outputs, as ``SCHEMA`` names them."""
+    """Return the operators' arguments after their inputs and outputs, as ``SCHEMA`` names them."""
     return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
 
 

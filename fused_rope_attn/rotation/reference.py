@@ -40,12 +40,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in
     if inverse:
         sin = -sin
     rotary_dim = 2 * cos.shape[-1]
-    turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotating, passing = x[..., :rotary_dim], x[..., rotary_dim:]
     pairs = "... (i two) -> two ... i" if interleaved else "... (two i) -> two ... i"
-    x1, x2 = rearrange(turning.to(compute_dtype), pairs, two=2)
+    x1, x2 = rearrange(rotating.to(compute_dtype), pairs, two=2)
     back = "two ... i -> ... (i two)" if interleaved else "two ... i -> ... (two i)"
-    turned = rearrange(torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), back).to(x.dtype)
-    return torch.cat((turned, passing), dim=-1) if rotary_dim < x.shape[-1] else turned
+    rotated = rearrange(torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), back).to(x.dtype)
+    return torch.cat((rotated, passing), dim=-1) if rotary_dim < x.shape[-1] else rotated
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -83,15 +83,12 @@ def rotation(
 
     `position_ids`: (1|B, 1, N), or (1|B, 2, N) where the first half of the rotary dims turns by the first id and the
     second half by the second, each like a head of R/2 dims. `cu_seqlens`: (sequences + 1,), positions restart in each.
-    A position without a row in the tables gives NaN, a token behind the last sequence passes through. With a `weight`
+    A position without a row in the tables gives NaN, a token after the last sequence passes through. With a `weight`
     (D,) all columns are normed first, and normed and rotated are rounded once.
     """
+    dtype = x.dtype
     if weight is not None and norm_eps is not None and norm_offset is not None:
-        normed = norm(x, weight, norm_eps, norm_offset)
-        return rotation(
-            normed, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, inverse=inverse,
-            position_ids=position_ids, cu_seqlens=cu_seqlens,
-        ).to(x.dtype)  # fmt: skip
+        x = norm(x, weight, norm_eps, norm_offset)
     cos, sin = (table.unsqueeze(0) if table.ndim == 2 else table for table in (cos, sin))
     if cu_seqlens is not None:
         token = torch.arange(x.shape[2], device=x.device)
@@ -100,17 +97,17 @@ def rotation(
         outside = (sequence < 0) | (sequence >= cu_seqlens.shape[0] - 1)
         cos_rows, sin_rows = _rows(cos, sin, torch.where(outside, 0, position)[None])
         cos_rows, sin_rows = (t.masked_fill(outside[:, None], fill) for t, fill in ((cos_rows, 1.0), (sin_rows, 0.0)))
-        return _rotate_wide(x, cos_rows, sin_rows, rotary_dim, interleaved, inverse)
+        return _rotate_wide(x, cos_rows, sin_rows, rotary_dim, interleaved, inverse).to(dtype)
     if position_ids is None:
-        length = x.shape[2]
-        return _rotate_wide(x, cos[:, None, :length], sin[:, None, :length], rotary_dim, interleaved, inverse)
+        cos, sin = (table[:, None, : x.shape[2]] for table in (cos, sin))
+        return _rotate_wide(x, cos, sin, rotary_dim, interleaved, inverse).to(dtype)
     width = rotary_dim // position_ids.shape[1]
     parts = [x[..., i * width : (i + 1) * width] for i in range(position_ids.shape[1])]
-    turned = [
+    rotated = [
         _rotate_wide(part, *_rows(cos, sin, ids), width, interleaved, inverse)
         for part, ids in zip(parts, position_ids.unbind(1))
     ]
-    return torch.cat((*turned, x[..., rotary_dim:]), dim=-1)
+    return torch.cat((*rotated, x[..., rotary_dim:]), dim=-1).to(dtype)
 
 
 def _rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

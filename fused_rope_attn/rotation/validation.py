@@ -23,7 +23,7 @@ from fused_rope_attn.runtime.checks import (
     shown,
 )
 
-# Of the rotation alone: which axis of a tensor is B, H, N and D; packed tokens have no batch.
+# The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
 LAYOUTS: dict[str, tuple[int | None, int, int, int]] = {
     "bhsd": (0, 1, 2, 3),
     "bshd": (0, 2, 1, 3),
@@ -113,7 +113,7 @@ def check_rotation(
 
 
 def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int, first: str) -> bool:
-    """Whether every token has two ids."""
+    """Check position_ids, and return whether every token has two."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"position_ids must be a torch.Tensor or None, but is {kind_of(ids)}")
     if ids.dtype not in (torch.int32, torch.int64):

@@ -1,4 +1,4 @@
-"""Problems, and random inputs for them as they lie in memory."""
+"""Problems, and random inputs for them in memory layouts of every kind."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TABLES = ("rope", "yarn", "random")
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: sizes, features, and how its tensors lie in memory. `head_dim` D, `rotary_dim` R (None: R = D)."""
+    """One problem: sizes, features, and its tensors' memory layout. `head_dim` D, `rotary_dim` R (None: R = D)."""
 
     batch: int
     heads_q: int
@@ -57,46 +57,37 @@ class Case:
         """Sizes, then only what differs from the defaults: `B2 H4/2 N63x100 D64 causal fp16 R=16 interleaved`."""
         heads = f"{self.heads_q}/{self.heads_kv}" if self.heads_q != self.heads_kv else f"{self.heads_q}"
         length = f"{self.len_q}x{self.len_k}" if self.len_q != self.len_k else f"{self.len_q}"
-        words = [f"B{self.batch} H{heads} N{length} D{self.head_dim}", "causal" if self.causal else "full"]
-        words.append(_SHORT[self.dtype])
-        if self.rotary_dim is not None:
-            words.append(f"R={self.rotary_dim}")
-        if self.interleaved:
-            words.append("interleaved")
-        if self.softmax_scale is not None:
-            words.append(f"scale={self.softmax_scale:g}")
-        if self.tables != "rope":
-            words.append(self.tables)
-        if self.table_dtype != torch.float32:
-            words.append(f"{_SHORT[self.table_dtype]}-tables")
-        if self.table_batch:
-            words.append("per-batch")
-        if self.full_width:
-            words.append("full-width")
-        if self.layout != "bnhd":
-            words.append(self.layout)
-        if self.extra_rows:
-            words.append(f"S=NK+{self.extra_rows}")
-        if self.window is not None:
-            words.append(f"window={self.window[0]},{self.window[1]}")
-        if self.softcap:
-            words.append(f"softcap={self.softcap:g}")
-        if self.sinks:
-            words.append("sinks" if self.sinks_dtype == torch.float32 else f"{_SHORT[self.sinks_dtype]}-sinks")
-        for name in ("kv_starts", "kv_lens"):
-            if (bounds := getattr(self, name)) is not None:
-                words.append(f"{name}={','.join(map(str, bounds))}")
-        if self.norms is not None:
-            words.append(
-                f"norms={self.norms:g}" if self.norm_eps == 1e-6 else f"norms={self.norms:g},{self.norm_eps:g}"
-            )
-            if self.norm_dtype != torch.float32:
-                words.append(f"{_SHORT[self.norm_dtype]}-norms")
-        if self.seqlens is not None:
-            words.append("packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens))
-        if self.seed:
-            words.append(f"seed={self.seed}")
-        return " ".join(words)
+        norms = (
+            ""
+            if self.norms is None
+            else f"norms={self.norms:g}"
+            if self.norm_eps == 1e-6
+            else f"norms={self.norms:g},{self.norm_eps:g}"
+        )
+        words = {
+            f"B{self.batch} H{heads} N{length} D{self.head_dim}": True,
+            "causal" if self.causal else "full": True,
+            _SHORT[self.dtype]: True,
+            f"R={self.rotary_dim}": self.rotary_dim is not None,
+            "interleaved": self.interleaved,
+            f"scale={self.scale:g}": self.softmax_scale is not None,
+            self.tables: self.tables != "rope",
+            f"{_SHORT[self.table_dtype]}-tables": self.table_dtype != torch.float32,
+            "per-batch": self.table_batch,
+            "full-width": self.full_width,
+            self.layout: self.layout != "bnhd",
+            f"S=NK+{self.extra_rows}": self.extra_rows,
+            "window={},{}".format(*self.window or (0, 0)): self.window is not None,
+            f"softcap={self.softcap:g}": self.softcap,
+            "sinks" if self.sinks_dtype == torch.float32 else f"{_SHORT[self.sinks_dtype]}-sinks": self.sinks,
+            "kv_starts=" + ",".join(map(str, self.kv_starts or ())): self.kv_starts is not None,
+            "kv_lens=" + ",".join(map(str, self.kv_lens or ())): self.kv_lens is not None,
+            norms: self.norms is not None,
+            f"{_SHORT[self.norm_dtype]}-norms": self.norms is not None and self.norm_dtype != torch.float32,
+            "packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens or ()): self.seqlens,
+            f"seed={self.seed}": self.seed,
+        }
+        return " ".join(word for word, is_shown in words.items() if is_shown)
 
 
 def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:

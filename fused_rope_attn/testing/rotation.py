@@ -1,4 +1,4 @@
-"""What the rotation alone gives for one tensor, with a norm before it or without: the reference in any dtype."""
+"""The results of the rotation alone for one tensor, with or without a norm: the reference in any dtype."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from fused_rope_attn.rotation import reference
 
 
 class RotationResults(NamedTuple):
-    """Of one tensor: the output, its gradient, and that of its norm's weight, None without a norm."""
+    """The output of one tensor, its gradient, and that of its norm's weight, None without a norm."""
 
     y: Tensor
     dx: Tensor
@@ -36,8 +36,7 @@ def run_rotation_reference(
         x, dy, cos, sin = (t.to(dtype) for t in (x, dy, cos, sin))
     if weight is None:  # the transposed rotation, which is rounded once also where autograd would add two gradients up
         y, dx = (
-            reference.rotation(t, cos, sin, inverse=turned, **options)
-            for t, turned in ((x, inverse), (dy, not inverse))
+            reference.rotation(t, cos, sin, inverse=other, **options) for t, other in ((x, inverse), (dy, not inverse))
         )
         return RotationResults(y, dx, None)
     with torch.enable_grad():

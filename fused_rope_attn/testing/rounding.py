@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class RandomRounding(TorchDispatchMode):
     """Inside, eager PyTorch rounds the results of matrix products, and what it casts, up or down at random.
 
-    That is Monte Carlo arithmetic (Parker 1997): each run is another draw of what rounding does to the same
+    That is Monte Carlo arithmetic (Parker 1997): each run is another draw of the effect of rounding to the same
     computation. A number goes to one of its two neighbours in the result's dtype, with the probability that keeps the
     mean (stochastic rounding), and one that needs no rounding stays. Products of float32 are taken in float64 first,
     those of 16 bits in float32. Gradients that are computed inside are rounded so too.

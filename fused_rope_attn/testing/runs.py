@@ -1,4 +1,4 @@
-"""What attention gives for a case: the reference in any dtype, and the operator in any backend."""
+"""The results of attention for a case: the reference in any dtype, and the operator in any backend."""
 
 import math
 import warnings
@@ -35,7 +35,7 @@ class Results(_Results):
 def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:
     """The reference's outputs and gradients: `ref64` with dtype=torch.float64, `eager` with None (the inputs' dtype).
 
-    Inputs and tables are taken as given and cast, so that a low-precision table is nobody's error. Goes through
+    Inputs and tables are taken as given and cast, so that a low-precision table is not an error. Goes through
     batches, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed in
     at least float32 and rounded once.
     """
@@ -92,7 +92,7 @@ def _weights(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tenso
 
 
 def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Results:
-    """Each sequence by itself: no mask of packed sequences is involved. Rows behind the last one see nothing."""
+    """Each sequence by itself: no mask of packed sequences is involved. Rows after the last one see nothing."""
     q, k = inputs.q, inputs.k
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
@@ -150,8 +150,10 @@ def _reference_heads(
         weights = [weight.detach().requires_grad_() for weight in weights]
         q_norm, k_norm = weights or (None, None)
         options: dict[str, Any] = {
-            "interleaved": case.interleaved, "norm_eps": case.norm_eps, "norm_offset": case.norms,
-        }  # fmt: skip
+            "interleaved": case.interleaved,
+            "norm_eps": case.norm_eps,
+            "norm_offset": case.norms,
+        }
         q_rot = reference.norm_rotate(
             q, q_norm, *reference.query_rows(cos, sin, position), unseeing=low >= high, **options
         )
@@ -169,9 +171,15 @@ def _reference_heads(
         for start in range(0, case.len_q, rows):
             part = slice(start, start + rows)
             o_part, lse_part = reference.attend(
-                leaves[0][:, :, part], leaves[1], leaves[2], low[:, part], high[:, part], softmax_scale=case.scale,
-                softcap=case.softcap, sinks=leaves[3] if sinks is not None else None,
-            )  # fmt: skip
+                leaves[0][:, :, part],
+                leaves[1],
+                leaves[2],
+                low[:, part],
+                high[:, part],
+                softmax_scale=case.scale,
+                softcap=case.softcap,
+                sinks=leaves[3] if sinks is not None else None,
+            )
             dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
             if dsinks is not None:
                 dsinks += sinks_part[0]
@@ -192,7 +200,7 @@ def run_op(
     deterministic: bool = False,
     grads: bool = True,
 ) -> Results:
-    """`fused_rope_attn.rope_attention` on the inputs as they lie in memory, with gradients unless `grads` is False."""
+    """`fused_rope_attn.rope_attention` on the inputs in their memory layout, with gradients unless `grads` is False."""
     import fused_rope_attn  # here, so that inputs and references need the reference only
 
     q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
@@ -222,9 +230,18 @@ def run_op(
         max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
         del options["kv_starts"], options["kv_lens"]
         o, lse = fused_rope_attn.rope_attention_varlen(
-            q_packed, k_packed, v_packed, inputs.cos, inputs.sin, ends[:, 0].contiguous(), ends[:, 1].contiguous(),
-            max_seqlen_q, max_seqlen_k, case.causal, **options,
-        )  # fmt: skip
+            q_packed,
+            k_packed,
+            v_packed,
+            inputs.cos,
+            inputs.sin,
+            ends[:, 0].contiguous(),
+            ends[:, 1].contiguous(),
+            max_seqlen_q,
+            max_seqlen_k,
+            case.causal,
+            **options,
+        )
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     if not grads:
         return Results(o, lse)

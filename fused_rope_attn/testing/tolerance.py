@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_rope_attn.testing.cases import Case, Inputs
 from fused_rope_attn.testing.rounding import RandomRounding
 
-# The float32 noise of what should be zero: two sums of one row's products, in another order, for inputs of order 1.
+# The float32 noise of zeros: two sums of one row's products, in another order, for inputs of order 1.
 # Hopper's tensor cores cut off what falls below their sum: 3.4e-6 was seen at D 128 (H200).
 _ZERO = 2.0**-17
 # So many further draws of eager's error decide where a single one refuses.
@@ -62,8 +62,8 @@ def compare(
     costs rows with few keys more than eager pays. It stays local, so that late rows of dk, far smaller than the early
     ones, are held to their own size.
 
-    What is zero in exact arithmetic may be float32 noise: 2^-17 for inputs of order 1 and D up to 128, `zero` times as
-    much where the caller knows of more (`noise_of_zero`).
+    A result that is zero in exact arithmetic may be float32 noise: 2^-17 for inputs of order 1 and D up to 128, `zero`
+    times as much where the caller knows of more (`noise_of_zero`).
 
     `draws` are for runs over so many rows that chance alone breaks a rule that has one draw on either side. What the
     rule refuses is then held against the largest error that `DRAWS` eager results have in its place, each rounded at
@@ -99,7 +99,7 @@ def compare(
 
 def _eager_errors(eager: Tensor, ref64: Tensor) -> tuple[float, Tensor]:
     """Eager's largest error, and the rms error of each of its rows (...)."""
-    # Where eager itself overflowed (float16 logits) it has no error to allow: only eps is left.
+    # If eager itself overflowed (float16 logits), it has no error to allow: only eps is left.
     difference = torch.nan_to_num(eager.double() - ref64, nan=0.0, posinf=0.0, neginf=0.0)
     return float(difference.abs().max()), _rms(difference)
 
@@ -133,7 +133,7 @@ def _judge(
 
 
 def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
-    """How much more float32 noise a tensor of a case has where exact arithmetic gives zero: `zero` of `compare`.
+    """Return how much more float32 noise a tensor of a case has than usual at exact zeros: `zero` of `compare`.
 
     The noise is that of two sums over D products, and the tensor cores cut off a little at every step, so that it grows
     with D. dk and dv add it up over the heads of a group, with random signs; dq and dk carry it through rotated vectors
@@ -168,7 +168,7 @@ def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype, 
     sums = F.avg_pool1d(sums, 2 * reach + 1, stride=1, padding=reach, count_include_pad=False)
     around = (sums[0] / sums[1].clamp(min=1e-300)).sqrt()
     eps_row = unit * _rms(ref64) + (5.0 if grad else 2.5) * around
-    # The last term is for what is zero in exact arithmetic: with one key ds = p * (dp - delta), where dp = delta.
+    # The last term is for exact zeros: with one key ds = p * (dp - delta), where dp = delta.
     noise = zero * _ZERO
     eps = max((1e-5 if dtype in (torch.float32, torch.float64) else unit) * rms, noise)
     return eps, eps_row + (eps if dtype in (torch.float32, torch.float64) else noise)

@@ -55,14 +55,14 @@ def test_rows_of_older_releases_of_triton():
     """A row with ``before`` serves the releases before that one alone; the next row that matches serves the others."""
     old, new = (hopper_configs.forward(128, True, "tiny", False, release=release) for release in ((3, 8), (3, 9)))
     assert old.before == (3, 9) and new.before is None
-    assert not old.config.halves_diagonal and new.config.halves_diagonal
+    assert not old.config.skips_masked_half and new.config.skips_masked_half
     assert hopper_configs.forward(128, True, "tiny", False, release=(4, 0)) is new
 
 
 @pytest.mark.parametrize("release, by_halves", [((3, 6), False), ((3, 9), True)])
 def test_a_plan_takes_the_rows_of_the_installed_triton(arch, monkeypatch, fresh_plans, release, by_halves):
     monkeypatch.setattr(device, "triton_release", lambda: release)
-    assert plan(**call(512, heads=(64, 8), batch=64)).forward.halves_diagonal is by_halves
+    assert plan(**call(512, heads=(64, 8), batch=64)).forward.skips_masked_half is by_halves
 
 
 def test_the_accumulator_is_read_in_groups_of_eight_rows():

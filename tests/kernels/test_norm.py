@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.norm import Norm, norm_pairs, unnorm_pairs
-from fused_rope_attn.kernels.rotation import head_rotation, load_pairs, pair_norm_weights, store_pairs
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_pairs, pair_norm_weights, store_pairs
 from fused_rope_attn.kernels.tiles import RowFormat, Rows
 from fused_rope_attn.rotation import reference
 from fused_rope_attn.runtime.device import is_interpreted
@@ -43,12 +43,14 @@ def norm_kernel(
     INTERLEAVED: tl.constexpr,
 ):
     """One tile: y of x, and dx and each row's part of dweight of dy."""
-    rotation = head_rotation(table_ptr, table_ptr, table_strides, table_strides, 0, num_rows, R, INTERLEAVED)
+    rotation = head_rotation(
+        RotaryTables(table_ptr, table_ptr, table_strides, table_strides, R, INTERLEAVED), 0, num_rows
+    )
     norm = Norm(weight_ptr=weight_ptr, eps=eps, offset=offset, D=D)
     offs = tl.arange(0, BLOCK)
     first, second = load_pairs(rows_of(x_ptr, num_rows, D, BLOCK_D), offs, rotation, CHECK_ROWS=True)
     dy1, dy2 = load_pairs(rows_of(dy_ptr, num_rows, D, BLOCK_D), offs, rotation, CHECK_ROWS=True)
-    weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D)
+    weight1, weight2 = pair_norm_weights(norm, rotation, BLOCK_D)
     y1, y2 = norm_pairs(first, second, weight1, weight2, norm)
     store_pairs(rows_of(y_ptr, num_rows, D, BLOCK_D), y1, y2, offs, rotation)
     dx1, dx2, dweight1, dweight2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.device import is_interpreted
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="runs in Triton's interpreter")
@@ -52,6 +52,23 @@ def test_fields_of_every_kind(first):
     if first is not None:
         expected[:first] = 0
     torch.testing.assert_close(out, expected)
+
+
+@triton.jit
+def copies_kernel(x_ptr, o_ptr, strides, D: tl.constexpr):
+    rows = Rows(ptr=x_ptr, strides=strides, first=None, D=D)
+    half = replace(rows, first=2, D=D // 2)
+    tl.store(o_ptr + tl.arange(0, D), load_row(rows, 0))
+    tl.store(o_ptr + D + tl.arange(0, D // 2), load_row(half, 1))
+
+
+def test_copies_with_other_fields():
+    """A compile-time field, and one that was None; the original keeps its own."""
+    x, out = torch.randn(2, 16), torch.empty(24)
+    copies_kernel[(1,)](x, out, x.stride(), 16)
+    expected = torch.cat((x[0], x[1, :8]))
+    expected[16:18] = 0
+    assert torch.equal(out, expected)
 
 
 @triton.jit

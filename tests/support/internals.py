@@ -39,7 +39,7 @@ def check_call(layout="bhsd", max_seqlen_k=None, **given):
 def check_step(layout="bhsd", **given):
     """Check the arguments of ``rope_attention_with_kvcache``, by name, and return the rotary dim."""
     given = {"k": None, "v": None, **given}
-    step = fill(generation_problem.Tensors, given)
+    step = fill(generation_problem.StepTensors, given)
     return check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
 
 

@@ -11,7 +11,7 @@ Both directions share:
 
 The forward, with its launches in ``forward`` and its entry in ``forward_kernel``:
 
-- ``forward_tiles``: which tile comes next, which key blocks it visits, and how the loading warp announces it.
+- ``forward_tiles``: the order of tiles, the key blocks that they visit, and how the loading warp announces them.
 - ``forward_producers``: the warps that load, and that rotate queries.
 - ``forward_attend``: the warps that multiply, and the output.
 

@@ -146,7 +146,7 @@ class BackwardCall:
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
-            IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_n, block_n),
+            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_n, block_n),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None

@@ -13,6 +13,8 @@ from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import RotaryTables
+from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
@@ -64,14 +66,13 @@ class Sizes:
 class KeyNorm:
     """The norm of the keys; the gradient passes through it after it has been rotated back.
 
-    raw_ptr, raw_strides: k as the caller gave it, (B, HKV, NK, D). sums_ptr: float32, this block's part of the weights'
-    gradient: rows of D columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 *
-    CONSUMERS, KEYS, 1) float32: sums that warpgroups exchange if they own parts of rows, else None.
+    raw: the caller's k (B, HKV, NK, D). sums_ptr: float32, this block's part of the weights' gradient: rows of D
+    columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 * CONSUMERS, KEYS, 1) float32:
+    sums that warpgroups exchange if they own parts of rows, else None.
     """
 
     norm: Norm
-    raw_ptr: gl.tensor
-    raw_strides: gl.tuple
+    raw: TensorView
     sums_ptr: gl.tensor
     exchange: gl.shared_memory_descriptor | None
 
@@ -80,19 +81,11 @@ class KeyNorm:
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back."""
 
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    cos_ptr: gl.tensor
-    sin_ptr: gl.tensor
-    dk_strides: gl.tuple
-    dv_strides: gl.tuple
-    cos_strides: gl.tuple
-    sin_strides: gl.tuple
+    dk: TensorView
+    dv: TensorView
+    tables: RotaryTables
     key_norm: KeyNorm | None
-    D: gl.constexpr
-    R: gl.constexpr
-    INTERLEAVED: gl.constexpr
-    USE_INT64_OFFSETS: gl.constexpr
+    format: RowFormat
 
 
 @jit
@@ -144,10 +137,8 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
         # The key block may begin before the first key, and include queries that see nothing.
         first_row = first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
-    blocks = QueryBlocks(
-        first=first, num_masked=gl.where(is_partial, last, num_masked) - first, num_hidden=None, count=last - first
-    )  # fmt: skip
-    return blocks, first_row
+    num_masked = gl.where(is_partial, last, num_masked) - first
+    return QueryBlocks(first, num_masked, num_hidden=None, count=last - first), first_row
 
 
 @jit

@@ -21,7 +21,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     weigh,
     whole_tile,
 )
-from fused_rope_attn.attention.hopper.backward_epilogue import store_gradients
+from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_gradients
 from fused_rope_attn.attention.hopper.channels import Channel, channel_of, written_once
 from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.attention.hopper.masks import needs_mask
@@ -61,8 +61,9 @@ class BuffersByColumns:
 
 
 @jit
-def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, DS_LAYOUT: gl.constexpr,
-                     HAS_CAP: gl.constexpr):  # fmt: skip
+def allocate_buffers(
+    descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, DS_LAYOUT: gl.constexpr, HAS_CAP: gl.constexpr
+):
     """Allocate ``BuffersByColumns`` and initialise their barriers.
 
     DS_LAYOUT: of a tile of P or dS; HAS_CAP: whether there is a softcap.
@@ -107,8 +108,10 @@ def add_half(pointer, dq):
         "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
         "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
         [(pointer + thread + others).to(gl.uint64, bitcast=True), dq],
-        dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
 
 
 @jit
@@ -150,10 +153,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
             lse = buffers.lse.index(at_q.slot).load(gl.SliceLayout(0, S))
             diagonal = (queries.first + block) * BLOCK_M + mask.num_keys - sizes.NQ - keys.start_n
             is_masked = needs_mask(mask, diagonal, block, queries)
-            p, s = weigh(
-                x, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE,
-                CLAMP=queries.num_masked is not None,
-            )  # fmt: skip
+            CLAMP: gl.constexpr = queries.num_masked is not None
+            p, s = weigh(x, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
             weights.wait_empty(at_weights)
             p_tile.store(p.to(DTYPE))
             if scale.cap_scale is not None:
@@ -229,9 +230,9 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
         dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale)
     # Stage dv in V and dk in K, in half of each. The other warpgroup may still multiply with them: its last scores or
     # dP, which it discards, or dQ from its own half of K.
-    store_gradients(
-        ColumnParts(left=dk, right=None), ColumnParts(left=dv, right=None), keys, sizes.NK, mask, scale, gradients,
-        dv_stage=reinterpret(v_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
-        dk_stage=reinterpret(k_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
-        dk_channel=None, dk_steps=0, WARPGROUP=WARPGROUP, FIRST_COLUMN=WARPGROUP * OWN,
-    )  # fmt: skip
+    stages = Stages(
+        dk=reinterpret(k_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
+        dv=reinterpret(v_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
+    )
+    dk, dv = ColumnParts(left=dk, right=None), ColumnParts(left=dv, right=None)
+    store_gradients(dk, dv, keys, sizes.NK, mask, scale, gradients, stages, 0, WARPGROUP, FIRST_COLUMN=WARPGROUP * OWN)

@@ -17,7 +17,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     weigh,
     whole_tile,
 )
-from fused_rope_attn.attention.hopper.backward_epilogue import store_gradients
+from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_gradients
 from fused_rope_attn.attention.hopper.backward_transfers import stage_rows
 from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, written_once
 from fused_rope_attn.attention.hopper.columns import (
@@ -78,10 +78,7 @@ def allocate_buffers(descriptors, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl
     k = written_once(k_smem)
     v = written_once(v_smem)
     ds = channel_of(ds_smem, DS_STAGES)
-    dq = Channel(
-        buffer=dq_smem, full=allocate_barriers(CONSUMERS), empty=allocate_barriers(CONSUMERS), STAGES=1, FIRST=0,
-        TILES=1, TILE=0,
-    )  # fmt: skip
+    dq = Channel(dq_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), STAGES=1)
     k.init(FILLS=1, RELEASES=0)
     v.init(FILLS=1, RELEASES=0)
     ds.init(FILLS=CONSUMERS, RELEASES=CONSUMERS * WARPGROUP_THREADS)
@@ -311,7 +308,7 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
-    RIGHT: gl.constexpr = right_columns(gradients.D, BLOCK_D)
+    RIGHT: gl.constexpr = right_columns(gradients.format.D, BLOCK_D)
     dv = zero_parts(KEYS, BLOCK_D, RIGHT)
     dk = zero_parts(KEYS, BLOCK_D, RIGHT)
     buffers.k.wait_full(buffers.k.at(0))
@@ -330,9 +327,9 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
-    store_gradients(
-        dk, dv, own_keys, sizes.NK, mask, scale, gradients,
-        dv_stage=own_rows(buffers.v, WARPGROUP),
-        dk_stage=buffers.dq.buffer.index(WARPGROUP), dk_channel=buffers.dq.of_warpgroup(WARPGROUP),
-        dk_steps=dq_steps, WARPGROUP=WARPGROUP, FIRST_COLUMN=0,
-    )  # fmt: skip
+    stages = Stages(
+        dk=buffers.dq.buffer.index(WARPGROUP),
+        dv=own_rows(buffers.v, WARPGROUP),
+        dk_channel=buffers.dq.of_warpgroup(WARPGROUP),
+    )
+    store_gradients(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)

@@ -6,12 +6,14 @@ here: a kernel of its own would read and write dk once more. Up to head dim 128 
 warpgroups own half of each row, and exchange their sums over the columns through shared memory.
 """
 
-from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, wait_at_named_barrier
+from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
-from fused_rope_attn.attention.norm_gradient_kernel import Pairing, store_weight_sums
+from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
 from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import (
+    PairLayouts,
     head_rotation,
     load_angles,
     load_pairs,
@@ -21,8 +23,17 @@ from fused_rope_attn.kernels.rotation import (
     unpack_pairs,
 )
 from fused_rope_attn.kernels.softmax import LN2
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, columns_from, head_rows, store_tile
+from fused_rope_attn.kernels.tiles import Origin, columns_from, head_rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, reinterpret
+
+
+@record
+class Stages:
+    """Shared memory for dk and dv, (KEYS, columns) 16-bit each; dk's is a tile of ``dk_channel``, if there is one."""
+
+    dk: gl.shared_memory_descriptor
+    dv: gl.shared_memory_descriptor
+    dk_channel: Channel | None = None
 
 
 @jit
@@ -32,15 +43,12 @@ def allocate_exchange():
 
 
 @jit
-def load_raw_keys(key_norm, keys, num_rows, gradients, PAIRS: gl.constexpr, WHOLE: gl.constexpr,
-                  COLUMNS: gl.constexpr, FIRST_PAIR: gl.constexpr):  # fmt: skip
-    """Load pairs of the rows of k that the caller gave, float32, in the layouts of ``load_pairs``."""
+def load_raw_keys(raw, keys, num_rows, pairing, format, layouts, FIRST_PAIR: gl.constexpr):
+    """Load pairs of the rows of ``raw``, k as the caller gave it, float32, as ``load_pairs`` does."""
     origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
-    row_format = RowFormat(D=gradients.D, BLOCK_D=COLUMNS, USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
-    rows = head_rows(key_norm.raw_ptr, key_norm.raw_strides, origin, num_rows, row_format)
-    offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
-    pairing = Pairing(R=gradients.R, INTERLEAVED=gradients.INTERLEAVED)
-    return load_pairs(rows, offs, pairing, CHECK_ROWS=True, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST_PAIR)
+    rows = head_rows(raw, origin, num_rows, format)
+    offs = gl.arange(0, KEYS, gl.SliceLayout(1, layouts.PAIRS))
+    return load_pairs(rows, offs, pairing, layouts, FIRST_PAIR=FIRST_PAIR)
 
 
 @jit
@@ -66,7 +74,7 @@ def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: g
     PAIRS: gl.constexpr = dk1.type.layout
     COLUMNS: gl.constexpr = 2 * dk1.shape[1]
     norm = key_norm.norm
-    weight1, weight2 = pair_norm_weights(norm, rotation.R, rotation.INTERLEAVED, COLUMNS, PAIRS, FIRST_PAIR)
+    weight1, weight2 = pair_norm_weights(norm, rotation, COLUMNS, PAIRS, FIRST_PAIR)
     exists = (gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
     dk1, dk2 = gl.where(exists, dk1, 0.0), gl.where(exists, dk2, 0.0)
     sums = unnorm_sums(raw1, raw2, dk1, dk2, weight1, weight2)
@@ -76,9 +84,7 @@ def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: g
     else:
         sums_ptr += WARPGROUP * norm.D
     dk1, dk2, dweight1, dweight2 = unnorm_with(raw1, raw2, dk1, dk2, weight1, weight2, sums, norm)
-    store_weight_sums(
-        sums_ptr, dweight1, dweight2, norm, rotation.R, rotation.INTERLEAVED, PAIRS, FIRST_PAIR
-    )  # fmt: skip
+    store_weight_sums(sums_ptr, dweight1, dweight2, norm, rotation, PAIRS, FIRST_PAIR)
     return dk1, dk2
 
 
@@ -128,13 +134,7 @@ def store_sums(rows, dv):
     """Write dv (KEYS, columns) float32 to the first columns of ``Rows``."""
     # Four threads of a product's layout write a whole sector of 32 bytes.
     OWN: gl.constexpr = dv.type.layout
-    row_format = RowFormat(
-        D=rows.format.D, BLOCK_D=dv.shape[1], USE_INT64_OFFSETS=rows.format.USE_INT64_OFFSETS
-    )  # fmt: skip
-    rows = Rows(
-        ptr=rows.ptr, stride_row=rows.stride_row, stride_column=rows.stride_column, num_rows=rows.num_rows,
-        first_row=None, format=row_format,
-    )  # fmt: skip
+    rows = replace(rows, format=replace(rows.format, BLOCK_D=dv.shape[1]))
     store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), OWN)
 
 
@@ -152,62 +152,57 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     stage = reinterpret(stage, gl.float32, [KEYS, COLUMNS // 2], STAGE)
-    if gradients.key_norm is not None:
-        raw1, raw2 = load_raw_keys(
-            gradients.key_norm, keys, rows.num_rows, gradients, PAIRS, WHOLE, COLUMNS, FIRST_PAIR
-        )  # fmt: skip
+    layouts = PairLayouts(PAIRS, WHOLE)
+    key_norm, tables = gradients.key_norm, gradients.tables
+    if key_norm is not None:
+        raw1, raw2 = load_raw_keys(key_norm.raw, keys, rows.num_rows, tables, rows.format, layouts, FIRST_PAIR)
     first, second = unpack_parts(dk)
     store_parts(stage, first, LEFT // 2)
     first = stage.load(PAIRS)
     store_parts(stage, second, LEFT // 2)
     second = stage.load(PAIRS)
-    rotation = head_rotation(
-        gradients.cos_ptr, gradients.sin_ptr, gradients.cos_strides, gradients.sin_strides, keys.batch.to(gl.int64),
-        num_keys, gradients.R, gradients.INTERLEAVED,
-    )  # fmt: skip
+    rotation = head_rotation(tables, keys.batch.to(gl.int64), num_keys)
     offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
     pairs = None
     if FIRST_PAIR:
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
-    cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, CHECK_POSITIONS=True, LAYOUT=PAIRS, pairs=pairs)
+    cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, PAIRS, pairs)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
-    if gradients.key_norm is not None:
+    if key_norm is not None:
         if dk.right is not None:
             # The stage's columns after the two parts are undefined, and a norm sums up rows.
-            exists = (gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) < gradients.D // 2)[None, :]
+            exists = (gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) < gradients.format.D // 2)[None, :]
             first, second = gl.where(exists, first, 0.0), gl.where(exists, second, 0.0)
-        first, second = unnorm_keys(
-            raw1, raw2, first, second, rows.num_rows, rotation, gradients.key_norm, WARPGROUP, FIRST_PAIR
-        )  # fmt: skip
-    store_pairs(rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, FIRST_PAIR=FIRST_PAIR)
+        first, second = unnorm_keys(raw1, raw2, first, second, rows.num_rows, rotation, key_norm, WARPGROUP, FIRST_PAIR)
+    store_pairs(rows, first, second, offs, rotation, layouts, FIRST_PAIR)
 
 
 @jit
-def store_gradients(dk, dv, keys, NK, mask, scale, gradients, dv_stage, dk_stage, dk_channel, dk_steps,
-                    WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr):  # fmt: skip
+def store_gradients(
+    dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
+):
     """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
 
-    dk, dv: ``ColumnParts`` of (KEYS, columns). dv_stage (KEYS, columns) 16-bit and dk_stage, of the same size, are in
-    shared memory. If there is a dk_channel, dk_stage is its tile, and it is free when dk_steps steps of the channel
-    have been released. Keys that do not exist get zeros; rows from NK on are left out.
+    dk, dv: ``ColumnParts`` of (KEYS, columns). If ``stages`` have a dk_channel, dk's stage is free when dk_steps steps
+    of it have been released. Keys that do not exist get zeros; rows from NK on are left out.
     """
     num_rows = NK - keys.start_n
     if mask.first_key is not None:
         dk, dv = drop_keys_of_parts(dk, keys.start_n, mask), drop_keys_of_parts(dv, keys.start_n, mask)
-    row_format = RowFormat(D=gradients.D, BLOCK_D=dv_stage.shape[1], USE_INT64_OFFSETS=gradients.USE_INT64_OFFSETS)
+    row_format = replace(gradients.format, BLOCK_D=stages.dv.shape[1])
     origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
-    dv_rows = head_rows(gradients.dv_ptr, gradients.dv_strides, origin, num_rows, row_format)
-    dk_rows = head_rows(gradients.dk_ptr, gradients.dk_strides, origin, num_rows, row_format)
-    if gradients.dv_ptr.dtype.element_ty == gl.float32:
+    dv_rows = head_rows(gradients.dv, origin, num_rows, row_format)
+    dk_rows = head_rows(gradients.dk, origin, num_rows, row_format)
+    if gradients.dv.ptr.dtype.element_ty == gl.float32:
         store_sums(columns_from(dv_rows, FIRST_COLUMN), dv.left)
         if dv.right is not None:
             store_sums(columns_from(dv_rows, LEFT), dv.right)
     else:
-        store_dv(columns_from(dv_rows, FIRST_COLUMN), dv, dv_stage)
+        store_dv(columns_from(dv_rows, FIRST_COLUMN), dv, stages.dv)
     k_scale = scale.qk_scale * LN2
     if scale.cap_scale is not None:
         k_scale *= scale.cap_scale
-    if dk_channel is not None:
-        dk_channel.wait_empty(dk_channel.at(dk_steps))
+    if stages.dk_channel is not None:
+        stages.dk_channel.wait_empty(stages.dk_channel.at(dk_steps))
     dk = scale_parts(dk, k_scale)
-    store_dk(dk_rows, dk, dk_stage, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)
+    store_dk(dk_rows, dk, stages.dk, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)

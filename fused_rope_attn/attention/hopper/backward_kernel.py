@@ -52,15 +52,19 @@ from fused_rope_attn.kernels.lengths import (
 from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
+from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
+from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 # Registers of a thread of the warps that only load or add.
 LOADER_REGISTERS = gl.constexpr(24)
 
 
-@jit(do_not_specialize=["num_heads", "heads_per_section", "HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "stats_size",
-                        "num_sequences", "left", "right"])  # fmt: skip
+_NUMBERS = "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences left right".split()
+
+
+@jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, dk_strides,
                     dv_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset,
@@ -99,9 +103,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     IS_PACKED: gl.constexpr = num_sequences is not None
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     BLOCK_N: gl.constexpr = KEYS if SPLITS_COLUMNS else BACKWARD_BLOCK_N
-    # Whether tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
+    # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or HAS_KEYS_BEFORE_WINDOW
-    # Whether the mask may let keys through that do not exist. A causal window hides all of them but those before
+    # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
     # kv_starts.
     CLAMPS_WEIGHTS: gl.constexpr = left is None or not is_causal(right) or starts_ptr is not None
     if not BEGINS_DQ:
@@ -137,23 +141,15 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     first_key = mask.first_key
     if first_key is None:
         first_key = queries.first * 0
-    mask = Mask(
-        num_keys=num_keys,
-        # Otherwise no key is before it, or the window hides those keys.
-        first_key=first_key if READS_LENGTHS else None,
-        left=left,
-        right=right,
-        READS_LENGTHS=READS_LENGTHS,
-    )
+    # Without lengths no key is before the first one, or the window hides those keys.
+    mask = Mask(num_keys, first_key if READS_LENGTHS else None, left, right, READS_LENGTHS)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
     num_hidden = None
     if IS_ALIGNED:
         # The block's diagonal has query rows only if the queries do not begin after it.
         num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
-    queries = QueryBlocks(
-        first=queries.first, num_masked=queries.num_masked if CLAMPS_WEIGHTS else None, num_hidden=num_hidden,
-        count=queries.count,
-    )  # fmt: skip
+    num_masked = queries.num_masked if CLAMPS_WEIGHTS else None
+    queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count)
 
     # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
@@ -167,13 +163,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             dq_accumulator += padded.to(gl.int64) * BLOCK_D
     key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
     query_rows = QueryBlocks(first=first_block, num_masked=None, num_hidden=num_hidden, count=queries.count)
-    existing = ExistingRows(
-        first_query=first_row if READS_LENGTHS else None,
-        first_key=first_key_row if ZEROES_ROWS else None,
-        end_key=end_key_row if ZEROES_ROWS else None,
-        do_shift=do_shift,
-        do_end=do_end,
-    )
+    if not ZEROES_ROWS:
+        first_key_row, end_key_row = None, None
+    existing = ExistingRows(first_row if READS_LENGTHS else None, first_key_row, end_key_row, do_shift, do_end)
 
     # Records and shared memory of the warps.
     sizes = Sizes(HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, pitch=pitch, NK=NK)
@@ -185,15 +177,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         if SPLITS_COLUMNS:
             exchange = allocate_exchange()
         SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else CONSUMERS
-        key_norm = KeyNorm(
-            norm=Norm(weight_ptr=k_norm_ptr, eps=norm_eps, offset=norm_offset, D=D), raw_ptr=raw_k_ptr,
-            raw_strides=raw_k_strides, sums_ptr=k_sums_ptr + pid.to(gl.int64) * (SUMS * D), exchange=exchange,
-        )  # fmt: skip
-    gradients = KeyGradients(
-        dk_ptr=dk_ptr, dv_ptr=dv_ptr, cos_ptr=cos_ptr, sin_ptr=sin_ptr, dk_strides=dk_strides, dv_strides=dv_strides,
-        cos_strides=cos_strides, sin_strides=sin_strides, key_norm=key_norm, D=D, R=R, INTERLEAVED=INTERLEAVED,
-        USE_INT64_OFFSETS=USE_INT64_OFFSETS,
-    )  # fmt: skip
+        norm, raw = Norm(k_norm_ptr, norm_eps, norm_offset, D), TensorView(raw_k_ptr, raw_k_strides)
+        key_norm = KeyNorm(norm, raw, k_sums_ptr + pid.to(gl.int64) * (SUMS * D), exchange)
+    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+    dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
+    gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
     if SPLITS_COLUMNS:
         buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
     else:
@@ -202,21 +190,27 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if ZEROES_ROWS:
         arrival = allocate_barriers(1).index(0)
         mbarrier.init(arrival, count=1)
-    destinations = Destinations(
-        k=buffers.k, v=buffers.v, q=buffers.q, do=buffers.do, lse=buffers.lse, delta=buffers.delta, arrival=arrival
-    )
+    destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)
 
     if SPLITS_COLUMNS:
-        gl.warp_specialize([
-            (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-            (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-            (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
-        ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
+                (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
     else:
         progress = Progress(ptr=progress_ptr, key_head=bh, num_key_heads=num_heads, num_begun=num_begun)
-        gl.warp_specialize([
-            (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
-            (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-            (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
-            (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
-        ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        )

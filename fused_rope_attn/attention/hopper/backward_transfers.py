@@ -7,10 +7,11 @@ HKV,), then for each query block whether a program has stored the first part of 
 ``postprocess_kernel`` reads both.
 """
 
+from fused_rope_attn.attention.hopper.backward_block import Sizes
 from fused_rope_attn.attention.hopper.channels import Channel, RowStatistics, load_existing_rows, load_rows
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
 from fused_rope_attn.runtime.triton_compat import (
     TensorDescriptor,
@@ -83,74 +84,81 @@ def load_rows_or_zeros(desc, batch, head, row, tile, full, first_row, end_row, a
 @jit
 def load_keys(desc, channel, keys, existing, arrival, arrivals):
     """Load the rows of K or V that a ``KeyBlock`` has; returns ``arrivals`` as ``load_existing_rows`` does."""
-    cursor = channel.at(0)
-    return load_rows_or_zeros(
-        desc, keys.batch, keys.head, keys.start_n, channel.tile(cursor), channel.full_barrier(cursor),
-        existing.first_key, existing.end_key, arrival, arrivals,
-    )  # fmt: skip
+    at, first, end = channel.at(0), existing.first_key, existing.end_key
+    tile, full = channel.tile(at), channel.full_barrier(at)
+    return load_rows_or_zeros(desc, keys.batch, keys.head, keys.start_n, tile, full, first, end, arrival, arrivals)
 
 
 @jit
-def load_block(desc, batch, head, start_m, channel, step, arrival, arrivals, first_row=None, end_row=None,
-               stats_desc=None, stats_row=None, stats_smem=None):  # fmt: skip
+def load_block(desc, batch, head, start_m, channel, step, arrival, arrivals, first_row=None, end_row=None, stats=None):
     """Load query block ``step`` of a channel, the rows from start_m on, as soon as its slot is empty.
 
-    If stats_desc is given, load the statistics of its rows into stats_smem (STAGES, BLOCK_M) too: lse with Q, delta
-    with dO. The rest is as for ``load_rows_or_zeros``, including the result.
+    Load the ``RowStatistics`` of its rows too, lse with Q, delta with dO: ``stats.smem`` is (STAGES, BLOCK_M). The rest
+    is as for ``load_rows_or_zeros``, including the result.
     """
-    cursor = channel.at(step)
-    channel.wait_empty(cursor)
-    stats = None
-    if stats_desc is not None:
-        stats = RowStatistics(desc=stats_desc, start=stats_row, smem=stats_smem.index(cursor.slot))
-    return load_rows_or_zeros(
-        desc, batch, head, start_m, channel.tile(cursor), channel.full_barrier(cursor), first_row, end_row, arrival,
-        arrivals, stats,
-    )  # fmt: skip
+    at = channel.at(step)
+    channel.wait_empty(at)
+    if stats is not None:
+        stats = replace(stats, smem=stats.smem.index(at.slot))
+    tile, full = channel.tile(at), channel.full_barrier(at)
+    return load_rows_or_zeros(desc, batch, head, start_m, tile, full, first_row, end_row, arrival, arrivals, stats)
+
+
+@record
+class QueryLoads:
+    """The records of ``load`` that do not vary with a block; ``first`` is the number of the first query block."""
+
+    descriptors: Descriptors
+    destinations: Destinations
+    existing: ExistingRows
+    sizes: Sizes
+    stats_size: gl.tensor
+    batch: gl.tensor
+    first: gl.tensor
 
 
 @jit
-def load_queries(descriptors, destinations, batch, head_q, queries, begin, end, existing, sizes, stats_size, step,
-                 arrivals):  # fmt: skip
+def load_queries(loads, head_q, begin, end, step, arrivals):
     """Load query blocks [begin, end) of each of the group's heads, the first of which is head_q, with their statistics.
 
     begin None: from 0 on. Returns the next (step, arrivals).
     """
-    arrival = destinations.arrival
+    descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
+    arrival, batch = destinations.arrival, loads.batch
     first_query = existing.first_query
     if begin is None:
         begin = 0
     for group_head in range(sizes.GROUP_SIZE):
         for i in range(begin, end):
-            start_m = (queries.first + i) * BLOCK_M
+            start_m = (loads.first + i) * BLOCK_M
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
+            stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
+            head, channel = head_q + group_head, destinations.q
             arrivals = load_block(
-                descriptors.q, batch, head_q + group_head, start_m, destinations.q, step, arrival, arrivals,
-                first_row=first_query, stats_desc=descriptors.stats, stats_row=stats_row,
-                stats_smem=destinations.lse,
-            )  # fmt: skip
-            stats_row += stats_size
+                descriptors.q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats
+            )
+            stats = RowStatistics(descriptors.stats, stats_row + loads.stats_size, destinations.delta)
             first_do = first_query
             if existing.do_shift is not None:
                 start_m += existing.do_shift
                 first_do += existing.do_shift
+            channel, end_do = destinations.do, existing.do_end
             arrivals = load_block(
-                descriptors.do, batch, head_q + group_head, start_m, destinations.do, step, arrival, arrivals,
-                first_row=first_do, end_row=existing.do_end, stats_desc=descriptors.stats, stats_row=stats_row,
-                stats_smem=destinations.delta,
-            )  # fmt: skip
+                descriptors.do, batch, head, start_m, channel, step, arrival, arrivals, first_do, end_do, stats
+            )
             step += 1
     return step, arrivals
 
 
 @jit
-def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr,
-         LETS_NEXT_LAUNCH_START: gl.constexpr):  # fmt: skip
+def load(
+    descriptors, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr, BEGINS_DQ: gl.constexpr
+):
     """Load K and V once, and every query block with its statistics; one warp's work. Rows that do not exist are zero.
 
     keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
-    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta.
-    LETS_NEXT_LAUNCH_START: let the next launch start once the pre-process has finished.
+    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. BEGINS_DQ: programs of
+    this launch begin dQ, and this warp lets the next launch start once the pre-process has finished.
     """
     batch = keys.batch
     arrival = destinations.arrival
@@ -158,21 +166,16 @@ def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, 
     arrivals = load_keys(descriptors.v, destinations.v, keys, existing, arrival, arrivals)
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
     wait_for_previous_launch(PDL)
-    if LETS_NEXT_LAUNCH_START:
+    if BEGINS_DQ:
         # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
         let_next_launch_start(PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals)
     head_q = keys.head * sizes.GROUP_SIZE
+    loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
     step = 0
     if queries.num_hidden is not None:
-        step, arrivals = load_queries(
-            descriptors, destinations, batch, head_q, queries, 0, queries.num_hidden, existing, sizes, stats_size, step,
-            arrivals,
-        )  # fmt: skip
-    step, arrivals = load_queries(
-        descriptors, destinations, batch, head_q, queries, queries.num_hidden, queries.count, existing, sizes,
-        stats_size, step, arrivals,
-    )  # fmt: skip
+        step, arrivals = load_queries(loads, head_q, 0, queries.num_hidden, step, arrivals)
+    step, arrivals = load_queries(loads, head_q, queries.num_hidden, queries.count, step, arrivals)
     # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
     if step > 0:
         load_block(descriptors.q, batch, head_q, sizes.pitch, destinations.q, step, arrival, arrivals)
@@ -205,8 +208,12 @@ def announce(pointer):
     gl.inline_asm_elementwise(
         "{ .reg .pred one; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
         "elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
-        "=r,l", [pointer.to(gl.uint64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l",
+        [pointer.to(gl.uint64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit

@@ -10,7 +10,7 @@ tile and zeroes those rows itself (``load_existing_rows``), so that the warps th
 two tiles of a sequence pay this round trip to memory.
 """
 
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     fence_async_shared,
@@ -33,9 +33,7 @@ TWO_WARPGROUPS = gl.constexpr(256)
 @jit
 def wait_at_named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Arrive at a named barrier, and wait until THREADS threads have arrived."""
-    gl.inline_asm_elementwise(
-        f"bar.sync {BARRIER}, {THREADS}; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    gl.inline_asm_elementwise(f"bar.sync {BARRIER}, {THREADS}; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -43,7 +41,7 @@ def arrive_at_named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Arrive at a named barrier without waiting, because another warp waits there."""
     gl.inline_asm_elementwise(
         f"bar.arrive {BARRIER}, {THREADS}; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @record
@@ -77,9 +75,9 @@ class Channel:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor | None
     STAGES: gl.constexpr
-    FIRST: gl.constexpr
-    TILES: gl.constexpr
-    TILE: gl.constexpr
+    FIRST: gl.constexpr = 0
+    TILES: gl.constexpr = 1
+    TILE: gl.constexpr = 0
 
     @jit
     def init_slot(self, slot, FILLS: gl.constexpr, RELEASES: gl.constexpr):
@@ -102,15 +100,9 @@ class Channel:
     def of_warpgroup(self, WARPGROUP: gl.constexpr):
         """Return a warpgroup's view: its own slots if there is one tile a slot, else its own tile of each slot."""
         if self.TILES == 1:
-            return Channel(
-                buffer=self.buffer, full=self.full, empty=self.empty, STAGES=self.STAGES,
-                FIRST=WARPGROUP * self.STAGES, TILES=1, TILE=0,
-            )  # fmt: skip
+            return replace(self, FIRST=WARPGROUP * self.STAGES)
         else:
-            return Channel(
-                buffer=self.buffer, full=self.full, empty=self.empty, STAGES=self.STAGES, FIRST=0, TILES=self.TILES,
-                TILE=WARPGROUP,
-            )  # fmt: skip
+            return replace(self, TILE=WARPGROUP)
 
     @jit
     def at(self, step):
@@ -135,10 +127,8 @@ class Channel:
     def after(self, cursor):
         """Return the next ``Cursor`` after one that began with ``start_at``, without a division."""
         is_last = cursor.slot == self.FIRST + self.STAGES - 1
-        return Cursor(
-            slot=gl.where(is_last, self.FIRST, cursor.slot + 1), step=None,
-            parity=gl.where(is_last, cursor.parity ^ 1, cursor.parity),
-        )  # fmt: skip
+        slot = gl.where(is_last, self.FIRST, cursor.slot + 1)
+        return Cursor(slot, step=None, parity=gl.where(is_last, cursor.parity ^ 1, cursor.parity))
 
     @jit
     def tile(self, cursor):
@@ -197,16 +187,13 @@ def allocate_barriers(COUNT: gl.constexpr):
 @jit
 def channel_of(buffer, STAGES: gl.constexpr):
     """Return a ``Channel`` of the STAGES tiles of ``buffer``, with barriers that are not yet initialised."""
-    return Channel(
-        buffer=buffer, full=allocate_barriers(STAGES), empty=allocate_barriers(STAGES), STAGES=STAGES, FIRST=0,
-        TILES=1, TILE=0,
-    )  # fmt: skip
+    return Channel(buffer, allocate_barriers(STAGES), allocate_barriers(STAGES), STAGES)
 
 
 @jit
 def written_once(buffer):
     """Return a ``Channel`` of one slot that nothing has to empty: it is filled once, or other barriers say so."""
-    return Channel(buffer=buffer, full=allocate_barriers(1), empty=None, STAGES=1, FIRST=0, TILES=1, TILE=0)
+    return Channel(buffer, allocate_barriers(1), empty=None, STAGES=1)
 
 
 @record

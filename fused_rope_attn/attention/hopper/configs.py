@@ -92,38 +92,38 @@ FORWARD: tuple[Row, ...] = (
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Up to 1024 tokens the portable kernels are faster. 3.6.0 and 3.9.0, 2026-11-22.
     Row(head_dim=64, causal=True, auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=False, auto=("short", "medium", "long"),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, buckets=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Half diagonals take 1.5 to 2.5 % less time with 3.9.0 and .5 to 1.5 % more with 3.6.0, too little for a row each.
-    # 2026-11-23.
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Skipping the masked half takes 1.5 to 2.5 % less time with 3.9.0 and .5 to 1.5 % more with 3.6.0, too little for
+    # a row each. 2026-11-23.
     Row(head_dim=HEAD_DIM, buckets=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, pin=True, halves_diagonal=True, section_bytes=32 * MIB)),
-    # Half diagonals take 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23.
+        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
+    # Skipping the masked half takes 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23.
     Row(head_dim=HEAD_DIM, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, halves_diagonal=True, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, packed=True, buckets=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Half diagonals take 1 to 8 % more time with 3.6.0, and whole ones 4 to 5 % more with 3.9.0. 2026-11-23.
+    # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23.
     Row(head_dim=HEAD_DIM, buckets=("tiny",), before=(3, 9), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 9 and 15 % faster than the portable kernels with 64 and 128 heads of 512 tokens. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, buckets=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, halves_diagonal=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     Row(head_dim=WIDE_HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
@@ -146,15 +146,15 @@ BACKWARD: tuple[Row, ...] = (
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, buckets=("tiny", "short"), auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, halves_diagonal=True)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, buckets=("medium",), auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, halves_diagonal=True)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
     Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("tiny",), auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2, halves_diagonal=True)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
     Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("tiny", "short"), auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, halves_diagonal=True)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=HEAD_DIM, buckets=("tiny",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
@@ -168,7 +168,7 @@ BACKWARD: tuple[Row, ...] = (
         config=HopperBackwardConfig(section_bytes=64 * MIB, post_rows=8, post_heads=8)),
     # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
     Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("medium",), auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, halves_diagonal=True)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM, auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
@@ -179,13 +179,11 @@ BACKWARD: tuple[Row, ...] = (
 # fmt: on
 
 
+Release = tuple[int, int]
+
+
 def forward(
-    head_dim: int,
-    causal: bool,
-    length_bucket: str,
-    gqa: bool,
-    packed: bool = False,
-    release: tuple[int, int] | None = None,
+    head_dim: int, causal: bool, length_bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
 ) -> Row:
     """Return the row of the forward pass for these properties.
 
@@ -195,12 +193,7 @@ def forward(
 
 
 def backward(
-    head_dim: int,
-    causal: bool,
-    length_bucket: str,
-    gqa: bool,
-    packed: bool = False,
-    release: tuple[int, int] | None = None,
+    head_dim: int, causal: bool, length_bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
 ) -> Row:
     """Return the row of the backward pass for these properties; release as in ``forward``."""
     return find_row(BACKWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())

@@ -101,7 +101,7 @@ class ForwardCall:
             # have none to spare, and use 168 bytes of stack with it.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             QUERIES_IN_TILES=in_tiles and self.packed,
-            IS_ALIGNED=config.halves_diagonal and is_aligned(problem, block_m, block_n),
+            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, block_n),
             VALUES=config.values,
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )

@@ -33,9 +33,9 @@ from fused_rope_attn.attention.hopper.softmax import (
     whole_sums,
     whole_weights,
 )
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, store_tile
+from fused_rope_attn.kernels.tiles import RowFormat, TensorView, rows_at, store_tile
 from fused_rope_attn.runtime.triton_compat import (
     barrier,
     fence_async_shared,
@@ -63,26 +63,31 @@ class ForwardOutput:
     """The tensors o and lse, and the shared memory that o passes through."""
 
     desc: gl.tensor  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
-    ptr: gl.tensor | None  # o itself in packed calls: the last rows of a sequence are stored without the TMA
-    strides: gl.tuple | None
+    view: TensorView  # o itself in packed calls: the last rows of a sequence are stored without the TMA; else None
     lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
     smem: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, columns of one store)
-    D: gl.constexpr
-    BLOCK_D: gl.constexpr
+    format: RowFormat
     TWO_STORES: gl.constexpr  # whether the columns are stored as a left and a right half, one after the other
-    USE_INT64_OFFSETS: gl.constexpr
+
+
+@record
+class Warpgroup:
+    """A warpgroup that attends: number INDEX of COUNT."""
+
+    INDEX: gl.constexpr
+    COUNT: gl.constexpr
 
 
 @jit
-def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
+def wait_for_tensor_cores(warpgroup):
     """Wait until the previous warpgroup has issued its products, so that one computes while another multiplies."""
-    wait_at_named_barrier(TENSOR_CORES + WARPGROUP, TWO_WARPGROUPS)
+    wait_at_named_barrier(TENSOR_CORES + warpgroup.INDEX, TWO_WARPGROUPS)
 
 
 @jit
-def hand_over_tensor_cores(WARPGROUP: gl.constexpr, CONSUMERS: gl.constexpr):
+def hand_over_tensor_cores(warpgroup):
     """Let the next warpgroup issue its products."""
-    arrive_at_named_barrier(TENSOR_CORES + (WARPGROUP + 1) % CONSUMERS, TWO_WARPGROUPS)
+    arrive_at_named_barrier(TENSOR_CORES + (warpgroup.INDEX + 1) % warpgroup.COUNT, TWO_WARPGROUPS)
 
 
 @jit
@@ -97,13 +102,12 @@ def first_keys(keys, cursor, COUNT: gl.constexpr):
 
 
 @jit
-def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, WARPGROUP: gl.constexpr,
-             CONSUMERS: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
+def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, COUNT: gl.constexpr):
     """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
     q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
     (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
-    keys, capped if there is a ``cap_scale``, and acc, which is still in flight unless VALUES is "before scores". Unless
+    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores". Unless
     the block ``exists``, the scores are meaningless.
     """
     BLOCK_D: gl.constexpr = q.shape[1]
@@ -113,11 +117,11 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
     weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
-    if VALUES == "before scores":
+    if softmax.VALUES == "before scores":
         acc = rescale_output(acc, correction)
         values.wait_full(at_values)
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
-        wait_for_tensor_cores(WARPGROUP)
+        wait_for_tensor_cores(warpgroup)
         acc = issue_by_columns(weights, v, acc)
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
@@ -125,13 +129,13 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         acc = wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
         scores = issue_over_columns(q, k, nothing, RIGHT)
-        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+        hand_over_tensor_cores(warpgroup)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         k = first_keys(keys, at_keys, COUNT)
-        wait_for_tensor_cores(WARPGROUP)
+        wait_for_tensor_cores(warpgroup)
         scores = issue_over_columns(q, k, nothing, RIGHT)
         acc = rescale_output(acc, correction)
         # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
@@ -140,11 +144,11 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, cap_scale, W
         values.wait_full(at_values)
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         acc = issue_by_columns(weights, v, acc)
-        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+        hand_over_tensor_cores(warpgroup)
         # The groups of the values may stay in flight.
         scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
     keys.release_by_threads(at_keys, exists)
-    return cap_scores(scores, cap_scale, q.dtype), acc
+    return cap_scores(scores, softmax.cap_scale, q.dtype), acc
 
 
 @jit
@@ -154,7 +158,7 @@ def write_columns(output, o_tile, tile, row, row_end, COLUMN: gl.constexpr):
     It is stored in the columns from COLUMN on, and in the rows before ``row_end``. The TMA stops at the tensor's end,
     but not at a packed sequence's, so that the last rows of a sequence are stored from registers.
     """
-    if output.ptr is None:
+    if output.view.ptr is None:
         tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
     else:
         if row + ROWS <= row_end:
@@ -162,17 +166,13 @@ def write_columns(output, o_tile, tile, row, row_end, COLUMN: gl.constexpr):
         elif row < row_end:
             BLOCK_D: gl.constexpr = o_tile.shape[3]
             WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-            strides = output.strides
-            base = output.ptr + tile.head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
+            strides = output.view.strides
+            base = output.view.ptr + tile.head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
             if COLUMN:
                 base += COLUMN * strides[3]
             o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
-            rows = Rows(
-                ptr=base, stride_row=strides[2], stride_column=strides[3], num_rows=row_end - row, first_row=None,
-                format=RowFormat(
-                    D=output.D - COLUMN, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=output.USE_INT64_OFFSETS
-                ),
-            )  # fmt: skip
+            row_format = replace(output.format, D=output.format.D - COLUMN, BLOCK_D=BLOCK_D)
+            rows = rows_at(base, strides, row_end - row, row_format)
             store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
@@ -192,7 +192,7 @@ def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
     The caller has waited for the TMA to read the warpgroup's last output. It may still be reading this one when the
     function returns.
     """
-    BLOCK_D: gl.constexpr = output.BLOCK_D
+    BLOCK_D: gl.constexpr = output.format.BLOCK_D
     o_tile = output.smem.index(WARPGROUP)
     if output.TWO_STORES:
         left_half, right_half = split_columns(o.left)
@@ -251,17 +251,18 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
 
     A block's product with the values runs concurrently with the scores and the maxima of the next block. VALUES says
     when it is awaited. "before weights" of that block leaves registers free, and the weights may be packed between
-    exponentials; "behind weights" hides more of the product. "before scores" overlaps it with nothing, so that weights
+    exponentials; "after weights" hides more of the product. "before scores" overlaps it with nothing, so that weights
     and scores are never alive together.
     """
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     BLOCK_D: gl.constexpr = keys.buffer.shape[4]
     DTYPE: gl.constexpr = keys.buffer.dtype
     CONSUMERS: gl.constexpr = output.smem.shape[0]
+    warpgroup = Warpgroup(WARPGROUP, CONSUMERS)
     FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if masks.IS_ALIGNED and WARPGROUP == 0 else BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
-    RIGHT: gl.constexpr = right_columns(output.D, BLOCK_D)
+    RIGHT: gl.constexpr = right_columns(output.format.D, BLOCK_D)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     rows = gl.arange(0, ROWS, ROW)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
@@ -297,7 +298,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     row_max = gl.convert_layout(row_max, ROW, assert_trivial=True)
     p = whole_weights(pack_weights(first, DTYPE), S)
     if WARPGROUP == CONSUMERS - 1:
-        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+        hand_over_tensor_cores(warpgroup)
     while tile.num_blocks > 0:
         acc = zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
@@ -305,10 +306,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
         for visit in range(1, tile.num_blocks):
             key_step += 1
-            scores, acc = multiply(
-                q, acc, p, correction, keys, values, key_step, True, softmax.cap_scale, WARPGROUP, CONSUMERS,
-                BLOCK_N, softmax.VALUES,
-            )  # fmt: skip
+            scores, acc = multiply(q, acc, p, correction, keys, values, key_step, True, softmax, warpgroup, BLOCK_N)
             if queries.STAGES == 1:
                 # Early, so that the next tile's queries arrive while this one's last softmax is computed.
                 if visit + 1 == tile.num_blocks:
@@ -322,7 +320,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
             if softmax.PIN_SUMS:
                 pin(row_sum)
-            if softmax.VALUES == "behind weights":
+            if softmax.VALUES == "after weights":
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
             p = pack_weights(p, DTYPE)
@@ -342,10 +340,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
-        first, acc = multiply(
-            queries.tile(at_queries).reshape((ROWS, BLOCK_D)), acc, p, correction, keys, values, key_step,
-            exists, softmax.cap_scale, WARPGROUP, CONSUMERS, FIRST_COUNT, softmax.VALUES,
-        )  # fmt: skip
+        q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
+        first, acc = multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, FIRST_COUNT)
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
 
@@ -363,5 +359,5 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         row_sum = new_sum
     if WARPGROUP == 0:
         # The last warpgroup hands the tensor cores over once more.
-        wait_for_tensor_cores(WARPGROUP)
+        wait_for_tensor_cores(warpgroup)
     tma_store_wait(0)

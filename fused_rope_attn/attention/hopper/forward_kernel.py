@@ -27,13 +27,15 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
 )
 from fused_rope_attn.attention.hopper.masks import MaskOptions
 from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.rotation import RotaryTables
+from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
+_NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_head left right position_limit".split()
 
-@jit(do_not_specialize=[
-    "num_tiles", "num_heads", "heads_per_section", "HQ", "GROUP_SIZE", "NQ", "NK", "tiles_per_head", "left", "right",
-    "position_limit",
-])  # fmt: skip
+
+@jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
                    counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides,
                    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_tiles, num_heads,
@@ -85,10 +87,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     tile_channel = channel_of(tile_smem, TILE_STAGES)
     tiles = Announcements(channel=tile_channel, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
     # Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup has a channel of one stage.
-    queries = Channel(
-        buffer=q_smem, full=allocate_barriers(CONSUMERS), empty=allocate_barriers(CONSUMERS),
-        STAGES=2 if ROTATES_QUERIES else 1, FIRST=0, TILES=CONSUMERS if ROTATES_QUERIES else 1, TILE=0,
-    )  # fmt: skip
+    Q_STAGES: gl.constexpr = 2 if ROTATES_QUERIES else 1
+    TILES: gl.constexpr = CONSUMERS if ROTATES_QUERIES else 1
+    queries = Channel(q_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), Q_STAGES, TILES=TILES)
     keys = channel_of(k_smem, STAGES)
     values = channel_of(v_smem, STAGES)
     arrival = None
@@ -104,47 +105,61 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    masks = MaskOptions(
-        left=left, right=right, READS_LENGTHS=READS_LENGTHS, HAS_STARTS=HAS_STARTS,
-        IS_ALIGNED=IS_ALIGNED,
-    )  # fmt: skip
+    masks = MaskOptions(left, right, READS_LENGTHS, HAS_STARTS, IS_ALIGNED)
     schedule = Schedule(
-        counter_ptr=counter_ptr, starts_ptr=starts_ptr, lens_ptr=lens_ptr, num_tiles=num_tiles, num_heads=num_heads,
-        heads_per_section=heads_per_section, HQ=None if IS_PACKED else HQ, GROUP_SIZE=GROUP_SIZE,
-        NQ=None if IS_PACKED else NQ, NK=None if IS_PACKED else NK, tiles_per_head=tiles_per_head, BLOCK_N=BLOCK_N,
-        BLOCK_M=CONSUMERS * ROWS, QUERIES_IN_TILES=QUERIES_IN_TILES,
-    )  # fmt: skip
+        counter_ptr,
+        starts_ptr,
+        lens_ptr,
+        num_tiles,
+        num_heads,
+        heads_per_section,
+        HQ=None if IS_PACKED else HQ,
+        GROUP_SIZE=GROUP_SIZE,
+        NQ=None if IS_PACKED else NQ,
+        NK=None if IS_PACKED else NK,
+        tiles_per_head=tiles_per_head,
+        BLOCK_N=BLOCK_N,
+        BLOCK_M=CONSUMERS * ROWS,
+        QUERIES_IN_TILES=QUERIES_IN_TILES,
+    )
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
-    softmax = Softmax(
-        qk_scale=qk_scale, cap_scale=cap_scale, sinks_ptr=sinks_ptr, PIN_SUMS=PIN_SUMS, VALUES=VALUES
-    )  # fmt: skip
-    output = ForwardOutput(
-        desc=o_desc, ptr=o_ptr, strides=o_strides, lse_ptr=lse_ptr, smem=o_smem, D=D, BLOCK_D=BLOCK_D,
-        TWO_STORES=O_COLUMNS < BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS,
-    )  # fmt: skip
+    softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+    o = TensorView(o_ptr, o_strides)
+    output = ForwardOutput(o_desc, o, lse_ptr, o_smem, row_format, TWO_STORES=O_COLUMNS < BLOCK_D)
     if ROTATES_QUERIES:
-        source = QuerySource(
-            ptr=q_ptr, strides=q_strides, cos_ptr=cos_ptr, sin_ptr=sin_ptr, cos_strides=cos_strides,
-            sin_strides=sin_strides, norm_ptr=q_norm_ptr, norm_eps=norm_eps, norm_offset=norm_offset, sign=q_sign,
-            position_limit=position_limit, saved_desc=q_rot_desc, D=D, R=R, INTERLEAVED=INTERLEAVED,
-            USE_INT64_OFFSETS=USE_INT64_OFFSETS,
-        )  # fmt: skip
-        gl.warp_specialize([
-            (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
-            (load, (loader, schedule, masks, tiles, NONE, keys, values)),
-        ], [WARPGROUP_WARPS, WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+        norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
+        q = TensorView(q_ptr, q_strides)
+        source = QuerySource(q, tables, norm, q_sign, position_limit, q_rot_desc, row_format)
+        gl.warp_specialize(
+            [
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
+                (load, (loader, schedule, masks, tiles, NONE, keys, values)),
+            ],
+            [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
+            [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS],
+        )
     elif CONSUMERS == 3:
-        gl.warp_specialize([
-            (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (attend, (2, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (load, (loader, schedule, masks, tiles, queries, keys, values)),
-        ], [WARPGROUP_WARPS, WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, ATTEND_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (2, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (load, (loader, schedule, masks, tiles, queries, keys, values)),
+            ],
+            [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
+            [ATTEND_REGISTERS, ATTEND_REGISTERS, LOAD_REGISTERS],
+        )
     else:
-        gl.warp_specialize([
-            (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (load, (loader, schedule, masks, tiles, queries, keys, values)),
-        ], [WARPGROUP_WARPS, 1], [ATTEND_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (load, (loader, schedule, masks, tiles, queries, keys, values)),
+            ],
+            [WARPGROUP_WARPS, 1],
+            [ATTEND_REGISTERS, LOAD_REGISTERS],
+        )

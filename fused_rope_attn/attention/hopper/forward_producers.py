@@ -16,9 +16,18 @@ from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, pair_norm_weights, with_norm
+from fused_rope_attn.kernels.rotation import (
+    PairLayouts,
+    RotaryTables,
+    head_rotation,
+    load_angles,
+    load_pairs,
+    norm_and_rotate,
+    pack_pairs,
+    pair_norm_weights,
+)
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, prefetch_rows, rows_from
+from fused_rope_attn.kernels.tiles import RowFormat, TensorView, prefetch_rows, rows_at, rows_from
 from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, tma_store, tma_store_wait
 
 
@@ -105,10 +114,10 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             v_tile, v_full = values.tile(at_values), values.full_barrier(at_values)
             if tiles.HAS_BOUNDS:
                 # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
+                desc, arrival = loader.v_desc, loader.arrival
                 arrivals = load_existing_rows(
-                    loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, loader.arrival,
-                    arrivals,
-                )  # fmt: skip
+                    desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, arrival, arrivals
+                )
             else:
                 load_rows(loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full)
             key_step += 1
@@ -119,22 +128,13 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
 class QuerySource:
     """The queries that the caller gave, (B, HQ, NQ, D), and how they are normed and rotated."""
 
-    ptr: gl.tensor
-    strides: gl.tuple
-    cos_ptr: gl.tensor
-    sin_ptr: gl.tensor
-    cos_strides: gl.tuple  # (batch, row, pair)
-    sin_strides: gl.tuple
-    norm_ptr: gl.tensor | None  # weights (D,), or None for no norm, like eps and offset
-    norm_eps: gl.tensor | None
-    norm_offset: gl.tensor | None
+    view: TensorView
+    tables: RotaryTables
+    norm: Norm | None
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
     position_limit: gl.tensor | None  # positions that the tables have; None: at least as many as there are keys
     saved_desc: gl.tensor | None  # the tensor that saves rotated queries for the backward pass, in blocks of ROWS rows
-    D: gl.constexpr
-    R: gl.constexpr
-    INTERLEAVED: gl.constexpr
-    USE_INT64_OFFSETS: gl.constexpr
+    format: RowFormat
 
 
 @jit
@@ -147,28 +147,20 @@ def rotate_queries(tiles, queries, source, NQ, NK):
     # Four warps rotate so many rows at a time, eight pairs a thread.
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     offs = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
-    row_format = RowFormat(D=source.D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=source.USE_INT64_OFFSETS)
+    layouts = PairLayouts(PAIRS, WHOLE)
     weights = None
-    if source.norm_ptr is not None:
-        norm = Norm(weight_ptr=source.norm_ptr, eps=source.norm_eps, offset=source.norm_offset, D=source.D)
-        weights = pair_norm_weights(norm, source.R, source.INTERLEAVED, BLOCK_D, PAIRS)
+    if source.norm is not None:
+        weights = pair_norm_weights(source.norm, source.tables, BLOCK_D, PAIRS)
     tile_step = 0
     tile = next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
         num_positions = tile_bounds(tile, NK).num_keys
         if source.position_limit is not None:
             num_positions = source.position_limit
-        rotation = head_rotation(
-            source.cos_ptr, source.sin_ptr, source.cos_strides, source.sin_strides, tile.batch.to(gl.int64),
-            num_positions, source.R, source.INTERLEAVED,
-        )  # fmt: skip
-        rotation = with_norm(rotation, source.norm_ptr, source.norm_eps, source.norm_offset, source.D)
-        strides = source.strides
-        head = Rows(
-            ptr=source.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1],
-            stride_row=strides[2], stride_column=strides[3], num_rows=query_end(tile, NQ), first_row=None,
-            format=row_format,
-        )  # fmt: skip
+        rotation = head_rotation(source.tables, tile.batch.to(gl.int64), num_positions, source.norm)
+        strides = source.view.strides
+        ptr = source.view.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1]
+        head = rows_at(ptr, strides, query_end(tile, NQ), source.format)
         if weights is not None:
             # With norms, rotation is nearly the bottleneck, so prefetch.
             prefetch_rows(head, tile.start_m, query_end(tile, NQ), queries.TILES * ROWS, LINES)
@@ -182,10 +174,11 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             for chunk in gl.static_range(ROWS // CHUNK):
                 # These warps lack registers for the addresses of all rows at once.
                 start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
-                q = load_rotated(
-                    rows_from(head, start), offs, rotation, query_position(tile, start, NQ, NK), source.sign,
-                    PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE, weights=weights,
-                )  # fmt: skip
+                rows, position = rows_from(head, start), query_position(tile, start, NQ, NK)
+                first, second = load_pairs(rows, offs, rotation, layouts)
+                cos, sin = load_angles(rotation, offs + position, BLOCK_D, PAIRS)
+                first, second = norm_and_rotate(first, second, cos, sin, source.sign, rotation, weights, PAIRS)
+                q = pack_pairs(first, second).to(queries.buffer.dtype)
                 # Do not load further chunks early: registers suffice for one, and with the norm's weights for none.
                 if warpgroup + chunk > 0 or weights is not None:
                     barrier()
@@ -196,10 +189,9 @@ def rotate_queries(tiles, queries, source, NQ, NK):
             for warpgroup in gl.static_range(queries.TILES):
                 # A packed sequence has whole blocks of ROWS to itself, and the next sequence follows.
                 if tile.start_m + warpgroup * ROWS < query_end(tile, NQ):
-                    tma_store(
-                        source.saved_desc, [tile.batch, tile.head, rotated_row(tile) + warpgroup * ROWS, 0],
-                        queries.of_warpgroup(warpgroup).tile(at_queries).reshape((1, 1, ROWS, BLOCK_D)),
-                    )  # fmt: skip
+                    saved_row = rotated_row(tile) + warpgroup * ROWS
+                    saved = queries.of_warpgroup(warpgroup).tile(at_queries).reshape((1, 1, ROWS, BLOCK_D))
+                    tma_store(source.saved_desc, [tile.batch, tile.head, saved_row, 0], saved)
         queries.fill(at_queries)
         tile_step += 1
         tile = next_tile(tiles, tile_step)

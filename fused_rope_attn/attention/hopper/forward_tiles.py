@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Tiles of the sm_90 forward: which one comes next, which keys it sees, and how the loading warp announces it.
+"""Tiles of the sm_90 forward: their order, the keys that they see, and how the loading warp announces them.
 
 The loading warp alone finds the next tile and divides its number into batch, head and key blocks. It announces the tile
 to the other warps as a few int32 numbers in shared memory. All warps count the announced tiles: ``tile_step``.
@@ -11,12 +11,12 @@ from fused_rope_attn.attention.hopper.channels import Channel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, WARPGROUP_THREADS, WARPGROUP_WARPS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels.lengths import existing_keys, padded_row
-from fused_rope_attn.kernels.masks import Mask, is_causal, key_range, sequence_mask
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.masks import is_causal, key_range, sequence_mask
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
-# How many tiles may be announced before the slowest warp has read the first of them.
+# Number of tiles that may be announced before the slowest warp has read the first of them.
 TILE_STAGES = gl.constexpr(4)
 
 
@@ -52,10 +52,7 @@ class QueryTile:
 def tile_bounds(tile, NK):
     """Return the ``TileBounds`` of any tile. If none are announced, loops need not carry them."""
     if tile.bounds is None:
-        return TileBounds(
-            last_block=tile.num_blocks - 1, lower_masked_from=tile.num_blocks, first_key=0, num_keys=NK, query_end=None,
-            rotated_row=None,
-        )  # fmt: skip
+        return TileBounds(tile.num_blocks - 1, tile.num_blocks, 0, NK, query_end=None, rotated_row=None)
     else:
         return tile.bounds
 
@@ -147,11 +144,11 @@ def announce_tile(tiles, step, tile):
 @jit
 def read_bounds(tiles, word):
     """Return the ``TileBounds`` that begin with number ``word`` of the announcements."""
-    return TileBounds(
-        last_block=tiles.read(word), lower_masked_from=tiles.read(word + 1), first_key=tiles.read(word + 2),
-        num_keys=tiles.read(word + 3), query_end=tiles.read(word + 4) if tiles.IS_PACKED else None,
-        rotated_row=tiles.read(word + 5) if tiles.IS_PACKED else None,
-    )  # fmt: skip
+    last_block, lower_masked_from = tiles.read(word), tiles.read(word + 1)
+    first_key, num_keys = tiles.read(word + 2), tiles.read(word + 3)
+    query_end = tiles.read(word + 4) if tiles.IS_PACKED else None
+    rotated_row = tiles.read(word + 5) if tiles.IS_PACKED else None
+    return TileBounds(last_block, lower_masked_from, first_key, num_keys, query_end, rotated_row)
 
 
 @jit
@@ -161,11 +158,10 @@ def next_tile(tiles, step):
     cursor = channel.at(step)
     channel.wait_full(cursor)
     word = cursor.slot * tiles.WORDS
-    tile = QueryTile(
-        start_m=tiles.read(word), bh=tiles.read(word + 1), batch=tiles.read(word + 2), head=tiles.read(word + 3),
-        num_blocks=tiles.read(word + 4), upper_masked=tiles.read(word + 5),
-        bounds=read_bounds(tiles, word + 6) if tiles.HAS_BOUNDS else None,
-    )  # fmt: skip
+    start_m, bh, batch, head = tiles.read(word), tiles.read(word + 1), tiles.read(word + 2), tiles.read(word + 3)
+    num_blocks, upper_masked = tiles.read(word + 4), tiles.read(word + 5)
+    bounds = read_bounds(tiles, word + 6) if tiles.HAS_BOUNDS else None
+    tile = QueryTile(start_m, bh, batch, head, num_blocks, upper_masked, bounds)
     if tiles.IS_PACKED:
         # With Triton 3.9 packed sequences of up to 1024 tokens take 1 to 4 % less so than with 128 arrivals.
         channel.release(cursor)
@@ -209,41 +205,32 @@ class Work:
 
 
 @jit
-def make_tile(mask, start_m, bh, batch, head, q_offset, query_end, rotated_row, BLOCK_M: gl.constexpr,
-              BLOCK_N: gl.constexpr):  # fmt: skip
+def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end=None, rotated_row=None):
     """Return the ``QueryTile`` of a head's queries from row ``start_m`` on, at position start_m + q_offset.
 
     mask: the sequence's ``kernels.masks.Mask``; query_end and rotated_row as in ``TileBounds``. Every tile visits at
     least one block. If nothing in it is visible the mask hides all scores, and the rows become zero on the usual path.
     """
-    first, full_first, full_last, last = key_range(mask, start_m, q_offset, BLOCK_M, BLOCK_N)
+    BLOCK_N: gl.constexpr = schedule.BLOCK_N
+    first, full_first, full_last, last = key_range(mask, start_m, q_offset, schedule.BLOCK_M, BLOCK_N)
     if mask.first_key is not None:
         # Without a lower bound, because both ends of a window that is narrower than a block may be in the same one.
-        upper = Mask(
-            num_keys=mask.num_keys, first_key=None, left=None, right=mask.right, READS_LENGTHS=mask.READS_LENGTHS
-        )
-        _, _, full_last, _ = key_range(upper, start_m, q_offset, BLOCK_M, BLOCK_N)
+        upper = replace(mask, first_key=None, left=None)
+        _, _, full_last, _ = key_range(upper, start_m, q_offset, schedule.BLOCK_M, BLOCK_N)
     first_block = first // BLOCK_N
     num_blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
     last_block = first_block + num_blocks - 1
-    bounds = TileBounds(
-        last_block=last_block, lower_masked_from=last_block + 1 - full_first // BLOCK_N,
-        first_key=0 if mask.first_key is None else mask.first_key, num_keys=mask.num_keys, query_end=query_end,
-        rotated_row=rotated_row,
-    )  # fmt: skip
-    return QueryTile(
-        start_m=start_m, bh=bh, batch=batch, head=head, num_blocks=num_blocks,
-        upper_masked=last_block + 1 - full_last // BLOCK_N, bounds=bounds,
-    )  # fmt: skip
+    lower_masked_from = last_block + 1 - full_first // BLOCK_N
+    first_key = 0 if mask.first_key is None else mask.first_key
+    bounds = TileBounds(last_block, lower_masked_from, first_key, mask.num_keys, query_end, rotated_row)
+    upper_masked = last_block + 1 - full_last // BLOCK_N
+    return QueryTile(start_m, bh, batch, head, num_blocks, upper_masked, bounds)
 
 
 @jit
 def tile_if(exists, tile):
     """Return ``tile``, or unless it exists one of no blocks, which ends the work of the warps that read it."""
-    return QueryTile(
-        start_m=tile.start_m, bh=tile.bh, batch=tile.batch, head=tile.head,
-        num_blocks=gl.where(exists, tile.num_blocks, 0), upper_masked=tile.upper_masked, bounds=tile.bounds,
-    )  # fmt: skip
+    return replace(tile, num_blocks=gl.where(exists, tile.num_blocks, 0))
 
 
 @jit
@@ -260,7 +247,7 @@ def tile_work(schedule, masks, index):
     num_keys = existing_keys(schedule.lens_ptr, batch, schedule.NK)
     q_offset = num_keys - schedule.NQ
     mask = sequence_mask(schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS)
-    tile = make_tile(mask, start_m, bh, batch, head, q_offset, None, None, BLOCK_M, schedule.BLOCK_N)
+    tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
 
 
@@ -270,20 +257,11 @@ def table_entry(schedule, masks, index):
 
     ``describe_tiles`` of the pre-pass has written the table. A tile past the last one is read as the last one.
     """
-    slot, head = scheduled_tile(
-        gl.minimum(index, schedule.num_tiles - 1), schedule.tiles_per_head, schedule.num_heads,
-        schedule.heads_per_section, LAST_TILE_FIRST=is_causal(masks.right),
-    )  # fmt: skip
+    index, section = gl.minimum(index, schedule.num_tiles - 1), schedule.heads_per_section
+    slot, head = scheduled_tile(index, schedule.tiles_per_head, schedule.num_heads, section, is_causal(masks.right))
     entry = schedule.counter_ptr + TILE_WORDS + slot * TILE_WORDS
-    return (
-        head,
-        gl.load(entry),
-        gl.load(entry + 1),
-        gl.load(entry + 2),
-        gl.load(entry + 3),
-        gl.load(entry + 4),
-        gl.load(entry + 5),
-    )
+    first_row, end, first_k = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    return head, first_row, end, first_k, gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
 
 
 @jit
@@ -308,7 +286,7 @@ def packed_work(schedule, masks, index):
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
         rotated_row = padded_row(first_q, sequence, BACKWARD_BLOCK_M) + row - first_q
-    tile = make_tile(mask, row, head, head * 0, head, len_k - end, end, rotated_row, schedule.BLOCK_M, schedule.BLOCK_N)
+    tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
     tile = tile_if(index < schedule.num_tiles, tile)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
 

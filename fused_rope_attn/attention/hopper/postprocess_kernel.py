@@ -7,6 +7,7 @@ import triton.language as tl
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.norm_gradient_kernel import (
     SUMS,
+    WeightSums,
     add_own_sums,
     add_sums,
     store_weight_sums,
@@ -15,6 +16,8 @@ from fused_rope_attn.attention.norm_gradient_kernel import (
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
 from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
 from fused_rope_attn.kernels.rotation import (
+    PairLayouts,
+    RotaryTables,
     head_rotation,
     load_angles,
     load_pairs,
@@ -25,7 +28,7 @@ from fused_rope_attn.kernels.rotation import (
 )
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.softmax import sink_gradient
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, load_where, tile_range
+from fused_rope_attn.kernels.tiles import RowFormat, load_where, rows_at, tile_range
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -63,10 +66,7 @@ def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
 @triton.jit
 def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
     """Return the num_rows ``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on."""
-    return Rows(
-        ptr=ptr + batch * strides[0] + head * strides[1] + start * strides[2],
-        stride_row=strides[2], stride_column=strides[3], num_rows=num_rows, first_row=None, format=format,
-    )  # fmt: skip
+    return rows_at(ptr + batch * strides[0] + head * strides[1] + start * strides[2], strides, num_rows, format)
 
 
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
@@ -107,10 +107,10 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         if pid >= programs:
             wait_for_previous_launch(PDL)
             own_parts = tl.cdiv(programs, SUMS)
-            add_sums(
-                pid - programs, k_sums_ptr, parts_ptr + own_parts * D, counters_ptr + 1 + own_parts, dk_norm_ptr,
-                k_sums, D, BLOCK_D, KEY_PARTS, WHOLE,
-            )  # fmt: skip
+            parts_ptr += own_parts * D
+            counters_ptr += 1 + own_parts
+            sums = WeightSums(k_sums_ptr, k_sums, parts_ptr, counters_ptr, dk_norm_ptr, D, BLOCK_D, WHOLE)
+            add_sums(sums, pid - programs, KEY_PARTS)
             return
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
@@ -118,10 +118,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     first_row = 0
     padded = 0
     if cu_q_ptr is not None:
-        CU_LAYOUT: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_row, NQ, block = packed_tile(
-            block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU_LAYOUT
-        )
+        CU: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
+        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU)
         _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         padded = padded_row(first_row, sequence, BLOCK_M)
     start = block * BLOCK_N
@@ -130,12 +128,13 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     whole_offs = tile_range(BLOCK_N, 0, WHOLE)
     staged = staged_rows(whole_offs)
     NK = existing_keys(lens_ptr, batch, NK)
-    rotation = head_rotation(cos_ptr, sin_ptr, cos_strides, sin_strides, batch, NK, R, INTERLEAVED)
-    cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, CHECK_POSITIONS=True, LAYOUT=PAIRS)
+    layouts = None if PAIRS is None else PairLayouts(PAIRS, WHOLE)
+    rotation = head_rotation(RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED), batch, NK)
+    cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, PAIRS)
     columns = tile_range(BLOCK_D, 1, WHOLE)
     if norm_ptr is not None:
         norm = Norm(weight_ptr=norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
-        weight1, weight2 = pair_norm_weights(norm, R, INTERLEAVED, BLOCK_D, PAIRS)
+        weight1, weight2 = pair_norm_weights(norm, rotation, BLOCK_D, PAIRS)
         dweight1 = zeros_like_ranges(offs, tile_range(BLOCK_D // 2, 1, PAIRS))
         dweight2 = dweight1
         # After the last query the accumulator is undefined.
@@ -150,10 +149,10 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
             words = accumulator_ptr + row * COLUMNS + staged[:, None] * COLUMNS + columns[None, :]
-        row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+        row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
         if norm_ptr is not None:
             raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
-            raw1, raw2 = load_pairs(raw_rows, offs, rotation, CHECK_ROWS=True, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE)
+            raw1, raw2 = load_pairs(raw_rows, offs, rotation, layouts)
         if cu_q_ptr is not None:
             # The block may be past its sequence's end, and past the end of the accumulator.
             dq = load_columns(words, whole_offs[:, None] < NQ - start, columns, COLUMNS) * softmax_scale
@@ -173,24 +172,24 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             dweight1 += of_rows1
             dweight2 += of_rows2
         dq_rows = rows_of_block(dq_ptr, dq_strides, batch, head64, start64, NQ - start, row_format)
-        store_pairs(dq_rows, first, second, offs, rotation, PAIR_LAYOUT=PAIRS, TILE_LAYOUT=WHOLE)
+        store_pairs(dq_rows, first, second, offs, rotation, layouts)
         if sinks_ptr is not None:
             lse = tl.load(stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
             delta = tl.load(stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
             part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
             tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
     if norm_ptr is not None:
-        store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, R, INTERLEAVED, PAIRS)
-        add_own_sums(pid, sums_ptr, parts_ptr, counters_ptr, dq_norm_ptr, programs, D, BLOCK_D, WHOLE)
+        store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, rotation, PAIRS)
+        sums = WeightSums(sums_ptr, programs, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D, WHOLE)
+        add_own_sums(sums, pid)
     if progress_ptr is not None:
         # So that dk and dv are complete for the next launch too. With norms the programs of KEY_PARTS have waited.
         if pid == tl.num_programs(0) - 1:
             wait_for_previous_launch(PDL)
 
 
-_NUMBERS = ["HQ", "HKV", "GROUP_SIZE", "NQ", "pitch", "NK", "num_sequences", "stats_size", "key_blocks",
-            "k_sums"]  # fmt: skip
+_NUMBERS = "HQ HKV GROUP_SIZE NQ pitch NK num_sequences stats_size key_blocks k_sums".split()
 # Triton picks a layout for each load, and rows pass through shared memory from one to the next. With a norm there is
-# more to read and there are rows to sum, so that each thread takes the same pairs of all tensors: Gluon names layouts.
+# more to read and rows are summed, so Gluon names layouts in which each thread takes the same pairs of all tensors.
 norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)
 postprocess_kernel = triton.jit(postprocess_kernel, do_not_specialize=_NUMBERS)

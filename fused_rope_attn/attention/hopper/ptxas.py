@@ -17,7 +17,7 @@ def opaque(x):
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @jit
@@ -30,5 +30,9 @@ def pin(row_sum):
     gl.inline_asm_elementwise(
         "{ .reg .pred negative; .reg .u32 nowhere; mov.u32 nowhere, 0; setp.lt.f32 negative, $1, 0f00000000; "
         "@negative st.volatile.shared.u32 [nowhere], nowhere; mov.u32 $0, 0; }",
-        "=r,f", [row_sum], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,f",
+        [row_sum],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

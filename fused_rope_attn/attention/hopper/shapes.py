@@ -6,7 +6,7 @@ from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime.triton_compat import gl
 
-# All warps but the loading one come in warpgroups of four.
+# All warps but the loading one are in warpgroups of four.
 WARPGROUP_WARPS = gl.constexpr(4)
 WARPGROUP_THREADS = gl.constexpr(128)
 # Warpgroups of a block of the backward that multiply, and so consume the loading warp's tiles.

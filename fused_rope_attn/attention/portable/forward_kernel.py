@@ -7,15 +7,17 @@ import triton.language as tl
 from fused_rope_attn.attention.portable.keys import keys_of_head
 from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible
+from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale, score_product
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import head_rotation, load_rotated, load_rotated_tile, with_norm
+from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, load_rotated_tile
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
 from fused_rope_attn.kernels.tiles import (
     Origin,
     RowFormat,
+    TensorView,
     head_rows,
     load_head_tile,
     prefetch_rows,
@@ -26,20 +28,20 @@ from fused_rope_attn.kernels.tiles import (
 
 @record
 class RunningSoftmax:
-    """The sums over the keys so far, and the last block's weights, whose values are still to be added."""
+    """The sums over the keys so far, and the weights of the last block. Its values are not added yet."""
 
     acc: tl.tensor  # (BLOCK_M, BLOCK_D) float32
     row_max: tl.tensor  # (BLOCK_M,) float32, in base 2
     row_sum: tl.tensor  # (BLOCK_M,) float32
     p: tl.tensor  # (BLOCK_M, BLOCK_N) float32
-    correction: tl.tensor  # (BLOCK_M,) float32: what acc is multiplied by before p's values are added
+    correction: tl.tensor  # (BLOCK_M,) float32: the factor of acc before p's values are added
 
 
 @triton.jit
 def block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK: tl.constexpr):
-    """``score_product`` of q (BLOCK_M, BLOCK_D) and keys [start_n, start_n + BLOCK_N).
+    """Return ``score_product`` of q (BLOCK_M, BLOCK_D) and keys [start_n, start_n + BLOCK_N).
 
-    APPLY_MASK: some of the pairs may be hidden, which are -inf then, and some of the keys may not exist.
+    APPLY_MASK: some of the pairs may be hidden, with score -inf, and some of the keys may not exist.
     """
     offs_n = tl.arange(0, keys.BLOCK_N)
     k = load_rotated_tile(keys.k, keys.rotation, start_n, offs_n, 0, CHECK_ROWS=APPLY_MASK)
@@ -52,24 +54,23 @@ def block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK: tl.constexpr)
 
 @triton.jit
 def add_values(softmax, keys, start_n, scale, CHECK_ROWS: tl.constexpr):
-    """The new ``acc``: with the values of keys [start_n, start_n + BLOCK_N), to which the last weights belong."""
+    """Return ``acc`` plus the last weights times the values of their keys, [start_n, start_n + BLOCK_N)."""
     v = load_head_tile(keys.v, start_n, tl.arange(0, keys.BLOCK_N), CHECK_ROWS)
     p = softmax.p.to(v.dtype)
     return tl.dot(p, v, softmax.acc * softmax.correction[:, None], input_precision=scale.PRECISION)
 
 
 @triton.jit
-def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: tl.constexpr,
-                 CHECK_VALUE_ROWS: tl.constexpr):  # fmt: skip
-    """Fold keys [first, last) into the running softmax, one block behind with the values.
+def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: tl.constexpr, CHECK_VALUES=False):
+    """Fold keys [first, last) into the running softmax; their values follow one block later.
 
-    The weights in ``softmax`` belong to the block before ``first``: their product with its values runs on the tensor
-    cores while the softmax of the next block runs beside it. CHECK_VALUE_ROWS: some of the values in the block before
-    may not exist. APPLY_MASK as for ``block_scores``.
+    The weights in ``softmax`` belong to the block before ``first``: the tensor cores multiply them with its values
+    concurrently with the softmax of the next block. CHECK_VALUES: some of the values in the block before may not exist.
+    APPLY_MASK as for ``block_scores``.
     """
     for start_n in range(first, last, keys.BLOCK_N):
         scores = block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK)
-        acc = add_values(softmax, keys, start_n - keys.BLOCK_N, scale, CHECK_VALUE_ROWS)
+        acc = add_values(softmax, keys, start_n - keys.BLOCK_N, scale, CHECK_VALUES)
         p, correction, row_max, row_sum = online_softmax(
             scores, softmax.row_max, softmax.row_sum, scale.qk_scale, HAS_EMPTY_ROWS=APPLY_MASK
         )
@@ -78,11 +79,11 @@ def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: 
 
 
 @triton.jit
-def save_queries(q, q_rot_ptr, q_rot_strides, tile, start_m, row_format, PAD_TO: tl.constexpr):
-    """Write the rotated tile q (BLOCK_M, BLOCK_D) of a ``Tile`` where the backward pass reads it.
+def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
+    """Write the rotated tile q (BLOCK_M, BLOCK_D) of a ``ScheduledTile`` to ``q_rot``, for the backward pass.
 
-    That is the row that it has in q, or with PAD_TO, for packed sequences, the one behind ``padded_row``; then the rows
-    up to a multiple of PAD_TO are zero. PAD_TO is 0 or at most BLOCK_M.
+    Its rows are those of q, or with PAD_TO, for packed sequences, those from ``padded_row`` on; then the rows up to a
+    multiple of PAD_TO are zero. PAD_TO is 0 or at most BLOCK_M.
     """
     origin = tile.origin
     num_rows = tile.num_rows
@@ -90,31 +91,84 @@ def save_queries(q, q_rot_ptr, q_rot_strides, tile, start_m, row_format, PAD_TO:
         first_row = padded_row(tile.origin.row, tile.sequence, PAD_TO)
         origin = Origin(batch=tile.origin.batch, head=tile.origin.head, row=first_row)
         num_rows = tl.cdiv(tile.num_rows, PAD_TO) * PAD_TO
-    rows = head_rows(q_rot_ptr, q_rot_strides, origin, num_rows, row_format)
+    rows = head_rows(q_rot, origin, num_rows, row_format)
     store_tile(rows_from(rows, start_m), q, tl.arange(0, q.shape[0]))
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_heads", "heads_per_section",
-                               "num_sequences", "left", "right"])  # fmt: skip
-def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, sinks_ptr,
-                   starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides,
-                   cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_heads,
-                   HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
-                   PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-                   PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "NQ",
+        "NK",
+        "HQ",
+        "HKV",
+        "GROUP_SIZE",
+        "num_heads",
+        "heads_per_section",
+        "num_sequences",
+        "left",
+        "right",
+    ]
+)
+def forward_kernel(
+    q_ptr,
+    q_rot_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    o_ptr,
+    lse_ptr,
+    sinks_ptr,
+    starts_ptr,
+    lens_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    q_rot_strides,
+    cos_strides,
+    sin_strides,
+    qk_scale,
+    q_sign,
+    cap_scale,
+    norm_eps,
+    norm_offset,
+    left,
+    right,
+    num_heads,
+    HQ,
+    GROUP_SIZE,
+    NQ,
+    NK,
+    num_sequences,
+    heads_per_section,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    READS_LENGTHS: tl.constexpr,
+    ROTATE_INLINE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    USE_INT64_OFFSETS: tl.constexpr,
+    PREFETCH_ROWS: tl.constexpr,
+    PAD_TO: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. What a call does
     not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to right, num_sequences, and
-    q_rot, in which the rotated queries are saved as ``save_queries`` says. Without ROTATE_INLINE k lies normed and
-    rotated in memory, in pair order.
+    q_rot, the buffer for the rotated queries (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated,
+    in pair order.
     """
-    masks = MaskArguments(
-        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
-        left=left, right=right, READS_LENGTHS=READS_LENGTHS,
-    )  # fmt: skip
+    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, READS_LENGTHS)
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
@@ -122,33 +176,32 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
             return
     sequence = sequence_of_queries(tile, NK, masks)
     mask = sequence.mask
-    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS, ALIGNED=True)
-    scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=PRECISION)
-    rotation = head_rotation(
-        cos_ptr, sin_ptr, cos_strides, sin_strides, sequence.batch, sequence.num_keys, R, INTERLEAVED
-    )
-    q_rows = head_rows(q_ptr, q_strides, tile.origin, tile.num_rows, row_format)
-    keys = keys_of_head(
-        sequence, tile.origin.head // GROUP_SIZE, k_ptr, v_ptr, k_strides, v_strides,
-        with_norm(rotation, k_norm_ptr, norm_eps, norm_offset, D) if ROTATE_INLINE else None, row_format, BLOCK_N,
-        USE_TMA,
-    )  # fmt: skip
-    rotation = with_norm(rotation, q_norm_ptr, norm_eps, norm_offset, D)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)
+    scale = ScoreScale(qk_scale, cap_scale, PRECISION)
+    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+    rotation = head_rotation(tables, sequence.batch, sequence.num_keys)
+    q_rows = head_rows(TensorView(q_ptr, q_strides), tile.origin, tile.num_rows, row_format)
+    k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
+    k_rotation = replace(rotation, norm=k_norm) if ROTATE_INLINE else None
+    k, v, head_kv = TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides), tile.origin.head // GROUP_SIZE
+    keys = keys_of_head(sequence, head_kv, k, v, k_rotation, row_format, BLOCK_N, USE_TMA)
+    if q_norm_ptr is not None:
+        rotation = replace(rotation, norm=Norm(q_norm_ptr, norm_eps, norm_offset, D))
 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
     positions_q = position_m + offs
     q = load_rotated(rows_from(q_rows, start_m), offs, rotation, position_m, q_sign)
     if q_rot_ptr is not None:
-        save_queries(q, q_rot_ptr, q_rot_strides, tile, start_m, row_format, PAD_TO)
+        save_queries(q, TensorView(q_rot_ptr, q_rot_strides), tile, start_m, row_format, PAD_TO)
 
-    # The first block is taken apart; blocks in [full_first, full_last) run without masks.
+    # The first block is processed before the loops; blocks in [full_first, full_last) run without masks.
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
     if mask.first_key is None:
         first = 0
         full_first = BLOCK_N
     else:
-        # The loop without masks adds the values of the block before it: not those of the block of the first key.
+        # The loop without masks adds the values of the block before it. That must not be the block of the first key.
         full_first = tl.maximum(full_first, first + tl.where(mask.first_key > first, 2 * BLOCK_N, BLOCK_N))
     full_last = tl.maximum(full_last, full_first)
 
@@ -156,23 +209,17 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     if PREFETCH_ROWS > 0:
-        # Values need no rotation: they come while the pre-pass rotates the keys.
+        # Values need no rotation: fetch them while the pre-pass rotates the keys.
         prefetch_rows(keys.v.rows, first, last, PREFETCH_ROWS)
     wait_for_previous_launch(PDL)
     scores = block_scores(q, positions_q, keys, first, scale, APPLY_MASK=True)
     p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS=True)
     softmax = RunningSoftmax(acc=acc, row_max=row_max, row_sum=row_sum, p=p, correction=correction)
     if mask.first_key is not None:
-        softmax = attend_range(
-            softmax, q, positions_q, keys, first + BLOCK_N, tl.minimum(full_first, last), scale, APPLY_MASK=True,
-            CHECK_VALUE_ROWS=True,
-        )  # fmt: skip
-    softmax = attend_range(
-        softmax, q, positions_q, keys, full_first, full_last, scale, APPLY_MASK=False, CHECK_VALUE_ROWS=False
-    )  # fmt: skip
-    softmax = attend_range(
-        softmax, q, positions_q, keys, full_last, last, scale, APPLY_MASK=True, CHECK_VALUE_ROWS=False
-    )  # fmt: skip
+        start, end = first + BLOCK_N, tl.minimum(full_first, last)
+        softmax = attend_range(softmax, q, positions_q, keys, start, end, scale, APPLY_MASK=True, CHECK_VALUES=True)
+    softmax = attend_range(softmax, q, positions_q, keys, full_first, full_last, scale, APPLY_MASK=False)
+    softmax = attend_range(softmax, q, positions_q, keys, full_last, last, scale, APPLY_MASK=True)
     last_block = tl.maximum(first, (tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N)
     acc = add_values(softmax, keys, last_block, scale, CHECK_ROWS=True)
 
@@ -182,5 +229,5 @@ def forward_kernel(q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr,
     o, lse = finish_softmax(acc, softmax.row_max, softmax.row_sum, sink)
     lse_rows = lse_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row + start_m
     tl.store(lse_rows + offs, lse, mask=offs < tile.num_rows - start_m)
-    o_rows = head_rows(o_ptr, o_strides, tile.origin, tile.num_rows, row_format)
+    o_rows = head_rows(TensorView(o_ptr, o_strides), tile.origin, tile.num_rows, row_format)
     store_tile(rows_from(o_rows, start_m), o, offs)

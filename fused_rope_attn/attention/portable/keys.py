@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The keys and values that a tile of queries goes through, in the forward pass and for dQ."""
+"""The keys and values that a tile of queries attends to, in the forward pass and for dQ."""
 
 import triton
 import triton.language as tl
@@ -11,22 +11,21 @@ from fused_rope_attn.kernels.tiles import HeadTiles, Origin, head_tiles
 
 
 @record
-class Keys:
+class HeadKeys:
     """Keys and values of one head of a sequence, read BLOCK_N at a time."""
 
     k: HeadTiles
     v: HeadTiles
-    rotation: Rotation | None  # of the keys; None where they lie rotated in memory
+    rotation: Rotation | None  # of the keys; None: they are stored rotated
     mask: Mask
     BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def keys_of_head(sequence, head, k_ptr, v_ptr, k_strides, v_strides, rotation, format, BLOCK_N: tl.constexpr,
-                 USE_TMA: tl.constexpr):  # fmt: skip
-    """``Keys`` of key head ``head`` (int64) of a ``Sequence``, of k and v (B, HKV, NK, D)."""
+def keys_of_head(sequence, head, k, v, rotation, format, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr):
+    """Return the ``HeadKeys`` of key head ``head`` (int64) of a ``Sequence``; k and v are ``TensorView``s."""
     origin = Origin(batch=sequence.batch, head=head, row=sequence.first_k)
-    mask = sequence.mask
-    k = head_tiles(k_ptr, k_strides, origin, sequence.num_keys, format, mask.READS_LENGTHS, USE_TMA, mask.first_key)
-    v = head_tiles(v_ptr, v_strides, origin, sequence.num_keys, format, mask.READS_LENGTHS, USE_TMA, mask.first_key)
-    return Keys(k=k, v=v, rotation=rotation, mask=mask, BLOCK_N=BLOCK_N)
+    mask, num_keys = sequence.mask, sequence.num_keys
+    k_tiles = head_tiles(k, origin, num_keys, format, mask.first_key, mask.READS_LENGTHS, USE_TMA)
+    v_tiles = head_tiles(v, origin, num_keys, format, mask.first_key, mask.READS_LENGTHS, USE_TMA)
+    return HeadKeys(k=k_tiles, v=v_tiles, rotation=rotation, mask=mask, BLOCK_N=BLOCK_N)

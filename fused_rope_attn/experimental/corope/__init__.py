@@ -1,4 +1,4 @@
-"""Co-RoPE: rotary attention whose distances are measured by content."""
+"""Co-RoPE: rotary attention with distances measured by content."""
 
 from fused_rope_attn.experimental.corope.api import corope_attention
 

@@ -91,7 +91,7 @@ class CoRopeAttention(torch.autograd.Function):
 
 
 def _refuse_determinism() -> None:
-    """What PyTorch's own operators do whose backward pass is not deterministic: an error, or a warning if so chosen."""
+    """Raise, or warn if so chosen, as PyTorch's operators do if their backward pass is not deterministic."""
     if not torch.are_deterministic_algorithms_enabled():
         return
     message = (

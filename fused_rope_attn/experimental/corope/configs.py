@@ -1,6 +1,6 @@
-"""Tiles of the Co-RoPE kernels: tables of which the first row that matches wins, with the reason above each row.
+"""Tiles of the Co-RoPE kernels: the first row of a table that matches wins; its reason is above it.
 
-Chosen by what the compiler says (sm_90, triton 3.6, 2026-11-21): the largest tiles that hardly spill, of equal size in
+Chosen by the compiler's figures (sm_90, triton 3.6, 2026-11-21): the largest tiles that hardly spill, of equal size in
 both passes, which then find the same angles to the last bit. Timed on an H200 (docs/experiments/corope.md).
 """
 
@@ -12,21 +12,18 @@ import torch
 
 # Head dimensions that the kernels serve, from the first to the last.
 HEAD_DIMS = (32, 128)
-# How cos and sin of an angle in revolutions are evaluated; distances.cosine_sine has them.
-METHODS = ("poly", "approx", "libdevice", "table")
 
 
 @dataclass(frozen=True)
 class CoRopeConfig:
     """One kernel: query rows and keys of a tile (keys at most 128, so that a tile's distances fit into 31 bits), most
-    heads of one group in a program, warps, pipeline stages, and the evaluation of cos and sin."""
+    heads of one group in a program, warps, and pipeline stages."""
 
     block_m: int
     block_n: int
     heads: int
     num_warps: int
     num_stages: int = 1
-    method: str = "poly"
 
     @property
     def launch_options(self) -> dict:
@@ -71,7 +68,7 @@ FORWARD: tuple[CoRopeRow, ...] = (
 BACKWARD: tuple[CoRopeRow, ...] = (
     # 64 bytes spill; triton 3.9 spills 520 with 4 heads.
     CoRopeRow(element_size=4, block_m=16, block_n=16, heads=(1, 2)),
-    # As forward; 80 to 190 bytes spill.
+    # The forward's tiles; 80 to 190 bytes spill.
     CoRopeRow(element_size=2, block_m=16, block_n=32, heads=(2, 16), most_group=8),
     CoRopeRow(element_size=2, block_m=16, block_n=16, heads=(2, 16)),
 )

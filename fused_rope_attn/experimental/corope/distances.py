@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Co-RoPE's distances in device code: how long every key's step is, the mileage that steps add up to, and the angles.
+"""Co-RoPE's distances in device code: the length of every key's step, the mileage that steps add up to, and the angles.
 
-A distance is a fixed-point number with FRACTION_BITS fractional bits: sums of steps are exact in any order, so that the
-backward pass, which goes through the keys from the first to the diagonal, finds the distances that the forward pass met
-on its way from the diagonal to the first. Angles are counted in revolutions (1 is a full circle), so that an angle is
+A distance is a fixed-point number with FRACTION_BITS fractional bits, because sums of steps are then exact in any
+order: the backward pass visits the keys from the first to the diagonal, and finds the distances that the forward pass
+found from the diagonal to the first. Angles are counted in revolutions (1 is a full circle), so that an angle is
 reduced by dropping whole numbers.
 """
 
@@ -15,24 +15,22 @@ from fused_rope_attn.kernels.records import record
 
 FRACTION_BITS = tl.constexpr(23)  # a tile's 128 keys then stay below 2**31; a step's rounding is 6e-8
 ONE = tl.constexpr(float(1 << 23))
-TABLE_SIZE = tl.constexpr(1024)
 TWO_PI = tl.constexpr(6.283185307179586)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a float32 to the nearest integer
 
 
 @record
 class Frequencies:
-    """The tables of ``launch.frequency_tables``, and how cos and sin are evaluated (``cosine_sine``)."""
+    """The tables of ``launch.frequency_tables``."""
 
     multiples_ptr: tl.tensor
     revolutions_ptr: tl.tensor
-    METHOD: tl.constexpr
 
 
 @record
 class Distances:
     """Distances ``whole + rest + local`` of a tile: whole steps (rows,) int32 and the rest in [0, 1) (rows,) float32 of
-    a row's mileage behind the tile, and steps (rows, keys) float32 within the tile."""
+    a row's mileage after the tile, and steps (rows, keys) float32 within the tile."""
 
     whole: tl.tensor
     rest: tl.tensor
@@ -41,7 +39,7 @@ class Distances:
 
 @triton.jit
 def causal_pairs(offs_m, offs_n, N):
-    """Which (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
+    """Return whether (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
     mask = Mask(num_keys=N, first_key=None, left=None, right=0, READS_LENGTHS=False)
     return visible(mask, offs_m[:, None], offs_n[None, :])
 
@@ -57,9 +55,9 @@ def steps(q_leader, k, positions_q, positions_k, N, qk_scale, PRECISION: tl.cons
 
 @triton.jit
 def sum_steps(fixed):
-    """Of a tile's steps (rows, keys): their sum ``(rows,)``, and for each key the sum over those behind it, float32.
+    """Return the sum ``(rows,)`` of a tile's steps (rows, keys), and for each key the sum of those after it, float32.
 
-    Both passes take these, so that with tiles of one size they find the same angles to the last bit.
+    Both passes use these, so that with tiles of one size they find the same angles to the last bit.
     """
     total = tl.sum(fixed, 1)
     return total, (total[:, None] - tl.cumsum(fixed, 1)).to(tl.float32) / ONE
@@ -73,8 +71,13 @@ def split_mileage(mileage):
 
 
 @triton.jit
-def polynomial_cosine_sine(r):
-    """cos(2 pi r), sin(2 pi r) for |r| <= 1/2, within 5e-7: least maximum error fits in r**2 (own fit, float64)."""
+def cosine_sine(revolutions):
+    """Return cos and sin of an angle of up to a few dozen revolutions.
+
+    Reduced to |r| <= 1/2 they are within 5e-7: least maximum error fits in r**2 (own fit, float64).
+    """
+    # Two additions round faster than a conversion to an integer and back.
+    r = revolutions - ((revolutions + ROUND) - ROUND)
     u = r * r
     cos = 6.529609897139805 * u - 25.968312914335307
     cos = cos * u + 60.167831622680204
@@ -92,42 +95,6 @@ def polynomial_cosine_sine(r):
 
 
 @triton.jit
-def cosine_sine(revolutions, table_ptr, METHOD: tl.constexpr):
-    """cos and sin of an angle of up to a few dozen revolutions.
-
-    poly: arithmetic only. approx: the special-function unit, about 7e-7 off after the reduction (PTX ISA, sin.approx).
-    libdevice: CUDA's own. table: 1024 tabulated angles and the rest of the angle to second order, two gathers.
-    """
-    if METHOD == "table":
-        scaled = revolutions * 1024.0
-        nearest = (scaled + ROUND) - ROUND
-        rest = (scaled - nearest) * (TWO_PI / 1024.0)
-        index = nearest.to(tl.int32) & (TABLE_SIZE - 1)
-        cos = tl.load(table_ptr + index)
-        sin = tl.load(table_ptr + TABLE_SIZE + index)
-        square = 1.0 - 0.5 * rest * rest
-        return cos * square - sin * rest, sin * square + cos * rest
-    else:
-        # Two additions round faster than a conversion to an integer and back.
-        r = revolutions - ((revolutions + ROUND) - ROUND)
-        if METHOD == "poly":
-            return polynomial_cosine_sine(r)
-        else:
-            angle = r * TWO_PI
-            if METHOD == "approx":
-                cos = tl.inline_asm_elementwise(
-                    "cos.approx.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
-                )
-                sin = tl.inline_asm_elementwise(
-                    "sin.approx.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
-                )
-                return cos, sin
-            else:
-                tl.static_assert(METHOD == "libdevice")
-                return tl.math.cos(angle), tl.math.sin(angle)
-
-
-@triton.jit
 def revolutions_per_step(pairs, revolutions_ptr, D: tl.constexpr):
     """The angle of one step at the frequencies of some pairs, in revolutions, float32; 0 from D/2 on."""
     return tl.load(revolutions_ptr + pairs, mask=pairs < D // 2, other=0.0)
@@ -137,8 +104,8 @@ def revolutions_per_step(pairs, revolutions_ptr, D: tl.constexpr):
 def distance_phases(pairs, distances, frequencies, D: tl.constexpr):
     """cos and sin (rows, pairs, keys) float32 of ``distances`` at the frequencies of some pairs.
 
-    What belongs to a row is reduced to one revolution once a row: a whole number of steps by integer multiplication
-    modulo one revolution, so that the angle stays exact for any N.
+    A row's whole steps are reduced to one revolution once a row, by integer multiplication modulo one revolution, so
+    that the angle stays exact for any N.
     """
     revolutions_ptr = frequencies.revolutions_ptr
     high = revolutions_per_step(pairs, revolutions_ptr, D)
@@ -147,4 +114,4 @@ def distance_phases(pairs, distances, frequencies, D: tl.constexpr):
     phase = (distances.whole[:, None] * multiples[None, :]).to(tl.float32) * 2.3283064365386963e-10  # 2**-32
     phase += distances.whole.to(tl.float32)[:, None] * low[None, :] + distances.rest[:, None] * high[None, :]
     revolutions = phase[:, :, None] + distances.local[:, None, :] * high[None, :, None]
-    return cosine_sine(revolutions, revolutions_ptr + D, frequencies.METHOD)
+    return cosine_sine(revolutions)

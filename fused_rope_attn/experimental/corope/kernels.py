@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Co-RoPE's Triton kernels, forward and backward in O(N) memory. DESIGN.md says why they are so.
+"""Co-RoPE's Triton kernels, forward and backward in O(N) memory. DESIGN.md has their reasons.
 
-A program has BLOCK_M query rows and up to HEADS heads of one group, whose leader measures the distances (``distances``)
-for all of them.
+A program has BLOCK_M query rows and up to HEADS heads of one group. The group's leader measures the distances
+(``distances``) for all of them.
 """
 
 import triton
@@ -23,8 +23,18 @@ from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import rotate
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.kernels.softmax import online_softmax
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, head_rows, load_tile, tile_pointers
+from fused_rope_attn.kernels.tiles import (
+    Origin,
+    RowFormat,
+    Rows,
+    TensorView,
+    head_rows,
+    load_tile,
+    rows_at,
+    tile_pointers,
+)
 
+_NUMBERS = ["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"]
 BLOCK_PAIRS = tl.constexpr(16)  # columns of one product: the smallest inner side of one in 16 bits
 
 
@@ -42,17 +52,9 @@ class Shape:
 
 
 @record
-class Operand:
-    """A tensor (B, H, N, D) with its strides, in elements."""
-
-    ptr: tl.tensor
-    strides: tl.tuple
-
-
-@record
 class Program:
-    """Which part of the output a program computes: its first query row, batch entry and key head, both int64, and the
-    number of its chunk of HEADS heads within the group."""
+    """A program's part of the output: its first query row, batch entry and key head, both int64, and the number of its
+    chunk of HEADS heads within the group."""
 
     start_m: tl.tensor
     batch: tl.tensor
@@ -61,7 +63,7 @@ class Program:
 
 
 @record
-class Queries:
+class GroupQueries:
     """The query rows of a program."""
 
     leader: Rows  # of the group's first head
@@ -73,8 +75,8 @@ class Queries:
 
 
 @record
-class Keys:
-    """Pointers to the first columns of a tile's keys, and which of them exist, both (BLOCK_N,)."""
+class TileKeys:
+    """Pointers to the first columns of a tile's keys, and whether they exist, both (BLOCK_N,)."""
 
     pointers: tl.tensor
     stride_column: tl.tensor
@@ -84,7 +86,7 @@ class Keys:
 
 @triton.jit
 def load_halves(pointers, pairs, stride_column, mask, format):
-    """Both members of some pairs, from the pointers to the first column of rows; zero where a pair is past D/2.
+    """Load both members of some pairs, from the pointers to the first column of rows; zero if a pair is past D/2.
 
     pairs, int32, broadcasts against pointers and mask; the result has the memory's dtype. format: ``RowFormat``.
     """
@@ -98,7 +100,7 @@ def load_halves(pointers, pairs, stride_column, mask, format):
 
 @triton.jit
 def load_key_pairs(pairs, keys):
-    """Both members of some pairs of the keys, (pairs, keys) float32."""
+    """Load both members of some pairs of the keys, (pairs, keys) float32."""
     first, second = load_halves(
         keys.pointers[None, :], pairs[:, None], keys.stride_column, keys.exists[None, :], keys.format
     )
@@ -107,9 +109,9 @@ def load_key_pairs(pairs, keys):
 
 @triton.jit
 def split_dot(x, precise, acc, PRECISION: tl.constexpr):
-    """acc + x @ precise, x in the input dtype, ``precise`` float32: as two words of 16 bits where x has 16.
+    """Return acc + x @ precise, x in the input dtype, ``precise`` float32: as two words of 16 bits if x has 16.
 
-    One word would do for scores. But the distances' gradient sums over all keys what one rounding leaves of each.
+    One word would do for scores. But the distances' gradient sums one rounding error of each key over all keys.
     """
     high = precise.to(x.dtype)
     acc = tl.dot(x, high, acc, input_precision=PRECISION)
@@ -121,14 +123,12 @@ def split_dot(x, precise, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def tile_scores(queries, keys, distances, frequencies, shape, PRECISION: tl.constexpr):
-    """Unscaled scores (BLOCK_M, HEADS, BLOCK_N): a small product for each row, of keys rotated once for all heads."""
+    """Return unscaled scores (BLOCK_M, HEADS, BLOCK_N): a small product a row, of keys rotated once for all heads."""
     scores = tl.zeros((shape.BLOCK_M, shape.HEADS, shape.BLOCK_N), tl.float32)
     for start in range(0, shape.format.D // 2, BLOCK_PAIRS):
         pairs = start + tl.arange(0, BLOCK_PAIRS)
-        q1, q2 = load_halves(
-            queries.pointers[:, :, None], pairs[None, None, :], queries.leader.stride_column,
-            queries.exists[:, :, None], shape.format,
-        )  # fmt: skip
+        pointers, exists = queries.pointers[:, :, None], queries.exists[:, :, None]
+        q1, q2 = load_halves(pointers, pairs[None, None, :], queries.leader.stride_column, exists, shape.format)
         k1, k2 = load_key_pairs(pairs, keys)
         cos, sin = distance_phases(pairs, distances, frequencies, shape.format.D)
         k1_rot, k2_rot = rotate(k1[None, :, :], k2[None, :, :], cos, sin, CONJUGATE=True)
@@ -149,7 +149,7 @@ def spread_heads(x, SLOTS: tl.constexpr):
 
 @triton.jit
 def first_columns(rows, offs):
-    """Pointers to the first columns of the rows ``offs`` of ``Rows``."""
+    """Return pointers to the first columns of the rows ``offs`` of ``Rows``."""
     if rows.format.USE_INT64_OFFSETS:
         offs = offs.to(tl.int64)
     return rows.ptr + offs * rows.stride_row
@@ -157,17 +157,15 @@ def first_columns(rows, offs):
 
 @triton.jit
 def leader_rows(tensor, program, shape):
-    """``Rows`` of the leader, the first head of a program's group, in a tensor with HQ heads."""
+    """Return the ``Rows`` of the leader, the first head of a program's group, in a tensor with HQ heads."""
     strides = tensor.strides
-    return Rows(
-        ptr=tensor.ptr + program.batch * strides[0] + program.head_kv * shape.GROUP_SIZE * strides[1],
-        stride_row=strides[2], stride_column=strides[3], num_rows=shape.N, first_row=None, format=shape.format,
-    )  # fmt: skip
+    ptr = tensor.ptr + program.batch * strides[0] + program.head_kv * shape.GROUP_SIZE * strides[1]
+    return rows_at(ptr, strides, shape.N, shape.format)
 
 
 @triton.jit
 def group_pointers(leader, stride_head, queries):
-    """Pointers to the first columns of a program's rows (BLOCK_M, HEADS), from the leader's ``Rows``."""
+    """Return pointers to the first columns of a program's rows (BLOCK_M, HEADS), from the leader's ``Rows``."""
     return tile_pointers(
         leader.ptr, queries.offs_m, queries.heads, leader.stride_row, stride_head, leader.format.USE_INT64_OFFSETS
     )
@@ -175,7 +173,7 @@ def group_pointers(leader, stride_head, queries):
 
 @triton.jit
 def load_group(leader, stride_head, queries):
-    """Rows of a group as one tile (BLOCK_M * HEADS, BLOCK_D), row m * HEADS + h, from the leader's ``Rows``."""
+    """Load a group as one tile (BLOCK_M * HEADS, BLOCK_D), row m * HEADS + h, from the leader's ``Rows``."""
     ROWS: tl.constexpr = queries.exists.shape[0] * queries.exists.shape[1]
     pointers = tl.reshape(group_pointers(leader, stride_head, queries), (ROWS,))
     columns = tl.arange(0, leader.format.BLOCK_D)
@@ -185,7 +183,7 @@ def load_group(leader, stride_head, queries):
 
 @triton.jit
 def find_program(num_groups, head_chunks, shape):
-    """The ``Program`` that runs; the longest ones start first. num_groups is B * HKV."""
+    """Return this ``Program``; the longest ones start first. num_groups is B * HKV."""
     pid = tl.program_id(0)
     num_tiles = tl.cdiv(shape.N, shape.BLOCK_M)
     num_heads = num_groups * head_chunks
@@ -201,47 +199,61 @@ def find_program(num_groups, head_chunks, shape):
 
 @triton.jit
 def program_inputs(q, k, v, num_groups, head_chunks, shape):
-    """This ``Program``, its ``Queries``, its group's number in the batch (int64), the ``Rows`` of its keys and values.
-
-    q, k and v are ``Operand``.
-    """
+    """Return this ``Program``, its ``GroupQueries``, its group's number in the batch (int64), and the ``Rows`` of its
+    keys and values. q, k and v are ``TensorView``s."""
     program = find_program(num_groups, head_chunks, shape)
     rows = tl.arange(0, shape.BLOCK_M)
     offs_m = program.start_m + rows
     heads = program.chunk * shape.HEADS + tl.arange(0, shape.HEADS)
     leader = leader_rows(q, program, shape)
-    queries = Queries(
-        leader=leader,
-        offs_m=offs_m,
-        heads=heads,
-        exists=(offs_m < shape.N)[:, None] & (heads < shape.GROUP_SIZE)[None, :],
-        pointers=tile_pointers(
-            leader.ptr, offs_m, heads, leader.stride_row, q.strides[1], shape.format.USE_INT64_OFFSETS
-        ),
-        leader_tile=load_tile(leader, offs_m, CHECK_ROWS=True),
-    )
+    exists = (offs_m < shape.N)[:, None] & (heads < shape.GROUP_SIZE)[None, :]
+    IS_LONG: tl.constexpr = shape.format.USE_INT64_OFFSETS
+    pointers = tile_pointers(leader.ptr, offs_m, heads, leader.stride_row, q.strides[1], IS_LONG)
+    leader_tile = load_tile(leader, offs_m, CHECK_ROWS=True)
+    queries = GroupQueries(leader, offs_m, heads, exists, pointers, leader_tile)
     group = program.batch * shape.HKV + program.head_kv
     origin = Origin(batch=program.batch, head=program.head_kv, row=0)
-    k_rows = head_rows(k.ptr, k.strides, origin, shape.N, shape.format)
-    v_rows = head_rows(v.ptr, v.strides, origin, shape.N, shape.format)
+    k_rows, v_rows = head_rows(k, origin, shape.N, shape.format), head_rows(v, origin, shape.N, shape.format)
     return program, queries, group, k_rows, v_rows
 
 
-@triton.jit(do_not_specialize=["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"])
-def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, lse_ptr, mileage_ptr, q_strides,
-                   k_strides, v_strides, o_strides, qk_scale, num_groups, head_chunks, HKV, GROUP_SIZE, N,
-                   D: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BLOCK_D: tl.constexpr, METHOD: tl.constexpr, PRECISION: tl.constexpr,
-                   USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
-    """o, lse (B, HQ, N) in base 2 and mileage (B, HKV, N) of BLOCK_M query rows of up to HEADS heads of one group.
+@triton.jit(do_not_specialize=_NUMBERS)
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    multiples_ptr,
+    revolutions_ptr,
+    o_ptr,
+    lse_ptr,
+    mileage_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    qk_scale,
+    num_groups,
+    head_chunks,
+    HKV,
+    GROUP_SIZE,
+    N,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_INT64_OFFSETS: tl.constexpr,
+):
+    """Write o, lse (B, HQ, N) in base 2 and mileage (B, HKV, N) of BLOCK_M query rows of up to HEADS heads of a group.
 
-    Grid: (query blocks * num_groups * head_chunks,). Keys come from the diagonal backwards, so that a row's distances
-    need only its running sum.
+    Grid: (query blocks * num_groups * head_chunks,). Keys are visited from the diagonal backwards, so that a row's
+    distances need only its running sum.
     """
-    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=row_format)
-    frequencies = Frequencies(multiples_ptr, revolutions_ptr, METHOD)
-    q, k, v = Operand(q_ptr, q_strides), Operand(k_ptr, k_strides), Operand(v_ptr, v_strides)
+    frequencies = Frequencies(multiples_ptr, revolutions_ptr)
+    q, k, v = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides)
     program, queries, group, k_rows, v_rows = program_inputs(q, k, v, num_groups, head_chunks, shape)
     offs_m = queries.offs_m
 
@@ -258,7 +270,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, l
         z, fixed = steps(queries.leader_tile, k_tile, offs_m, offs_n, N, qk_scale, PRECISION)
         whole, rest = split_mileage(mileage)
         total, local = sum_steps(fixed)
-        keys = Keys(k_pointers, k_strides[3], exists=offs_n < N, format=row_format)
+        keys = TileKeys(k_pointers, k_strides[3], exists=offs_n < N, format=row_format)
         scores = tile_scores(queries, keys, Distances(whole, rest, local), frequencies, shape, PRECISION)
         mileage += total
         exists = causal_pairs(offs_m, offs_n, N)
@@ -268,8 +280,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, l
         v_tile = load_tile(v_rows, offs_n, CHECK_ROWS=True)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=PRECISION)
 
-    # Every stored row has seen itself. Rows past the end have seen all keys, and are not stored.
-    o_leader = leader_rows(Operand(o_ptr, o_strides), program, shape)
+    # Every stored row has seen itself. Rows past the end have seen all keys and are not stored.
+    o_leader = leader_rows(TensorView(o_ptr, o_strides), program, shape)
     o_rows = tl.reshape(group_pointers(o_leader, o_strides[1], queries), (BLOCK_M * HEADS,))
     columns = tl.arange(0, BLOCK_D)
     mask = tl.reshape(queries.exists, (BLOCK_M * HEADS,))
@@ -280,29 +292,58 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, l
         tile_pointers(lse_base, offs_m, queries.heads, 1, N, USE_INT64_OFFSETS=True), (BLOCK_M * HEADS,)
     )
     tl.store(lse_rows, row_max + tl.math.log2(row_sum), mask=mask)
-    # Every chunk of a group's heads finds the same mileage, the leader's, and the first chunk's program stores it. The
+    # Every chunk of a group's heads finds the leader's mileage, and the first chunk's program stores it. The
     # chunk is broadcast before the comparison: in Triton's interpreter `&` of a block and a scalar condition gives
     # integers, which 3.9 refuses as a mask.
     chunk_of_row = tl.zeros((BLOCK_M,), tl.int32) + program.chunk
     tl.store(mileage_ptr + group * N + offs_m, mileage, mask=(offs_m < N) & (chunk_of_row == 0))
 
 
-@triton.jit(do_not_specialize=["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"])
-def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr, o_ptr, lse_ptr, mileage_ptr,
-                    dq_ptr, dk_ptr, dv_ptr, q_strides, k_strides, v_strides, do_strides, o_strides, qk_scale,
-                    softmax_scale, num_groups, head_chunks, HKV, GROUP_SIZE, N, D: tl.constexpr, HEADS: tl.constexpr,
-                    HEAD_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                    METHOD: tl.constexpr, PRECISION: tl.constexpr, DISTANCE_PRECISION: tl.constexpr,
-                    USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
-    """Gradients from the rows of up to HEADS heads of one group, added to float32 sums. Grid: as forward.
+@triton.jit(do_not_specialize=_NUMBERS)
+def backward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    multiples_ptr,
+    revolutions_ptr,
+    do_ptr,
+    o_ptr,
+    lse_ptr,
+    mileage_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    o_strides,
+    qk_scale,
+    softmax_scale,
+    num_groups,
+    head_chunks,
+    HKV,
+    GROUP_SIZE,
+    N,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DISTANCE_PRECISION: tl.constexpr,
+    USE_INT64_OFFSETS: tl.constexpr,
+):
+    """Add gradients from the rows of up to HEADS heads of one group to float32 sums (B, H, N, D). Grid: as forward.
 
-    Keys come from the first to the diagonal: step m of a row collects the distance gradients of all keys before it, a
-    running sum, and distances are what is left of the row's whole mileage. All sums lie as (B, H, N, D) in memory.
+    Keys are visited from the first to the diagonal: step m of a row collects the distance gradients of all keys before
+    it, a running sum, and distances are the rest of the row's whole mileage.
     """
-    row_format = RowFormat(D=D, BLOCK_D=BLOCK_D, USE_INT64_OFFSETS=USE_INT64_OFFSETS)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=row_format)
-    frequencies = Frequencies(multiples_ptr, revolutions_ptr, METHOD)
-    q, k, v = Operand(q_ptr, q_strides), Operand(k_ptr, k_strides), Operand(v_ptr, v_strides)
+    frequencies = Frequencies(multiples_ptr, revolutions_ptr)
+    q, k, v = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides)
     program, queries, group, k_rows, v_rows = program_inputs(q, k, v, num_groups, head_chunks, shape)
     offs_m, heads = queries.offs_m, queries.heads
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
@@ -317,8 +358,8 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr,
     slot_exists = (slots % (HEAD_SLOTS // HEADS) == 0) & (slot_heads < GROUP_SIZE)
     q_slots_exist = (offs_m < N)[:, None] & slot_exists[None, :]
 
-    do_leader = leader_rows(Operand(do_ptr, do_strides), program, shape)
-    o_leader = leader_rows(Operand(o_ptr, o_strides), program, shape)
+    do_leader = leader_rows(TensorView(do_ptr, do_strides), program, shape)
+    o_leader = leader_rows(TensorView(o_ptr, o_strides), program, shape)
     do = load_group(do_leader, do_strides[1], queries)
     o = load_group(o_leader, o_strides[1], queries)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -334,7 +375,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr,
         key_exists = offs_n < N
         k_tile = load_tile(k_rows, offs_n, CHECK_ROWS=True)
         k_pointers = first_columns(k_rows, offs_n)
-        keys = Keys(k_pointers, k_strides[3], exists=key_exists, format=row_format)
+        keys = TileKeys(k_pointers, k_strides[3], exists=key_exists, format=row_format)
         z, fixed = steps(queries.leader_tile, k_tile, offs_m, offs_n, N, qk_scale, PRECISION)
         total, local = sum_steps(fixed)
         remaining_mileage -= total
@@ -350,7 +391,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr,
         dv_rows = tile_pointers(dv_base, offs_n, columns, D, 1, USE_INT64_OFFSETS)
         tl.atomic_add(dv_rows, dv, mask=key_mask, sem="relaxed")
         dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
-        # Without the scale, which comes last: it would take small ones to where float16 has fewer digits.
+        # The scale is applied last, because it would turn small ones into subnormal float16.
         ds = tl.reshape(p * (dp - delta[:, None]), (BLOCK_M, HEADS, BLOCK_N))
         ds_by_head = tl.permute(ds.to(do.dtype), (0, 2, 1))
         ds_by_key = spread_heads(ds, HEAD_SLOTS)
@@ -368,7 +409,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr,
             tl.atomic_add(dq_pairs + D // 2, dq2, mask=dq_mask, sem="relaxed")
 
             # The sum of the group's queries weighted by ds is the gradient of the rotated key. Rotated back, it is the
-            # key's gradient; its product with the key's quarter turn, the rotation's derivative, is the distance's.
+            # key's gradient; its product with the key rotated by 90 degrees, the derivative, is the distance's.
             q1, q2 = load_halves(
                 q_slots[:, :, None], pairs[None, None, :], q_strides[3], q_slots_exist[:, :, None], row_format
             )
@@ -387,7 +428,7 @@ def backward_kernel(q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr,
         dz = earlier_ddistance[:, None] + tl.cumsum(ddistance, 1) - ddistance
         earlier_ddistance += tl.sum(ddistance, 1)
         dx = dz * z * (1.0 - z) * softmax_scale
-        # Not rounded to the input dtype: dz is a sum of up to N terms, whose rounding would reach every key.
+        # Not rounded to the input dtype: dz is a sum of up to N terms, and its rounding would reach every key.
         dq_leader = tl.dot(dx, k_tile.to(tl.float32), dq_leader, input_precision=DISTANCE_PRECISION)
         dk = tl.dot(tl.trans(dx), queries.leader_tile.to(tl.float32), input_precision=DISTANCE_PRECISION)
         dk_rows = tile_pointers(dk_base, offs_n, columns, D, 1, USE_INT64_OFFSETS)

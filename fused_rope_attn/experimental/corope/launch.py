@@ -11,7 +11,6 @@ import torch
 import triton
 
 from fused_rope_attn.experimental.corope.configs import CoRopeConfig, backward_config, forward_config
-from fused_rope_attn.experimental.corope.distances import TABLE_SIZE
 from fused_rope_attn.experimental.corope.kernels import backward_kernel, forward_kernel
 from fused_rope_attn.kernels.arguments import LOG2E, dot_precision
 from fused_rope_attn.runtime import device
@@ -21,7 +20,7 @@ from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
 class Options(NamedTuple):
-    """What a prepared launch depends on besides its tensors' signatures and its configuration."""
+    """The key of a prepared launch, in addition to its tensors' signatures and its configuration."""
 
     device: torch.device
     softmax_scale: float
@@ -30,18 +29,16 @@ class Options(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def frequency_tables(base: float, head_dim: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(multiples, revolutions): what ``distance_phases`` and ``cosine_sine`` read, from float64.
+    """Return (multiples, revolutions) for ``distance_phases``, computed in float64.
 
-    multiples ``(D/2,)`` int32 is a step's angle modulo one revolution, in units of 2**-32. revolutions float32 holds
-    a step's angle ``(D/2,)``, what multiples lack of it ``(D/2,)``, and cosines and sines of 1024 angles.
+    multiples ``(D/2,)`` int32 is a step's angle modulo one revolution, in units of 2**-32. revolutions ``(D,)`` float32
+    holds a step's angle ``(D/2,)``, and the rest of it that multiples lack ``(D/2,)``.
     """
     half = head_dim // 2
     steps = [base ** -(d / half) / (2 * math.pi) for d in range(half)]
     multiples = [round((step % 1.0) * 2**32) for step in steps]
     low = [step % 1.0 - multiple / 2**32 for step, multiple in zip(steps, multiples)]
-    size = TABLE_SIZE.value
-    phases = [2 * math.pi * n / size for n in range(size)]
-    revolutions = torch.tensor([*steps, *low, *map(math.cos, phases), *map(math.sin, phases)], dtype=torch.float64)
+    revolutions = torch.tensor([*steps, *low], dtype=torch.float64)
     wrapped = torch.tensor(multiples, dtype=torch.int64).to(torch.int32)
     return wrapped.to(where), revolutions.float().to(where)
 
@@ -75,10 +72,12 @@ def _shared_arguments(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": block_d(head_dim),
-        "METHOD": config.method,
         "PRECISION": options.precision,
         "USE_INT64_OFFSETS": long,
     }
+
+
+_INPUTS = "q_ptr k_ptr v_ptr multiples_ptr revolutions_ptr".split()
 
 
 def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig):
@@ -89,37 +88,29 @@ def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig):
     launch = Launch(forward_kernel, programs, config.launch_options, shared)
 
     def run(tensors: tuple) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v, multiples, revolutions = tensors
+        q, k, *_ = tensors
         o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         mileage = torch.empty(k.shape[:3], dtype=torch.int64, device=q.device)
         if q.numel():
-            launch(
-                device.current_stream(q.device), q_ptr=q, k_ptr=k, v_ptr=v, multiples_ptr=multiples,
-                revolutions_ptr=revolutions, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage,
-            )  # fmt: skip
+            inputs = dict(zip(_INPUTS, tensors))
+            launch(device.current_stream(q.device), **inputs, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage)
         return o, lse, mileage
 
     return run
 
 
 def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig):
-    do, q, k, v, o, *_ = tensors
+    q, k, v, _, _, do, o, *_ = tensors
     programs, shared = _shared_arguments(options, {"q": q, "k": k, "v": v, "do": do, "o": o}, config)
-    # Three tf32 products are as good as one in float32 where an operand comes from 16 bits, and need no FMA loop.
+    # Three tf32 products are as exact as one in float32 if an operand has 16 bits, and need no FMA loop.
     exact = "ieee" if q.dtype is torch.float32 or torch.version.hip else "tf32x3"
-    launch = Launch(
-        backward_kernel, programs, config.launch_options, shared, HEAD_SLOTS=max(16, config.heads),
-        DISTANCE_PRECISION=exact,
-    )  # fmt: skip
+    own = {"HEAD_SLOTS": max(16, config.heads), "DISTANCE_PRECISION": exact}
+    launch = Launch(backward_kernel, programs, config.launch_options, shared, **own)
+    pointers = [*_INPUTS, *"do_ptr o_ptr lse_ptr mileage_ptr dq_ptr dk_ptr dv_ptr".split()]
 
     def run(tensors: tuple) -> None:
-        do, q, k, v, o, lse, mileage, multiples, revolutions, dq, dk, dv = tensors
-        launch(
-            device.current_stream(q.device), q_ptr=q, k_ptr=k, v_ptr=v, multiples_ptr=multiples,
-            revolutions_ptr=revolutions, do_ptr=do, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage, dq_ptr=dq, dk_ptr=dk,
-            dv_ptr=dv,
-        )  # fmt: skip
+        launch(device.current_stream(tensors[0].device), **dict(zip(pointers, tensors)))
 
     return run
 
@@ -142,7 +133,7 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
 
 
 def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config=None):
-    """Gradients (dq, dk, dv) in the inputs' dtype and memory order, from what ``corope_forward`` took and returned.
+    """Return dq, dk and dv in the inputs' dtype and memory order, from ``corope_forward``'s inputs and results.
 
     Needs ``4 (HQ + 2 HKV) B N D`` bytes for float32 sums besides the results.
     """
@@ -150,7 +141,7 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     if q.numel():
         options = Options(q.device, softmax_scale, dot_precision(q.dtype))
-        tensors = (do, q, k, v, o, lse, mileage, *frequency_tables(base, q.shape[3], q.device), *sums)
+        tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device), do, o, lse, mileage, *sums)
         _backward_calls(options, tensors, config)(tensors)
     results = [torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device) for x in (q, k, v)]
     for result, total in zip(results, sums):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +18,7 @@ def attention(
     """o ``(B, HQ, N, D)`` for q ``(B, HQ, N, D)``, k and v ``(B, HKV, N, D)``; differentiable.
 
     The definition of the issue: with ``z_ij = sigmoid(s q_leader,i . k_j)`` for ``j <= i``, the mileage
-    ``a_ij = sum_{m<=j} z_im`` and the distance ``a_ii - a_ij``, which turns key against query in place of ``i - j``.
+    ``a_ij = sum_{m<=j} z_im`` and the distance ``a_ii - a_ij``, which rotates key against query in place of ``i - j``.
     Everything up to the softmax is computed in float32 at least; the probabilities are rounded to v's dtype. Chunks (a
     few groups, or query rows of one, of at most ``chunk_angles`` angles) are computed again in the backward pass
     instead of kept, unless there is only one.
@@ -24,7 +26,7 @@ def attention(
     batch, heads_q, length, head_dim = q.shape
     groups = batch * k.shape[1]
     if q.numel() == 0:
-        return q + k.sum() + v.sum()  # nothing, with a gradient for everybody
+        return q + k.sum() + v.sum()  # nothing, with a gradient for all three
     q = q.reshape(groups, heads_q // k.shape[1], length, head_dim)
     k, v = k.reshape(groups, length, head_dim), v.reshape(groups, length, head_dim)
     most = chunk_angles or _CHUNK_ANGLES
@@ -35,13 +37,9 @@ def attention(
     o = []
     for first in range(0, groups, together):
         some = slice(first, first + together)
-        chunks = [
-            checkpoint(
-                _rows, q[some, :, start : start + rows], k[some], v[some], start, base, softmax_scale,
-                use_reentrant=False, preserve_rng_state=False,
-            )
-            for start in range(0, length, rows)
-        ]  # fmt: skip
+        again = functools.partial(checkpoint, _rows, use_reentrant=False, preserve_rng_state=False)
+        starts = range(0, length, rows)
+        chunks = [again(q[some, :, i : i + rows], k[some], v[some], i, base, softmax_scale) for i in starts]
         o.append(torch.cat(chunks, dim=2))
     return torch.cat(o).view(batch, heads_q, length, head_dim)
 
@@ -70,7 +68,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, start: int, base: float, softmax_scal
     angle = delta[..., None] * omega
     cos, sin = angle.cos(), angle.sin()
     q1, q2, k1, k2 = q[..., :half], q[..., half:], k[:, None, :, :half], k[:, None, :, half:]
-    # (q1 k1 + q2 k2) cos - (q2 k1 - q1 k2) sin, collected by q1 and q2: products with a group's heads come last.
+    # (q1 k1 + q2 k2) cos - (q2 k1 - q1 k2) sin, collected by q1 and q2: products with a group's heads are last.
     scores = torch.einsum("bgrd,brjd->bgrj", q1, k1 * cos + k2 * sin)
     scores = softmax_scale * (scores + torch.einsum("bgrd,brjd->bgrj", q2, k2 * cos - k1 * sin))
     i, j = torch.arange(start, stop, device=q.device), torch.arange(stop, device=q.device)

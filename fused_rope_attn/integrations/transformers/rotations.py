@@ -11,7 +11,7 @@ from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.integrations.transformers.batch import Batch, Kept
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
 from fused_rope_attn.integrations.transformers.norms import HeadNorms
-from fused_rope_attn.rotation.api import rotate
+from fused_rope_attn.rotation.api import rotate_checked
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
 # Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
@@ -122,4 +122,4 @@ def rotated_keys(k: Tensor, tables: Tables, norms: HeadNorms | None, out: Tensor
     if norms is not None:
         options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
         tensors = tensors._replace(weights=[norms.k_norm])
-    return rotate(options, tensors)[0]
+    return rotate_checked(options, tensors)[0]

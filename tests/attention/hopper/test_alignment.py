@@ -1,4 +1,4 @@
-"""In which calls the sm_90 forward may take the blocks on the diagonal by halves: those of the kernel's own masks."""
+"""The calls in which the sm_90 forward may skip the masked half of diagonal blocks: those with a plain causal mask."""
 
 from dataclasses import replace
 

@@ -19,7 +19,7 @@ pytestmark = needs_sm_90
 @pytest.fixture(params=[64, 96, 128])
 def head_dim(request, monkeypatch):
     """The head dim at which every backward pass leaves those blocks out where it can."""
-    config = configs.HopperBackwardConfig(halves_diagonal=True)
+    config = configs.HopperBackwardConfig(skips_masked_half=True)
     row = hopper_configs.Row(head_dim=request.param, config=config, auto=configs.BUCKETS)
     monkeypatch.setattr(hopper_configs, "BACKWARD", (row,))
     forget_plans()

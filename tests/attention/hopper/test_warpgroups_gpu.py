@@ -1,6 +1,6 @@
 """The sm_90 forward in every division of its warps: two or three warpgroups that attend, queries rotated by warps of
-their own or by the pre-pass; and with the diagonal's blocks by halves. The tables choose some of these for long
-sequences alone, which these tests are not."""
+their own or by the pre-pass; and with the masked half of diagonal blocks skipped. The tables choose some of these for
+long sequences alone, and these tests have short ones."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ pytestmark = needs_sm_90
 
 THREE = {"consumers": 3, "rotates_queries": False, "attend_registers": 160}
 EARLY = configs.HopperForwardConfig(128, values="before weights")
-EARLY_HALVES = replace(EARLY, halves_diagonal=True)
+EARLY_SKIPPING = replace(EARLY, skips_masked_half=True)
 DIVISIONS = {
     "three warpgroups": (64, configs.HopperForwardConfig(128, **THREE)),
     "three warpgroups, three stages": (64, configs.HopperForwardConfig(128, stages=3, rotate_heads=4, **THREE)),
@@ -32,17 +32,17 @@ DIVISIONS = {
     ),
     "two warpgroups, D 64": (64, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
-    "diagonal by halves, D 64": (64, configs.HopperForwardConfig(128, halves_diagonal=True)),
-    "diagonal by halves, values before weights, D 64": (64, EARLY_HALVES),
-    "diagonal by halves, values before weights, D 96": (96, EARLY_HALVES),
-    "diagonal by halves, values before weights": (128, EARLY_HALVES),
+    "masked half skipped, D 64": (64, configs.HopperForwardConfig(128, skips_masked_half=True)),
+    "masked half skipped, values before weights, D 64": (64, EARLY_SKIPPING),
+    "masked half skipped, values before weights, D 96": (96, EARLY_SKIPPING),
+    "masked half skipped, values before weights": (128, EARLY_SKIPPING),
     "values before weights, D 64": (64, EARLY),
     "values before weights": (128, EARLY),
-    "diagonal by halves": (128, configs.HopperForwardConfig(128, halves_diagonal=True)),
-    "diagonal by halves, pinned": (128, configs.HopperForwardConfig(128, halves_diagonal=True, pin=True)),
-    "diagonal by halves, no rotating warps": (
+    "masked half skipped": (128, configs.HopperForwardConfig(128, skips_masked_half=True)),
+    "masked half skipped, pinned": (128, configs.HopperForwardConfig(128, skips_masked_half=True, pin=True)),
+    "masked half skipped, no rotating warps": (
         128,
-        configs.HopperForwardConfig(128, halves_diagonal=True, rotates_queries=False, attend_registers=240),
+        configs.HopperForwardConfig(128, skips_masked_half=True, rotates_queries=False, attend_registers=240),
     ),
 }
 
