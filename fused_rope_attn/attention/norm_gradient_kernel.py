@@ -105,33 +105,10 @@ def clear_counters(counters_ptr):
 
 @triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])
 def norm_gradient_kernel(
-    q_ptr,
-    dq_ptr,
-    k_ptr,
-    dk_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    q_sums_ptr,
-    k_sums_ptr,
-    counters_ptr,
-    raw_q_strides,
-    dq_strides,
-    raw_k_strides,
-    dk_strides,
-    norm_eps,
-    norm_offset,
-    HQ,
-    HKV,
-    NQ,
-    NK,
-    B,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_INT64_OFFSETS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q_sums_ptr, k_sums_ptr, counters_ptr, raw_q_strides,
+    dq_strides, raw_k_strides, dk_strides, norm_eps, norm_offset, HQ, HKV, NQ, NK, B, HEADS: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Turn dq and dk (B, H, N, D) of normed rows into those of q and k, in place. Grid: blocks of q, then blocks of k.
 
     q and k are the caller's; q_norm and k_norm (D,) the weights; q_sums and k_sums (blocks, D) float32: each block's

@@ -219,32 +219,11 @@ def program_inputs(q, k, v, num_groups, head_chunks, shape):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    multiples_ptr,
-    revolutions_ptr,
-    o_ptr,
-    lse_ptr,
-    mileage_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    o_strides,
-    qk_scale,
-    num_groups,
-    head_chunks,
-    HKV,
-    GROUP_SIZE,
-    N,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, lse_ptr, mileage_ptr, q_strides, k_strides, v_strides,
+    o_strides, qk_scale, num_groups, head_chunks, HKV, GROUP_SIZE, N, D: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     USE_INT64_OFFSETS: tl.constexpr,
-):
+):  # fmt: skip
     """Write o, lse (B, HQ, N) in base 2 and mileage (B, HKV, N) of BLOCK_M query rows of up to HEADS heads of a group.
 
     Grid: (query blocks * num_groups * head_chunks,). Keys are visited from the diagonal backwards, so that a row's
@@ -301,40 +280,12 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    multiples_ptr,
-    revolutions_ptr,
-    do_ptr,
-    o_ptr,
-    lse_ptr,
-    mileage_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    do_strides,
-    o_strides,
-    qk_scale,
-    softmax_scale,
-    num_groups,
-    head_chunks,
-    HKV,
-    GROUP_SIZE,
-    N,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DISTANCE_PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr, o_ptr, lse_ptr, mileage_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, do_strides, o_strides, qk_scale, softmax_scale, num_groups, head_chunks, HKV,
+    GROUP_SIZE, N, D: tl.constexpr, HEADS: tl.constexpr, HEAD_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, DISTANCE_PRECISION: tl.constexpr,
     USE_INT64_OFFSETS: tl.constexpr,
-):
+):  # fmt: skip
     """Add gradients from the rows of up to HEADS heads of one group to float32 sums (B, H, N, D). Grid: as forward.
 
     Keys are visited from the first to the diagonal: step m of a row collects the distance gradients of all keys before
