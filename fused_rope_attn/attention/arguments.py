@@ -36,9 +36,8 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
         "cap_scale": cap_scale,
         "norm_eps": None if problem.norm_eps is None else float(problem.norm_eps),
         "norm_offset": None if problem.norm_offset is None else float(problem.norm_offset),
-        "left": problem.window_left,
-        # Known to the compiler, so that causal calls pay neither for adding it nor for a parameter.
-        "right": tl.constexpr(0) if problem.window_right == 0 else problem.window_right,
+        # A 0 on the right is known to the compiler, so that causal calls pay neither for adding it nor for a parameter.
+        "window": (problem.window_left, tl.constexpr(0) if problem.window_right == 0 else problem.window_right),
         "HQ": problem.heads_q,
         "HKV": problem.heads_kv,
         "GROUP_SIZE": problem.group_size,

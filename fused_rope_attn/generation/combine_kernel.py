@@ -35,6 +35,7 @@ from fused_rope_attn.generation.shares import (
     tiles_before,
     whole_part_pointers,
 )
+from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.rotation import RotaryTables
@@ -81,7 +82,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
                    table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
                    k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides,
                    table_strides, k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset,
-                   left, right, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
+                   window, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
                    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
                    BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr,
                    INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
@@ -95,7 +96,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
     ``decode_kernel``; BLOCK_PARTS parts are added at once.
     """
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
+        seqlens_ptr, starts_ptr, B, NQ, S, window[0], HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
     )
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     k_cache = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
@@ -111,7 +112,7 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
     k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
     scale, limit = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit
     inputs = StepInputs(
-        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, left, right, NQ, S, row_format
+        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, window_of(window), NQ, S, row_format
     )
     pid = tl.program_id(0)
     group_rows = NQ * GROUP_SIZE

@@ -7,6 +7,7 @@ import triton.language as tl
 from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled, scaled_queries
 from fused_rope_attn.generation.keys import KeyRows, NewKeys, StepQueries, load_new
 from fused_rope_attn.generation.pages import BlockTable, sequence_pages
+from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record
@@ -15,7 +16,7 @@ from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, store_tile
 
 # The parameters of both kernels that they are not specialised on.
-STEP_NUMBERS = "left right programs B HKV GROUP_SIZE NQ S num_pages position_limit".split()
+STEP_NUMBERS = "window programs B HKV GROUP_SIZE NQ S num_pages position_limit".split()
 
 
 @record
@@ -48,8 +49,7 @@ class StepInputs:
     scale: ScoreScale
     q_sign: tl.tensor
     starts_ptr: tl.tensor | None
-    left: tl.tensor | None
-    right: tl.tensor | None
+    window: Window
     NQ: tl.tensor
     S: tl.tensor
     format: RowFormat
@@ -120,11 +120,11 @@ def load_queries(inputs, rows, keys, float8):
     IS_ROTATED: tl.constexpr = inputs.cache.IS_ROTATED
     if float8 is None:
         q = load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED)
-        return StepQueries(q, None, positions, inputs.left, inputs.right, scale)
+        return StepQueries(q, None, positions, inputs.window, scale)
     else:
         wide = load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED, DTYPE=tl.float32)
         q, q_scale = scaled_queries(wide, inputs.cache.FLOAT8_DTYPE)
-        return StepQueries(q, q_scale, positions, inputs.left, inputs.right, scaled(scale, float8.k_scale))
+        return StepQueries(q, q_scale, positions, inputs.window, scaled(scale, float8.k_scale))
 
 
 @triton.jit

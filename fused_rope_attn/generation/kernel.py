@@ -38,7 +38,7 @@ from fused_rope_attn.generation.shares import (
     tiles_before,
     whole_part_pointers,
 )
-from fused_rope_attn.kernels.masks import is_causal
+from fused_rope_attn.kernels.masks import is_causal, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.rotation import RotaryTables
@@ -65,7 +65,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                   table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
                   k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides,
                   table_strides, k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset,
-                  left, right, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
+                  window, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
                   R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
                   CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
@@ -77,7 +77,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``cache_view``), new k and v (B, HKV,
     NQ, D), tables of position_limit rows, o like q, lse (B, HQ, NQ) float32. Arguments that a call does not use are
-    None: k, v, starts, sinks, cap_scale, left, right, and q_norm and k_norm (D,), the weights of norms of q and of the
+    None: k, v, starts, sinks, cap_scale, window, and q_norm and k_norm (D,), the weights of norms of q and of the
     new k. With a block table (B, pages) int32 the caches are pools (num_pages, HKV, PAGE_SIZE, D), and S is as many
     rows as the table has. ALIGNMENT: tiles begin at multiples of so many keys, if they are within a page or begin with
     one; else 1. FLOAT8_DTYPE: of products with caches of float8_e4m3fn, in units of the scales (HKV,), or of one
@@ -91,7 +91,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     """
     let_next_launch_start(PDL)
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, left, HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
+        seqlens_ptr, starts_ptr, B, NQ, S, window[0], HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
     )
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     k_cache = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
@@ -107,7 +107,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
     scale, limit = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit
     inputs = StepInputs(
-        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, left, right, NQ, S, row_format
+        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, window_of(window), NQ, S, row_format
     )
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
@@ -142,19 +142,19 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             float8 = float8_of(stored, head_kv)
         queries = load_queries(inputs, rows, keys, float8)
         first_row = None
-        if ALIGNMENT > 1 and (starts_ptr is not None or left is not None):
+        if ALIGNMENT > 1 and (starts_ptr is not None or window[0] is not None):
             first_row = keys.first_key
         cache = cache_of_head(inputs, keys, batch, head_kv, first_row, float8)
         sums = no_sums(BLOCK_M, BLOCK_D, IS_FLOAT8=FLOAT8_DTYPE is not None)
         first = keys.first_tile + tile * BLOCK_N
         end = tl.minimum(keys.num_keys, keys.first_tile + last_tile * BLOCK_N)
         last_token = (start_m + BLOCK_M - 1) // GROUP_SIZE
-        if IS_CHUNK and is_causal(right) and not HAS_NEW_KEYS:
+        if IS_CHUNK and is_causal(window[1]) and not HAS_NEW_KEYS:
             end = tl.minimum(end, keys.q_offset + last_token + 1)
         seen_by_all = None
-        if IS_CHUNK and left is None and first_row is None:
+        if IS_CHUNK and window[0] is None and first_row is None:
             last_position = keys.q_offset + tl.minimum(last_token, NQ - 1)
-            seen_by_all = keys_seen_by_all(keys, start_m // GROUP_SIZE, last_position, right, S)
+            seen_by_all = keys_seen_by_all(keys, start_m // GROUP_SIZE, last_position, window[1], S)
         sums = attend_cached(sums, queries, cache, first, seen_by_all, end, offs_n)
 
         if HAS_NEW_KEYS and not NEW_WITH_PARTS:
@@ -166,7 +166,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                     first_new = tl.load(starts_ptr + sequence)
                 new = new_keys_of_head(inputs, keys, batch, head_kv)
                 num_seen = new.k.num_rows
-                if IS_CHUNK and is_causal(right):
+                if IS_CHUNK and is_causal(window[1]):
                     num_seen = tl.where(start_m == 0, num_seen, tl.minimum(num_seen, last_token + 1))
                 sums = attend_new(sums, queries, cache, new, num_seen, first_new, start_m == 0, BLOCK_NEW)
         sums = whole_sums(sums, float8)

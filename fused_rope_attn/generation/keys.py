@@ -23,7 +23,7 @@ from fused_rope_attn.generation.pages import (
     rows_in_pages,
     tile_in_pages,
 )
-from fused_rope_attn.kernels.masks import Mask, visible
+from fused_rope_attn.kernels.masks import Mask, Window, visible
 from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record, replace
@@ -39,8 +39,7 @@ class StepQueries:
     q: tl.tensor  # (BLOCK_M, BLOCK_D), rotated; for float8 caches ``Halves`` of it
     q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), a factor of the scores
     positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
-    left: tl.tensor | None  # number of keys before and after its own position that a query sees
-    right: tl.tensor | None  # ``is_causal`` if the call is
+    window: Window
     scale: ScoreScale
 
 
@@ -108,7 +107,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     else:
         scores = score_halves(queries.q, queries.q_scale, k, queries.scale)
     if positions_k is not None:
-        mask = Mask(num_keys, first_key, queries.left, queries.right, READS_LENGTHS=True)
+        mask = Mask(num_keys, first_key, queries.window, READS_LENGTHS=True)
         sees = visible(mask, queries.positions[:, None], positions_k[None, :])
         scores = tl.where(sees, scores, float("-inf"))
     p, correction, row_max, row_sum = online_softmax(

@@ -19,13 +19,26 @@ NO_ROW = tl.constexpr(2**30)
 
 
 @record
+class Window:
+    """The keys that a query sees by its position; None: no such bound. ``window_of`` makes it of a kernel's argument."""
+
+    left: tl.tensor | None  # how many keys before its own position
+    right: tl.tensor | None  # how many keys after its own position; ``is_causal`` if none
+
+
+@triton.jit
+def window_of(window):
+    """Return the ``Window`` of the tuple that the host passes (``attention.arguments.shared_arguments``)."""
+    return Window(left=window[0], right=window[1])
+
+
+@record
 class Mask:
     """The keys of one sequence that its queries see; None: no such bound."""
 
     num_keys: tl.tensor  # keys from this one on do not exist
     first_key: tl.tensor | None  # no query sees a key before this one, 0 <= first_key <= num_keys
-    left: tl.tensor | None  # how many keys before its own position a query sees
-    right: tl.tensor | None  # how many keys after its own position a query sees; ``is_causal`` if none
+    window: Window
     READS_LENGTHS: tl.constexpr  # the device reads lengths: queries at negative positions see no key
 
 
@@ -45,25 +58,25 @@ def checks_positions(reads_lengths, right):
 
 
 @triton.jit
-def sequence_mask(starts_ptr, batch, q_offset, num_keys, left, right, READS_LENGTHS: tl.constexpr):
-    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, left and right: None without."""
+def sequence_mask(starts_ptr, batch, q_offset, num_keys, window, READS_LENGTHS: tl.constexpr):
+    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, or None."""
     start = None
-    if starts_ptr is not None or left is not None:
-        start = first_key(starts_ptr, batch, q_offset, num_keys, left)
-    return Mask(num_keys=num_keys, first_key=start, left=left, right=right, READS_LENGTHS=READS_LENGTHS)
+    if starts_ptr is not None or window.left is not None:
+        start = first_key(starts_ptr, batch, q_offset, num_keys, window.left)
+    return Mask(num_keys=num_keys, first_key=start, window=window, READS_LENGTHS=READS_LENGTHS)
 
 
 @triton.jit
 def visible(mask, positions_q, positions_k):
     """Return whether (query, key) pairs see each other, broadcast over the two position tensors."""
     sees = positions_k < mask.num_keys
-    if mask.right is not None:
-        sees = sees & (positions_k <= positions_q + mask.right)
-    if mask.left is not None:
-        sees = sees & (positions_k >= positions_q - mask.left)
+    if mask.window.right is not None:
+        sees = sees & (positions_k <= positions_q + mask.window.right)
+    if mask.window.left is not None:
+        sees = sees & (positions_k >= positions_q - mask.window.left)
     if mask.first_key is not None:
         sees = sees & (positions_k >= mask.first_key)
-    if checks_positions(mask.READS_LENGTHS, mask.right):
+    if checks_positions(mask.READS_LENGTHS, mask.window.right):
         sees = sees & (positions_q >= 0)
     return sees
 
@@ -85,8 +98,8 @@ def first_query(mask, q_offset):
     because there are no keys from first_key on."""
     row = tl.maximum(0, -q_offset)
     if mask.first_key is not None:
-        if mask.right is not None:
-            row = tl.maximum(row, mask.first_key - mask.right - q_offset)
+        if mask.window.right is not None:
+            row = tl.maximum(row, mask.first_key - mask.window.right - q_offset)
         row = tl.where(mask.first_key < mask.num_keys, row, NO_ROW)
     return row
 
@@ -102,18 +115,18 @@ def key_range(mask, start_m, q_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     full_first = 0
     last = mask.num_keys
     full_last = mask.num_keys
-    if mask.right is not None:
-        last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + BLOCK_M + q_offset + mask.right))
-        full_last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + q_offset + mask.right + 1))
-    if checks_positions(mask.READS_LENGTHS, mask.right):
+    if mask.window.right is not None:
+        last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + BLOCK_M + q_offset + mask.window.right))
+        full_last = tl.minimum(mask.num_keys, tl.maximum(0, start_m + q_offset + mask.window.right + 1))
+    if checks_positions(mask.READS_LENGTHS, mask.window.right):
         last = tl.where(start_m + BLOCK_M + q_offset > 0, last, 0)
         full_last = tl.where(start_m + q_offset >= 0, full_last, 0)
     if mask.first_key is not None:
         first = mask.first_key
         full_first = mask.first_key
-        if mask.left is not None:
-            first = tl.maximum(first, start_m + q_offset - mask.left)
-            full_first = tl.maximum(full_first, start_m + BLOCK_M - 1 + q_offset - mask.left)
+        if mask.window.left is not None:
+            first = tl.maximum(first, start_m + q_offset - mask.window.left)
+            full_first = tl.maximum(full_first, start_m + BLOCK_M - 1 + q_offset - mask.window.left)
         first = first // BLOCK_N * BLOCK_N
         full_first = tl.cdiv(full_first, BLOCK_N) * BLOCK_N
         full_first = tl.maximum(first, tl.minimum(full_first, tl.cdiv(last, BLOCK_N) * BLOCK_N))
@@ -134,16 +147,16 @@ def query_range(mask, start_n, q_offset, NQ, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     full_first = 0
     full_last = NQ // BLOCK_M
     last = blocks
-    if mask.right is not None:
-        right = mask.right
+    if mask.window.right is not None:
+        right = mask.window.right
         first = tl.minimum(blocks, tl.maximum(0, start_n - right - q_offset) // BLOCK_M)
         full_first = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N - 1 - right - q_offset), BLOCK_M))
-    if checks_positions(mask.READS_LENGTHS, mask.right):
+    if checks_positions(mask.READS_LENGTHS, mask.window.right):
         first = tl.maximum(first, tl.minimum(blocks, tl.maximum(0, -q_offset) // BLOCK_M))
         full_first = tl.maximum(full_first, tl.minimum(blocks, tl.cdiv(tl.maximum(0, -q_offset), BLOCK_M)))
-    if mask.left is not None:
-        last = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N + mask.left - q_offset), BLOCK_M))
-        full_last = tl.minimum(full_last, tl.maximum(0, start_n + mask.left + 1 - q_offset) // BLOCK_M)
+    if mask.window.left is not None:
+        last = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start_n + BLOCK_N + mask.window.left - q_offset), BLOCK_M))
+        full_last = tl.minimum(full_last, tl.maximum(0, start_n + mask.window.left + 1 - q_offset) // BLOCK_M)
     if mask.READS_LENGTHS:
         last = tl.where(start_n < mask.num_keys, last, 0)
     if mask.first_key is not None:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, rows_of_sequence
-from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask
+from fused_rope_attn.kernels.masks import Mask, Window, is_causal, sequence_mask
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.kernels.tiles import Origin
@@ -20,8 +20,7 @@ class MaskArguments:
     cu_q_ptr: tl.tensor | None  # cu_seqlens of queries and of keys, (num_sequences + 1,) int32; B = 1 then
     cu_k_ptr: tl.tensor | None
     num_sequences: tl.tensor | None
-    left: tl.tensor | None  # the window's keys before and after a query's own position
-    right: tl.tensor | None  # ``is_causal`` if the call is
+    window: Window
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
 
 
@@ -76,7 +75,7 @@ def scheduled_queries(pid, NQ, NK, HQ, num_heads, heads_per_section, masks, BLOC
     """Return the tile of queries (B, HQ, NQ, D) of program ``pid``: the last tile of a causal sequence runs first,
     because it takes the longest. num_heads is B * HQ. There are ``count_tiles`` * num_heads programs."""
     tiles = count_tiles(NQ, masks.num_sequences, BLOCK_M)
-    number, head = scheduled_tile(pid, tiles, num_heads, heads_per_section, is_causal(masks.right))
+    number, head = scheduled_tile(pid, tiles, num_heads, heads_per_section, is_causal(masks.window.right))
     return tile_of_head(number, head, NQ, HQ, masks.cu_q_ptr, masks.cu_k_ptr, NK, masks.num_sequences, BLOCK_M)
 
 
@@ -103,7 +102,7 @@ def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
     """Return the ``Sequence`` with num_queries rows of queries and rows_k rows of keys; some keys may not exist."""
     num_keys = existing_keys(masks.lens_ptr, batch, rows_k)
     q_offset = num_keys - num_queries
-    mask = sequence_mask(masks.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS)
+    mask = sequence_mask(masks.starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
     return Sequence(batch, first_q, num_queries, first_k, num_keys, q_offset, mask)
 
 

@@ -49,7 +49,7 @@ from fused_rope_attn.kernels.lengths import (
     padded_row,
     rows_of_sequence,
 )
-from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask
+from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.rotation import RotaryTables
@@ -61,14 +61,14 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 LOADER_REGISTERS = gl.constexpr(24)
 
 
-_NUMBERS = "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences left right".split()
+_NUMBERS = "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window".split()
 
 
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, dk_strides,
                     dv_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset,
-                    left, right, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size,
+                    window, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size,
                     heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
@@ -83,7 +83,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     first block: a descriptor, or for BLOCK_D beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
 
     Arguments that a call does not use are None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr,
-    cu_k_ptr and num_sequences; left and right, as in ``kernels.masks.Mask``; cap_scale, as in ``ScoreScale``; and for a
+    cu_k_ptr and num_sequences; window, for ``kernels.masks.window_of``; cap_scale, as in ``ScoreScale``; and for a
     norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
@@ -107,7 +107,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or HAS_KEYS_BEFORE_WINDOW
     # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
     # kv_starts.
-    CLAMPS_WEIGHTS: gl.constexpr = left is None or not is_causal(right) or starts_ptr is not None
+    CLAMPS_WEIGHTS: gl.constexpr = window[0] is None or not is_causal(window[1]) or starts_ptr is not None
     if not BEGINS_DQ:
         let_next_launch_start(PDL)
 
@@ -131,7 +131,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     num_keys = existing_keys(lens_ptr, batch, NK)
     if IS_PACKED:
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
-    mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, left, right, READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_N)
     num_begun = queries.count
     if BEGINS_DQ:
@@ -142,7 +142,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if first_key is None:
         first_key = queries.first * 0
     # Without lengths no key is before the first one, or the window hides those keys.
-    mask = Mask(num_keys, first_key if READS_LENGTHS else None, left, right, READS_LENGTHS)
+    mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
     num_hidden = None
     if IS_ALIGNED:

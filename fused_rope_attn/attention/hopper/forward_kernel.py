@@ -27,18 +27,19 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
 )
 from fused_rope_attn.attention.hopper.masks import MaskOptions
 from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-_NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_head left right position_limit".split()
+_NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_head window position_limit".split()
 
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
                    counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides,
-                   qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_tiles, num_heads,
+                   qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_tiles, num_heads,
                    heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
@@ -56,7 +57,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     (batch, row, pair) for tables.
 
     Arguments that a call does not use are None and cost nothing: q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32,
-    cap_scale to right as in the portable kernel. Packed sequences, B = 1, have o itself and its strides in addition to
+    cap_scale to window as in the portable kernel. Packed sequences, B = 1, have o itself and its strides in addition to
     its descriptor, and ``tiles_per_head`` tiles of a head. The table after the counter says which of them hold queries.
 
     position_limit: queries from this position on are not rotated; None: no query is past the last key.
@@ -70,7 +71,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     IS_PACKED: gl.constexpr = tiles_per_head is not None
     HAS_STARTS: gl.constexpr = starts_ptr is not None
     # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or left is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
     ROTATES_QUERIES: gl.constexpr = q_desc is None
     WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
     # Columns of O in one store. The buffers of wide heads leave shared memory for half of them only.
@@ -105,7 +106,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    masks = MaskOptions(left, right, READS_LENGTHS, HAS_STARTS, IS_ALIGNED)
+    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS, IS_ALIGNED)
     schedule = Schedule(
         counter_ptr,
         starts_ptr,

@@ -215,7 +215,7 @@ def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end=None
     first, full_first, full_last, last = key_range(mask, start_m, q_offset, schedule.BLOCK_M, BLOCK_N)
     if mask.first_key is not None:
         # Without a lower bound, because both ends of a window that is narrower than a block may be in the same one.
-        upper = replace(mask, first_key=None, left=None)
+        upper = replace(mask, first_key=None, window=replace(mask.window, left=None))
         _, _, full_last, _ = key_range(upper, start_m, q_offset, schedule.BLOCK_M, BLOCK_N)
     first_block = first // BLOCK_N
     num_blocks = gl.maximum(1, (last + BLOCK_N - 1) // BLOCK_N - first_block)
@@ -239,14 +239,18 @@ def tile_work(schedule, masks, index):
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
     num_m_blocks = (schedule.NQ + BLOCK_M - 1) // BLOCK_M
     block, bh = scheduled_tile(
-        index, num_m_blocks, schedule.num_heads, schedule.heads_per_section, LAST_TILE_FIRST=is_causal(masks.right)
+        index,
+        num_m_blocks,
+        schedule.num_heads,
+        schedule.heads_per_section,
+        LAST_TILE_FIRST=is_causal(masks.window.right),
     )
     start_m = block * BLOCK_M
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
     num_keys = existing_keys(schedule.lens_ptr, batch, schedule.NK)
     q_offset = num_keys - schedule.NQ
-    mask = sequence_mask(schedule.starts_ptr, batch, q_offset, num_keys, masks.left, masks.right, masks.READS_LENGTHS)
+    mask = sequence_mask(schedule.starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
     tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
 
@@ -258,7 +262,9 @@ def table_entry(schedule, masks, index):
     ``describe_tiles`` of the pre-pass has written the table. A tile past the last one is read as the last one.
     """
     index, section = gl.minimum(index, schedule.num_tiles - 1), schedule.heads_per_section
-    slot, head = scheduled_tile(index, schedule.tiles_per_head, schedule.num_heads, section, is_causal(masks.right))
+    slot, head = scheduled_tile(
+        index, schedule.tiles_per_head, schedule.num_heads, section, is_causal(masks.window.right)
+    )
     entry = schedule.counter_ptr + TILE_WORDS + slot * TILE_WORDS
     first_row, end, first_k = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     return head, first_row, end, first_k, gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
@@ -281,7 +287,7 @@ def packed_work(schedule, masks, index):
     while (row >= end) & (index < schedule.num_tiles):
         index = take_index(schedule)
         head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
-    mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.left, masks.right, masks.READS_LENGTHS)
+    mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.window, masks.READS_LENGTHS)
     rotated_row = row
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q

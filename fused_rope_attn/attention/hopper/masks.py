@@ -6,7 +6,7 @@
 
 from fused_rope_attn.attention.hopper.forward_tiles import tile_bounds
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS
-from fused_rope_attn.kernels.masks import checks_positions
+from fused_rope_attn.kernels.masks import Window, checks_positions
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -15,8 +15,7 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 class MaskOptions:
     """The masks of a forward call, from which the mask of each tile follows."""
 
-    left: gl.tensor | None  # how many keys before its own position a query sees; None: all
-    right: gl.tensor | None  # how many keys after its own position a query sees; None: all; ``is_causal``: none
+    window: Window
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     HAS_STARTS: gl.constexpr  # whether there are kv_starts
     IS_ALIGNED: gl.constexpr  # as ``shapes.is_aligned``, for a tile and its first key block
@@ -64,17 +63,17 @@ def mask_scores(scores, positions, columns, visit, tile, masks, NK):
     start_n = (bounds.last_block - visit) * scores.shape[1]
     if visit < tile.upper_masked:
         last = positions * 0 + (bounds.num_keys - 1)
-        if masks.right is not None:
-            last = gl.minimum(last, positions + masks.right)
-        if checks_positions(masks.READS_LENGTHS, masks.right):
+        if masks.window.right is not None:
+            last = gl.minimum(last, positions + masks.window.right)
+        if checks_positions(masks.READS_LENGTHS, masks.window.right):
             last = gl.where(positions >= 0, last, -1)
         scores = hide_keys(scores, last - start_n, columns, UPPER=True)
-    if masks.left is not None or masks.HAS_STARTS:
+    if masks.window.left is not None or masks.HAS_STARTS:
         if visit >= bounds.lower_masked_from:
-            if masks.left is None:
+            if masks.window.left is None:
                 least = positions * 0 + bounds.first_key
             else:
-                least = positions - masks.left
+                least = positions - masks.window.left
                 if masks.HAS_STARTS:
                     least = gl.maximum(least, bounds.first_key)
             scores = hide_keys(scores, least - start_n, columns, UPPER=False)
@@ -88,15 +87,15 @@ def hide_pairs(mask, x, value, keys, columns, diagonal):
     keys, columns: the tile's keys and queries, counted from its first ones. diagonal: how far the position of the first
     query is past that of the first key.
     """
-    if mask.left is not None or mask.right is not None:
+    if mask.window.left is not None or mask.window.right is not None:
         # Counted from the thread's first key and column, so that its others are constants and take no registers: a
         # query is past a key by diagonal + (others - thread).
         thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
         others = (columns & ~6)[None, :] - (keys & 8)[:, None]
-        if mask.right is not None:
-            x = gl.where(others >= thread - (diagonal + mask.right), x, value)
-        if mask.left is not None:
-            x = gl.where(others <= thread - (diagonal - mask.left), x, value)
+        if mask.window.right is not None:
+            x = gl.where(others >= thread - (diagonal + mask.window.right), x, value)
+        if mask.window.left is not None:
+            x = gl.where(others <= thread - (diagonal - mask.window.left), x, value)
     return x
 
 
@@ -108,15 +107,15 @@ def needs_mask(mask, diagonal, block, queries):
     """
     if queries.num_hidden is not None:
         return (diagonal < KEYS - 1) | (queries.num_masked >= queries.count)
-    elif mask.left is None:
+    elif mask.window.left is None:
         return block < queries.num_masked
     else:
         # With a window few blocks are whole, and each block's position says what these keys need.
         upper = KEYS - 1
-        if mask.right is not None:
-            upper -= mask.right
-        lower = mask.left - (BACKWARD_BLOCK_M - 1)
-        needed = (diagonal > lower) | ((mask.right is not None) & (diagonal < upper))
+        if mask.window.right is not None:
+            upper -= mask.window.right
+        lower = mask.window.left - (BACKWARD_BLOCK_M - 1)
+        needed = (diagonal > lower) | ((mask.window.right is not None) & (diagonal < upper))
         if queries.num_masked is not None:
             needed = needed | (queries.num_masked >= queries.count)
         return needed

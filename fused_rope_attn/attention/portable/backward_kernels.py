@@ -17,6 +17,7 @@ from fused_rope_attn.attention.portable.backward_roles import (
     write_dq,
 )
 from fused_rope_attn.kernels.lengths import count_tiles
+from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.rotation import RotaryTables
@@ -25,10 +26,10 @@ from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_keys, sch
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 
 
-@triton.jit(do_not_specialize="NQ NK HQ HKV GROUP_SIZE num_heads heads_per_section num_sequences left right".split())
+@triton.jit(do_not_specialize="NQ NK HQ HKV GROUP_SIZE num_heads heads_per_section num_sequences window".split())
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dk_ptr, dv_ptr,
                 starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides,
-                dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right,
+                dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window,
                 num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
                 D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
@@ -42,7 +43,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, READS_LENGTHS)
+    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
     tile = scheduled_keys(tl.program_id(0), NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N)
     if cu_k_ptr is not None:
         if tile.index * BLOCK_N >= tile.num_rows:
@@ -63,11 +64,11 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize="NQ NK HQ HKV GROUP_SIZE num_heads heads_per_section num_sequences left right".split())
+@triton.jit(do_not_specialize="NQ NK HQ HKV GROUP_SIZE num_heads heads_per_section num_sequences window".split())
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dq_ptr, dsinks_ptr,
               sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides,
               dq_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset,
-              left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
+              window, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
               D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
               ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
@@ -77,7 +78,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     Grid: (``count_tiles`` of the queries * B * HQ). stats, ROTATE_INLINE and the norms as in ``dkdv_kernel``. With
     PDL it starts while dkdv_kernel drains: it reads only the pre-process's results, for which dkdv_kernel has waited.
     """
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, READS_LENGTHS)
+    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     if cu_q_ptr is not None:
         if tile.index * BLOCK_M >= tile.num_rows:
@@ -98,11 +99,11 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M, BLOCK_N, PDL)
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_batches", "num_sequences", "left", "right"])
+@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_batches", "num_sequences", "window"])
 def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dq_ptr,
                       dk_ptr, dv_ptr, dsinks_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides,
                       k_strides, v_strides, do_strides, o_strides, dq_strides, dk_strides, dv_strides, cos_strides,
-                      sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset, left, right,
+                      sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset, window,
                       num_batches, HQ, HKV, GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr, R: tl.constexpr,
                       DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr, DQ_BLOCK_M: tl.constexpr,
                       DQ_BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -114,7 +115,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
     Both compute lse and delta of the rows that they read from forward's o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32.
     Grid: the sum of both kernels'. The rest as there, with num_batches = B.
     """
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, READS_LENGTHS)
+    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
     q, k = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides)
     v, do = TensorView(v_ptr, v_strides), TensorView(do_ptr, do_strides)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
 from fused_rope_attn.kernels.lengths import padded_row
-from fused_rope_attn.kernels.masks import key_range, visible
+from fused_rope_attn.kernels.masks import key_range, visible, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record, replace
@@ -105,14 +105,13 @@ def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
         "num_heads",
         "heads_per_section",
         "num_sequences",
-        "left",
-        "right",
+        "window",
     ]
 )
 def forward_kernel(
     q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr,
     lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides,
-    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, left, right, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences,
+    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences,
     heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
@@ -121,11 +120,11 @@ def forward_kernel(
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. What a call does
-    not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to right, num_sequences, and
+    not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to window, num_sequences, and
     q_rot, the buffer for the rotated queries (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated,
     in pair order.
     """
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, left, right, READS_LENGTHS)
+    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:

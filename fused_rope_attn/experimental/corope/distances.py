@@ -10,7 +10,7 @@ reduced by dropping whole numbers.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.masks import Mask, visible
+from fused_rope_attn.kernels.masks import Mask, Window, visible
 from fused_rope_attn.kernels.records import record
 
 FRACTION_BITS = tl.constexpr(23)  # a tile's 128 keys then stay below 2**31; a step's rounding is 6e-8
@@ -40,7 +40,7 @@ class Distances:
 @triton.jit
 def causal_pairs(offs_m, offs_n, N):
     """Return whether (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
-    mask = Mask(num_keys=N, first_key=None, left=None, right=0, READS_LENGTHS=False)
+    mask = Mask(num_keys=N, first_key=None, window=Window(left=None, right=0), READS_LENGTHS=False)
     return visible(mask, offs_m[:, None], offs_n[None, :])
 
 
