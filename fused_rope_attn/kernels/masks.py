@@ -20,7 +20,7 @@ NO_ROW = tl.constexpr(2**30)
 
 @record
 class Window:
-    """The keys that a query sees by its position; None: no such bound. ``window_of`` makes it of a kernel's argument."""
+    """The keys that a query sees by its position; None: no such bound. Made by ``window_of``."""
 
     left: tl.tensor | None  # how many keys before its own position
     right: tl.tensor | None  # how many keys after its own position; ``is_causal`` if none
