@@ -187,7 +187,8 @@ def add_own_sums(sums, pid):
     first = part * SUMS
     last = tl.minimum(first + SUMS, sums.count)
     if is_last(sums, sums.counters_ptr + 1 + part, last - first):
-        store_row(sums, sums.parts_ptr + part * sums.D, add_rows(sums, sums.sums_ptr, first, last))
+        total = add_rows(sums, sums.sums_ptr, first, last)
+        store_row(sums, sums.parts_ptr + part * sums.D, total)
         if is_last(sums, sums.counters_ptr, parts):
             store_row(sums, sums.gradient_ptr, add_rows(sums, sums.parts_ptr, 0, parts))
 
