@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.masks import first_query, key_range, query_range, sequence_mask, visible
+from fused_rope_attn.kernels.masks import first_query, key_range, query_range, sequence_mask, visible, window_of
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -57,14 +57,13 @@ def write_visible(
     starts_ptr,
     q_offset,
     num_keys,
-    left,
-    right,
+    window,
     READS_LENGTHS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """(ROWS, KEYS) of batch entry 1, then its first key and the first query that sees one."""
-    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, window_of(window), READS_LENGTHS)
     rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
     sees = visible(mask, rows + q_offset, keys)
     tl.store(out_ptr + rows * KEYS + keys, sees.to(tl.int32))
@@ -79,8 +78,7 @@ def write_ranges(
     starts_ptr,
     q_offset,
     num_keys,
-    left,
-    right,
+    window,
     NQ,
     READS_LENGTHS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,7 +87,7 @@ def write_ranges(
     OF_QUERIES: tl.constexpr,
 ):
     """Write the bounds of each block's visits, (BLOCKS, 4) float32, because that shows a bound that is no integer."""
-    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, left, right, READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, window_of(window), READS_LENGTHS)
     for i in tl.static_range(BLOCKS):
         if OF_QUERIES:
             bounds = query_range(mask, i * BLOCK_N, q_offset, NQ, BLOCK_M, BLOCK_N)
@@ -108,8 +106,7 @@ def run(kernel, out, bounds, *behind, **options):
         starts,
         bounds.q_offset,
         bounds.num_keys,
-        bounds.left,
-        right,
+        (bounds.left, right),
         *behind,
         READS_LENGTHS=bounds.reads_lengths,
         **options,

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.sequences import (
     MaskArguments,
     scheduled_keys,
@@ -29,8 +30,7 @@ def write_programs(
     cu_q_ptr,
     cu_k_ptr,
     num_sequences,
-    left,
-    right,
+    window,
     NQ,
     NK,
     HEADS,
@@ -48,8 +48,7 @@ def write_programs(
         cu_q_ptr=cu_q_ptr,
         cu_k_ptr=cu_k_ptr,
         num_sequences=num_sequences,
-        left=left,
-        right=right,
+        window=window_of(window),
         READS_LENGTHS=READS_LENGTHS,
     )
     if OF_QUERIES:
@@ -89,8 +88,7 @@ def programs(
         out,
         *given,
         None if ends is None else len(ends) - 1,
-        left,
-        right,
+        (left, right),
         len_q,
         len_k,
         HEADS,
