@@ -77,7 +77,7 @@ _MODULES = {
 _PACKAGES = ("distributed", "experimental")
 
 
-if not TYPE_CHECKING:  # a type checker would accept any name for its sake
+if not TYPE_CHECKING:  # because of ``__getattr__`` a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:

@@ -1,7 +1,7 @@
-"""``python -m fused_rope_attn.env``: what a bug report needs to say about the machine, as text or with ``--json``.
+"""``python -m fused_rope_attn.env``: facts about the machine for a bug report, as text or with ``--json``.
 
-Nothing is asked when this module is imported. Asking starts CUDA where there is a GPU, compiles nothing, and works
-where the GPU, Triton or an extra is absent.
+Importing this module asks nothing. The report starts CUDA if there is a GPU, compiles nothing, and works without a GPU,
+Triton or an extra.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import fused_rope_attn
 from fused_rope_attn.runtime import device
 
-# What the integration patches, and whose kernels a user may be comparing with.
+# The library that the integration patches, and libraries with rival kernels.
 PACKAGES = ("transformers", "liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "numpy")
 # Switches that change which kernels run or what they compute. None of them holds a path or a name.
 SWITCHES = (
@@ -33,12 +33,12 @@ SWITCHES = (
     "HIP_VISIBLE_DEVICES",
     "TORCHDYNAMO_DISABLE",
 )
-# The call whose plan is shown: a training step of a model of 8B parameters.
+# The report shows the plan of this call: a training step of a model of 8B parameters.
 BATCH, HEADS_Q, HEADS_KV, LENGTH, HEAD_DIM = 1, 32, 8, 4096, 128
 
 
 def environment() -> dict[str, Any]:
-    """Facts about this machine, ready for JSON."""
+    """Return facts about this machine, ready for JSON."""
     return {
         "fused_rope_attn": fused_rope_attn.__version__,
         "python": platform.python_version(),
@@ -57,7 +57,7 @@ def environment() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    """Version of an installed distribution, which is not imported; None where it is absent."""
+    """Return the version of an installed distribution, without importing it; None if it is absent."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def package_version(name: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver as ``nvidia-smi`` gives it, or of the amdgpu module; None without either."""
+    """Return the version of the NVIDIA driver from ``nvidia-smi``, or of the amdgpu module; None without either."""
     answer = run_quietly("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if not answer:
         for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
@@ -78,7 +78,7 @@ def driver_version() -> str | None:
 
 
 def run_quietly(*command: str) -> str:
-    """What a command prints; "" where it is absent, fails or takes more than 20 seconds."""
+    """Return the output of a command; "" if it is absent, fails or takes more than 20 seconds."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -87,7 +87,7 @@ def run_quietly(*command: str) -> str:
 
 
 def typical_plan() -> dict[str, Any]:
-    """What ``plan`` chooses here for a causal bfloat16 call with grouped heads, on the GPU where there is one."""
+    """Return the choice of ``plan`` for a causal bfloat16 call with grouped heads, on the GPU if there is one."""
     where = torch.device("cuda" if device.cards() else "cpu")
 
     def tensor(heads: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def typical_plan() -> dict[str, Any]:
 
 
 def _attempt(question: Callable[[], Any]) -> Any:
-    """The answer, or the error that came instead of it: a report about a broken machine shall still be printed."""
+    """Return the answer or the error, because a broken machine needs a report most of all."""
     try:
         return question()
     except Exception as error:
@@ -115,7 +115,7 @@ def _attempt(question: Callable[[], Any]) -> Any:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """One fact a line; of a list every entry has its own line, and of a mapping every item."""
+    """Return one fact a line, and one line for every entry of a list or a mapping."""
     lines: list[tuple[str, Any]] = []
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -137,7 +137,7 @@ def _one_line(item: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; returns the exit status, which is 0."""
+    """Print the report and return the exit status, 0."""
     parser = argparse.ArgumentParser(prog="python -m fused_rope_attn.env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     options = parser.parse_args(argv)

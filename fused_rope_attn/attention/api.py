@@ -23,7 +23,7 @@ from fused_rope_attn.runtime.options import AttentionOptions, Backend, PackedOpt
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-if has_triton():  # elsewhere planning sends every call to the reference
+if has_triton():  # without it planning sends every call to the reference
     from fused_rope_attn.attention import eager
 
 _OF_ATTENTION = parameters_of(reference.attention)
@@ -78,15 +78,15 @@ def rope_attention(
     backend: Backend = "auto",
     strategy: Strategy = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
+    """Attend with rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
 
     RoPE as in RoFormer (Su et al. 2021), attention as in FlashAttention-2 (Dao 2023). Key ``j`` is rotated by row ``j``
     of the tables, query ``i`` by row ``L - NQ + i``, where L is ``kv_lens[b]`` or NK.
 
     Args:
         q: ``(B, HQ, NQ, D)``, float16, bfloat16 or float32, any strides: the ``(B, N, H, D).transpose(1, 2)`` views
-            that models produce run without a copy. Kernels copy rows that do not begin at multiples of 16 bytes, or
-            whose columns are not adjacent, once before the launches; k and v likewise.
+            that models produce run without a copy. A tensor is copied once before the launches if its rows do not begin
+            at multiples of 16 bytes, or if its columns are not adjacent; k and v likewise.
         k: ``(B, HKV, NK, D)``, q's dtype and device; HQ must be a multiple of HKV (GQA, MQA).
         v: shape, dtype and device of k.
         cos: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype; ``S >= NK``. A
@@ -102,19 +102,19 @@ def rope_attention(
         sinks: ``(HQ,)`` extra logit per head in the softmax denominator; differentiable.
         kv_starts, kv_lens: ``(B,)`` int32: keys outside ``[start, len)`` do not exist. Clamped to 0 and NK: a negative
             length means no keys, one beyond NK all of them, a start at or after the length none.
-        q_norm, k_norm: weights ``(D,)`` of a root-mean-square norm over the D columns of each head of q and of k, which
-            comes before the rotation (Qwen 3, Gemma 3): ``x * rsqrt(mean(x**2) + norm_eps) * (norm_offset + weight)``,
-            in float32; normed and rotated q and k are rounded once. Both or neither, float32 or q's dtype,
-            differentiable. Backward then also keeps q and k as they came.
-        norm_eps: at least 0. A row of zeros stays one, also where this is 0.
+        q_norm, k_norm: weights ``(D,)`` of a root-mean-square norm over the D columns of each head of q and k, before
+            the rotation (Qwen 3, Gemma 3): ``x * rsqrt(mean(x**2) + norm_eps) * (norm_offset + weight)``, in float32;
+            normed and rotated q and k are rounded once. Both or neither, float32 or q's dtype, differentiable. Forward
+            then also saves q and k as they are before the norm.
+        norm_eps: at least 0. A row of zeros stays zero, even with an eps of 0.
         norm_offset: 1 for weights that are stored as their distance from one (Gemma).
         layout: ``"bhsd"``, or ``"bshd"``: q is ``(B, NQ, HQ, D)``, k and v are ``(B, NK, HKV, D)`` and o is
             ``(B, NQ, HQ, D)``, as flash-attn has them; lse keeps its shape. The tensors are viewed, not copied, and o
-            and the gradients are contiguous where the inputs are.
+            and the gradients are contiguous if the inputs are.
         return_lse: also return the log-sum-exp of every row (not differentiable).
         deterministic: bitwise equal gradients from run to run; ``torch.use_deterministic_algorithms(True)`` asks for
-            the same. The portable kernels' always are; those of sm_90 add dq in any order, so that the portable
-            backward takes their place.
+            the same. The portable backward runs then, because its gradients always are equal. The sm_90 kernels add dq
+            in any order.
         backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
             kernels: float16 and bfloat16, K rotated once).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
@@ -126,7 +126,7 @@ def rope_attention(
     Raises:
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination.
-        NotImplementedError: what an explicit backend deliberately does not serve; double backward and forward-mode
+        NotImplementedError: a call that an explicit backend does not serve; double backward and forward-mode
             differentiation (``torch.func.jvp``, ``torch.autograd.forward_ad``), on every backend.
         RuntimeError: an explicit backend that this machine cannot run.
     """
@@ -201,7 +201,7 @@ def rope_attention_varlen(
     backend: Backend = "auto",
     strategy: Strategy = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``rope_attention`` of packed sequences: no padding, positions restart at 0 in every sequence, no host sync.
+    """Attend as ``rope_attention`` does, within packed sequences: no padding, positions restart in each, no host sync.
 
     Sequences may be empty, and there may be thousands of them. Within a sequence of LQ queries and LK keys everything
     is as in ``rope_attention``: query ``i`` has position ``LK - LQ + i``, and one before position 0 sees nothing.
@@ -213,10 +213,10 @@ def rope_attention_varlen(
         cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)`` int32 on q's device, as in flash-attn: sequence ``s`` is rows
             ``[cu[s], cu[s + 1])``; ``cu_seqlens_from_position_ids`` makes them from position ids. Rows after the last
             sequence give 0, lse -inf and gradients 0. They begin with 0, never fall, and end at or before T. On a CPU
-            anything else is a ValueError; on a GPU, where nobody waits to look, it gives 0, lse -inf and gradients 0 in
-            all rows, and trips a device-side assertion with ``TRITON_DEBUG=1`` in the environment.
-        max_seqlen_q, max_seqlen_k: lengths of the longest sequences, or more: they only choose a configuration, and
-            say how many table rows there must be.
+            anything else is a ValueError. On a GPU the host does not wait to read them: all rows give 0, lse -inf and
+            gradients 0, and with ``TRITON_DEBUG=1`` in the environment a device-side assertion fails.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths of sequences. They choose a configuration, and the
+            tables must have at least max_seqlen_k rows.
 
     The other arguments, and the errors, are those of ``rope_attention``.
 
@@ -238,19 +238,19 @@ def rope_attention_varlen(
 def cu_seqlens_from_position_ids(
     position_ids: torch.Tensor, max_sequences: int | None = None
 ) -> tuple[torch.Tensor, int]:
-    """(cu_seqlens, max_seqlen) of sequences packed into rows, for ``rope_attention_varlen``: once per batch, not layer.
+    """Return (cu_seqlens, max_seqlen) of sequences packed into rows, for ``rope_attention_varlen``.
 
-    A sequence begins with every row, and wherever a position is not the one before it plus one: what Hugging Face's
-    flattening and packing collators produce. Tokens are counted through all rows: tensors ``(B, N, H, D)`` become
-    ``(B * N, H, D)`` by ``flatten(0, 1)``. Attention restarts positions at 0 in every sequence; scores do not depend
-    on where a sequence's positions began.
+    Call it once for a batch, not for each layer. A sequence begins with every row, and with every position that is not
+    the one before it plus one, as in batches of Hugging Face's flattening and packing collators. Tokens are counted
+    through all rows: ``flatten(0, 1)`` turns tensors ``(B, N, H, D)`` into ``(B * N, H, D)``. Attention restarts
+    positions at 0 in every sequence, which is right because scores depend on differences of positions only.
 
     Args:
         position_ids: ``(N,)`` or ``(B, N)``, int32 or int64, any device.
-        max_sequences: None: the number of sequences and the length of the longest are read from the device, which are
-            two synchronisations of the host with a GPU. Else there must be no more than this many (tokens of any
-            beyond it belong to none), and there is no synchronisation: cu_seqlens ends with empty sequences, and
-            max_seqlen is N, which may choose tiles for longer sequences than there are.
+        max_sequences: None reads the number of sequences and the length of the longest from the device, which
+            synchronises twice. A number is an upper bound of the sequences, and avoids the synchronisation: cu_seqlens
+            then ends with empty sequences, and max_seqlen is N, which may choose tiles that are too large. Tokens of
+            sequences past this number belong to none.
 
     Returns:
         cu_seqlens ``(sequences + 1,)`` or ``(max_sequences + 1,)`` int32 on the device of position_ids, and the length
@@ -269,7 +269,8 @@ def cu_seqlens_from_position_ids(
         first = begins.nonzero().flatten()
         cu_seqlens = torch.cat((first, first.new_full((1,), total))).int()
         return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if total else 0
-    # Every first token writes its index into its sequence's slot; the others, and sequences too many, into a last one.
+    # Every first token writes its index into its sequence's slot. All other tokens, and sequences past max_sequences,
+    # write to one extra slot.
     slot = torch.where(begins, begins.cumsum(0) - 1, max_sequences + 1).clamp(max=max_sequences + 1)
     cu_seqlens = torch.full((max_sequences + 2,), total, dtype=torch.int32, device=position_ids.device)
     index = torch.arange(total, dtype=torch.int32, device=position_ids.device)
@@ -303,9 +304,9 @@ def plan(
     backend: Backend = "auto",
     strategy: Strategy = "auto",
 ) -> planning.Plan:
-    """What ``rope_attention`` would run for the same arguments: backend, strategy, configurations and the reason.
+    """Return the plan of ``rope_attention`` for these arguments: backend, strategy, configurations and the reason.
 
-    Launches nothing; raises what ``rope_attention`` would raise.
+    Launch nothing. Raise the errors that ``rope_attention`` would raise.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
     options = Options(
@@ -318,7 +319,7 @@ def plan(
 
 @explain_keywords(VARLEN, of=rope_attention_varlen)
 def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
-    """What ``rope_attention_varlen`` would run for the same arguments, as ``plan`` says it of ``rope_attention``."""
+    """Return the plan of ``rope_attention_varlen`` for these arguments, as ``plan`` does for ``rope_attention``."""
     given = bind(rope_attention_varlen, q, k, v, *arguments, **options)
     longest = given["max_seqlen_q"], given["max_seqlen_k"]
     q, k, v = _packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], *longest)
@@ -340,7 +341,8 @@ def _describe(
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    max_seqlens: of queries and keys in packed sequences, which come from ``_packed``. convert: as in ``autocast``.
+    max_seqlens: of queries and keys in packed sequences, if the tensors are from ``_packed``. convert: as in
+    ``autocast``.
     """
     if in_context_parallel():
         refuse_context_parallel("rope_attention" if max_seqlens is None else "rope_attention_varlen")
@@ -357,13 +359,13 @@ def _describe(
 
 
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> tuple:
-    """Check what packed calls alone have, and return q, k and v as one batch entry of all tokens, (1, H, T, D)."""
+    """Check the arguments that only packed calls have, and return q, k and v as one batch entry, (1, H, T, D)."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
 def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o in the layout, lse) of a described call, by the backend that planning chooses."""
+    """Run a described call by the backend that planning chooses; return (o in the layout, lse)."""
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         o, lse = eager.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)

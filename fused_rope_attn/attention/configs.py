@@ -29,14 +29,14 @@ BEFORE_SCORES, BEFORE_WEIGHTS, AFTER_WEIGHTS = VALUES = ("before scores", "befor
 MIB = 1 << 20
 
 # The amounts of work at which a plan changes, in multiply-adds of Q K^T: B * HQ * NQ * NK * D, with D padded as tiles
-# are, and with the keys that a window leaves in place of NK.
+# are, and with a window's width in place of NK.
 #
-# With less work than TWO_LAUNCHES a forward call is over before the host could launch a second kernel. H200,
+# With less work than TWO_LAUNCHES a forward call ends before the host can launch a second kernel. H200,
 # 2026-11-21: at (1, 4/4, 128, 64), 2**22, a call takes 37 us of host time inline and 48 with the pre-pass; at
-# Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph capture, because
-# kernels that a warm-up outside of it has not compiled would be compiled inside.
+# Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph capture: the
+# warm-up runs outside of it, so other kernels would be compiled during the capture.
 TWO_LAUNCHES = 2**26 + 1
-# Short sequences have fewer keys for each tile, so that the persistent forward of sm_90 is ahead earlier. H200,
+# Short sequences have fewer keys for each tile, so that the persistent forward of sm_90 wins with less work. H200,
 # 2026-11-22: 25.7 us against 28.2 at (2, 32/32, 512, 128), 2**31, and 46.2 against 54.2 at (2, 64/64, 512, 128).
 SOME_TILES = 2**31
 # From here on that forward has several tiles for every multiprocessor, so that the prologue of one overlaps the
@@ -55,9 +55,9 @@ def work_level(multiply_adds: int) -> int:
 
 
 class TritonOptions:
-    """What the configuration of one Triton kernel says to its launch.
+    """The launch options of one Triton kernel.
 
-    num_warps, num_stages: as Triton has them. max_registers: of a thread at most, or None: the compiler decides.
+    num_warps, num_stages: as in Triton. max_registers: the most registers of a thread; None lets the compiler decide.
     """
 
     num_warps: int
@@ -66,7 +66,7 @@ class TritonOptions:
 
     @functools.cached_property
     def launch_options(self) -> dict[str, int]:
-        """Keyword arguments of a Triton launch."""
+        """The keyword arguments of a Triton launch."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
@@ -75,7 +75,7 @@ class TritonOptions:
 class Tile(TritonOptions):
     """block_m query rows by block_n key rows; num_stages is the depth of the load pipeline.
 
-    max_registers caps registers per thread so that one more block fits a multiprocessor; None: the compiler decides.
+    max_registers caps the registers of a thread, so that one more block fits a multiprocessor.
     """
 
     block_m: int
@@ -87,10 +87,10 @@ class Tile(TritonOptions):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How one forward call runs.
+    """The configuration of one forward call of the portable backend.
 
     section_bytes: K and V of the heads that are scheduled together, in bytes (0: head by head).
-    rotate_rows, rotate_heads: rows by heads that one program of the pre-pass turns.
+    rotate_rows, rotate_heads: rows by heads that one program of the pre-pass rotates.
     pdl: programmatic dependent launch (sm_90 and later).
     tma: read K and V through tensor descriptors where their strides allow (sm_90 and later, prepass only).
     prefetch_rows: of V, a power of two or 0, that a program asks the L2 for while the pre-pass runs (with pdl alone).
@@ -108,13 +108,14 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """As ``ForwardConfig``; with tma, dkdv reads Q and dO, and dq reads K and V, through descriptors.
+    """The configuration of one backward call of the portable backend. Fields as in ``ForwardConfig``.
 
-    one_launch: everything runs in one launch where nothing is to be rotated before it: forward saved q and k rotated,
-    or the strategy is inline. Both tiles name the same warps, stages and registers then, and with tma the same rows.
+    tma: dkdv reads Q and dO, and dq reads K and V, through descriptors. one_launch: run everything in one launch if
+    nothing must be rotated before it, because forward saved q and k rotated or the strategy is inline. Both tiles then
+    have the same warps, stages and registers, and with tma the same rows.
 
     Raises:
-        ValueError: where the two tiles cannot share a launch.
+        ValueError: the two tiles cannot share a launch.
     """
 
     strategy: str
@@ -136,20 +137,21 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class HopperForwardConfig:
-    """How one forward call of the sm_90 backend runs: 64 query rows for each of ``consumers`` warpgroups, which attend,
-    by block_n keys, ``stages`` blocks in flight.
+    """The configuration of one forward call of the sm_90 backend.
 
-    rotates_queries: whether four more warps rotate the queries, or else the pre-pass does. attend_registers,
-    rotate_registers: of one thread of the warps that attend and that rotate; with 24 for the loading warps, those of
-    all warpgroups fill the register file at 512. Head dims beyond 128 have neither registers for warps that rotate nor
-    room for more than 64 keys and two stages. pin: keep the softmax beside the product of the block before
-    (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, which says when a block's product
-    with the values is awaited, from the fewest registers to the most: before the next block's scores are issued, before
-    its weights are made of them, or behind these. skips_masked_half: leave out the quarter of a diagonal block that
-    nobody sees, where tiles lie as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
+    Each of ``consumers`` warpgroups attends with 64 query rows, block_n keys at a time, ``stages`` blocks in flight.
+
+    rotates_queries: four more warps rotate the queries; if False, the pre-pass does. attend_registers,
+    rotate_registers: registers of one thread in the attending and in the rotating warps. With 24 for the loading warps
+    the sum over all warpgroups must fit 512. Head dims beyond 128 have no registers for rotating warps, and no shared
+    memory for more than 64 keys and two stages. pin: keep the softmax concurrent with the product of the block before
+    (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, the point at which a warpgroup
+    waits for a block's product with the values: before it issues the next block's scores, before it makes that block's
+    weights, or after that. Later waits take more registers. skips_masked_half: skip the fully masked quarter of a
+    diagonal block, if tiles are aligned as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
 
     Raises:
-        ValueError: for values that are not one of ``VALUES``.
+        ValueError: values is not one of ``VALUES``.
     """
 
     block_n: int
@@ -173,19 +175,21 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """How one backward call of the sm_90 backend runs: key blocks of 128 (64 beyond head dim 128), query blocks of 64.
+    """The configuration of one backward call of the sm_90 backend.
+
+    Key blocks have 128 rows (64 beyond head dim 128), query blocks 64.
 
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
     in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
     loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
-    of the pre-process turns; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
-    where q and k are normed, which reads twice as much of a row and sums it. skips_masked_half: the second warpgroup
-    leaves out the query block that sees none of its keys, where queries and keys lie as ``hopper.shapes.is_aligned``
-    asks. pdl: as in ``ForwardConfig``.
+    of the pre-process rotates; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the
+    post-process with norms, which reads twice as much of a row and sums it. skips_masked_half: the second warpgroup skips
+    the query block that sees none of its keys, if queries and keys are aligned as ``hopper.shapes.is_aligned`` asks.
+    pdl: as in ``ForwardConfig``.
 
     Raises:
-        ValueError: for post_rows that are not whole groups of 8, in whose order the accumulator has its rows.
+        ValueError: post_rows is not a multiple of 8, the group in which the accumulator stores its rows.
     """
 
     q_stages: int = 3
@@ -211,13 +215,13 @@ _RELATIVES = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx90a"
 
 
 def family(arch: str) -> str | None:
-    """The architecture whose rows serve ``arch``; None if there is none."""
+    """Return the architecture of the table rows that ``arch`` uses; None if there is none."""
     arch = _RELATIVES.get(arch, arch)
     return arch if arch in ARCHS + INTERPRETER else None
 
 
 def bucket(length: int) -> str:
-    """Length bucket of the longer of NQ and NK."""
+    """Return the length bucket. length: the longer of NQ and NK."""
     if length <= 1024:
         return "tiny" if length <= 512 else "short"
     return "medium" if length <= 4096 else "long"

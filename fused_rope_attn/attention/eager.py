@@ -1,8 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Eager calls of attention: past the dispatcher, and known again by their signatures.
+"""Eager calls of attention: they skip the dispatcher, and are cached by signature.
 
-A known call is neither checked nor described nor planned again, and its passes are replayed without a look at their
-tensors' layouts.
+A cached call is not checked, described or planned again, and its passes are replayed without reading layouts again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 
 _MAX_KNOWN = 4096
-# Calls of one key, which differ in dtypes, devices, strides, tables or in what takes a gradient.
+# Calls with the same key. They differ in dtypes, devices, strides, tables, or in which tensors take a gradient.
 _MAX_ALIKE = 8
 _WINDOW = Options._fields.index("window")
 # There are no transforms of torch.func in ordinary eager mode.
@@ -47,7 +46,7 @@ class EagerCall(DifferentiableCall):
         self._is_known = is_known and problem.dtype is not torch.float32
         self._forward: Replay | None = None
         self._saving: Replay | None = None
-        # For tensors of one kind.
+        # (guard of the tensors, replay)
         self._backward: tuple[Callable[..., bool], Replay] | None = None
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +73,7 @@ class EagerCall(DifferentiableCall):
         o, lse, q_rot, k_rot = results
         if q_rot is None:
             return Saved(o, lse, tensors)
-        if self.problem.has_norms:  # their gradient needs q and k as they came
+        if self.problem.has_norms:  # their gradient needs the caller's q and k
             tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
         return Saved(o, lse, tensors._replace(q=q_rot, k=k_rot), is_rotated=True)
 
@@ -104,7 +103,7 @@ def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.T
     return EagerCall(problem, tensors)(tensors)
 
 
-# By keys: whether tensors are those of a call, and the call.
+# Key to (guard of the tensors, call).
 _known: dict[tuple, list[tuple[Callable[..., bool], EagerCall]]] = {}
 
 
@@ -122,14 +121,14 @@ def find(tensors: Tensors, layout: Any, options: tuple) -> EagerCall | None:
             for matches, call in alike:
                 if matches(*given):
                     return call
-    # The checks will refuse what is no tensor, an option without a hash, and tensors without strides.
+    # An argument is no tensor, an option is not hashable, or a tensor has no strides: the checks will refuse it.
     except (AttributeError, TypeError, RuntimeError):
         pass
     return None
 
 
 def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple:
-    """Return the options with their types, because ``1 == True``, and what else the guard does not compare."""
+    """Return the properties that the guard does not compare, and the options with their types, as ``1 == True``."""
     q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, _, _ = tensors
     others: tuple | None = None
     window = options[_WINDOW]
@@ -144,7 +143,7 @@ def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple:
 def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, described: Tensors) -> None:
     """Keep a call for ``find``. described: the tensors as (B, H, N, D).
 
-    Forget all calls when they are more than any program uses in turn.
+    Forget all calls once there are more than any program uses in turn.
     """
     if not is_plain(*tensors) or in_context_parallel() or type(options[_WINDOW]) not in (tuple, type(None)):
         return

@@ -1,4 +1,4 @@
-"""Keywords of other attention functions, and what does the same in this package's."""
+"""Keywords of other attention functions, and their equivalents in this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TABLES = "pass the table as cos or sin, the fourth and fifth argument"
 _POSITIONS = "key j takes row j of the tables: pass the rows themselves, cos[position_ids] and sin[position_ids]"
 _PAGES = "paged caches are not served by this function"
 
-# Of every function of attention; the tables below differ where a function has not what is named here.
+# Keywords for every function of attention. The tables below replace the entries that do not hold for other functions.
 ATTENTION: dict[str, tuple[str, str]] = {
     "query": (SDPA, "it is q here"),
     "key": (SDPA, "it is k here"),

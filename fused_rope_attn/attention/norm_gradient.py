@@ -13,20 +13,19 @@ from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long
 
-# Rows by heads that one program takes, of whose weights' gradients it writes one sum.
+# Rows by heads of one program, which writes one sum of its rows' weight gradients.
 ROWS, HEADS = 32, 4
 # Programs that share the sums of one weight's gradient.
 _PARTS = 64
 
 
 def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k as the caller gave them, of a backward pass whose q and k may be the rotated ones."""
+    """Return q and k as the caller gave them. is_rotated: ``tensors.q`` and ``k`` are the rotated ones."""
     return (tensors.raw_q, tensors.raw_k) if is_rotated else (tensors.q, tensors.k)
 
 
 class Sums(NamedTuple):
-    """Memory of one call: sums of q's rows and of k's, by block, what lies between them and the gradients, and
-    counters."""
+    """Workspaces of one call: sums of q's and of k's rows by block, partial sums of these, and counters."""
 
     q: Any
     k: Any
@@ -38,12 +37,12 @@ NO_SUMS = Sums(None, None, None, None)
 
 
 class SumsOfLaunches:
-    """What the sm_90 backward needs to add up its own sums of the weights' gradients, without a launch for that.
+    """Workspaces of the sm_90 backward, which adds up the weights' gradients without a launch of its own.
 
     ``query_programs`` of the post-process write a row of sums each, and the main kernel writes ``key_sums`` rows.
     """
 
-    # Programs of the post-process that add up those of the main kernel.
+    # Programs of the post-process that add up the sums of the main kernel.
     KEY_PARTS = 16
 
     def __init__(self, problem: Problem, query_programs: int, key_sums: int):
@@ -51,8 +50,8 @@ class SumsOfLaunches:
         self.num_counters = parts + 2
         self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
 
-    def room(self, where: torch.device) -> Sums:
-        """Uninitialised ``Sums``."""
+    def allocate(self, where: torch.device) -> Sums:
+        """Return uninitialised ``Sums``."""
         q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
         return Sums(q, k, parts, torch.empty(self.num_counters, dtype=torch.int32, device=where))
 
@@ -76,8 +75,8 @@ class WeightGradients:
             PDL=pdl,
         )
 
-    def room(self, where: torch.device) -> Sums:
-        """Uninitialised ``Sums``."""
+    def allocate(self, where: torch.device) -> Sums:
+        """Return uninitialised ``Sums``."""
         shapes = (*self.shapes, self.parts_shape)
         q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in shapes)
         return Sums(q, k, parts, torch.empty(2, dtype=torch.int32, device=where))
@@ -85,16 +84,21 @@ class WeightGradients:
     def __call__(self, stream: int, tensors: Tensors, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
         dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
         self.launch(
-            stream, q_sums_ptr=sums.q, k_sums_ptr=sums.k, parts_ptr=sums.parts, counters_ptr=sums.counters,
-            dq_norm_ptr=dq_norm, dk_norm_ptr=dk_norm,
-        )  # fmt: skip
+            stream,
+            q_sums_ptr=sums.q,
+            k_sums_ptr=sums.k,
+            parts_ptr=sums.parts,
+            counters_ptr=sums.counters,
+            dq_norm_ptr=dq_norm,
+            dk_norm_ptr=dk_norm,
+        )
         return dq_norm, dk_norm
 
 
 class NormGradients:
-    """dq and dk of normed rows become those of q and k, in place, behind any backward kernels.
+    """The launches that turn dq and dk of normed rows into those of q and k, in place, after any backward kernels.
 
-    is_rotated as for the backward passes; ``strides`` are those of dq and dk.
+    is_rotated: as for the backward passes. strides: of dq, dk and dv.
     """
 
     def __init__(
@@ -130,11 +134,11 @@ class NormGradients:
     def __call__(
         self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of both weights, in their dtypes."""
+        """Launch, and return the gradients of both weights in the weights' dtypes."""
         if self.launch is None:
             return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
         q, k = raw(tensors, self.is_rotated)
-        sums = self.weights.room(dq.device)
+        sums = self.weights.allocate(dq.device)
         self.launch(
             stream, q_ptr=q, dq_ptr=dq, k_ptr=k, dk_ptr=dk, q_norm_ptr=tensors.q_norm, k_norm_ptr=tensors.k_norm,
             q_sums_ptr=sums.q, k_sums_ptr=sums.k, counters_ptr=sums.counters,

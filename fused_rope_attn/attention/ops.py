@@ -32,8 +32,8 @@ from fused_rope_attn.runtime.registration import Operator
 def _launchers(portable: bool) -> tuple[Callable, Callable]:
     """Return (forward, backward) of the portable or of the sm_90 backend, imported when a call first needs them.
 
-    Each prepares the launches of (problem, tensors, configuration, how q and k are saved or come): forward takes a
-    ``Saving``, backward whether they are rotated.
+    Each takes (problem, tensors, configuration, saving) and prepares the launches. saving: in forward a ``Saving``, in
+    backward whether q and k are rotated.
     """
     if portable:
         from fused_rope_attn.attention.portable.backward import backward_call as portable_backward
@@ -47,7 +47,7 @@ def _launchers(portable: bool) -> tuple[Callable, Callable]:
 
 
 def _readable(tensors: Tensors) -> Tensors:
-    """Return the tensors as kernels read them: those with another layout as copies.
+    """Return the tensors as kernels read them; those with another layout are copied.
 
     Rows of q, k and v begin at multiples of 16 bytes. Tensors that only the device reads have unit stride.
     """
@@ -106,7 +106,7 @@ _backward_calls = Calls(_prepare_backward)
 def forward_call(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Call:
     """Return the call of a forward pass, which takes ``Tensors`` and returns ``Outputs``.
 
-    saves_rotated: with q_rot and k_rot in place of None, if the kernels are those that can.
+    saves_rotated: also return q_rot and k_rot, if the kernels support it; else they are None.
     """
     return _forward_calls(problem.for_launch(), tensors, saves_rotated)
 
@@ -162,7 +162,7 @@ def _rotated_backward_impl(do, o, lse, *arguments):
 
 
 def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
-    """An operator returns tensors only: empty ones where there are no sinks or norms."""
+    """Return empty tensors in place of None, because an operator returns tensors only."""
     return Gradients(*(do.new_empty(0) if gradient is None else gradient for gradient in gradients))
 
 
@@ -186,7 +186,7 @@ def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
     return [do.new_empty(0) if x is None else torch.empty_like(x) for x in given]
 
 
-# What may have a gradient in addition to q, k and v, by its name in ``Tensors``, with its place in ``Gradients``.
+# Tensors that may have a gradient, in addition to q, k and v: name in ``Tensors`` to index in ``Gradients``.
 _WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5}
 _ALWAYS_GIVEN = len(Tensors._fields) - len(Tensors._field_defaults)
 
@@ -259,8 +259,11 @@ def _unpack(is_rotated: bool, present: list[bool] | None, kept: Sequence[torch.T
 
 
 class _OperatorCall(DifferentiableCall):
-    """A call through the dispatcher, which saves q and k as they came: who traces a call does not know which kernels
-    will run, and whether they could take them rotated. ``keyset`` is the dispatcher's."""
+    """A call through the dispatcher. keyset: the dispatcher's.
+
+    It saves q and k unrotated, because while a graph is traced it is not known which kernels will run, and whether
+    their backward could read rotated ones.
+    """
 
     __slots__ = ("_keyset",)
 
@@ -282,7 +285,7 @@ def _forward_autograd(keyset, *arguments):
     return forward_operator.below_autograd(keyset, *arguments)
 
 
-# The operators decide inside which kernels backend="auto" takes.
+# backend="auto" is resolved inside the operators.
 forward_operator = Operator(
     f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
     run=_forward_impl,
@@ -291,7 +294,7 @@ forward_operator = Operator(
     autograd=_forward_autograd,
 )
 _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
-# The last results are the gradients of sinks and of the norms' weights, empty where there are none.
+# The last results are the gradients of sinks and of the norms' weights, empty if there are none.
 _backward = Operator(
     f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
@@ -299,8 +302,8 @@ _backward = Operator(
     function="rope_attention",
     is_gradient=True,
 )
-# q and k are those that an eager forward pass has saved rotated, whose backward pass has to go through the dispatcher.
-# A second differentiation reaches it from o, which forward returned, because q and k were not saved as they came.
+# For an eager forward pass that saved q and k rotated, if its backward pass has to go through the dispatcher. A second
+# differentiation reaches this operator through o, because the saved q and k are not the caller's.
 _rotated_backward = Operator(
     f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_rotated_backward_impl,
@@ -311,5 +314,5 @@ _rotated_backward = Operator(
 
 
 def _backward_operator(is_rotated: bool) -> Operator:
-    """Return the operator for q and k as they came, or for those that an eager forward pass has rotated."""
+    """Return the operator for the caller's q and k, or for those that an eager forward pass has rotated."""
     return _rotated_backward if is_rotated else _backward

@@ -1,4 +1,4 @@
-"""Which kernels a ``Problem`` gets: backend, strategy and configuration, with the reason. Decides; launches nothing."""
+"""Plans: the backend, strategy and configuration of a ``Problem``, with the reason. Launches nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Obstacle = tuple[type[Exception], str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would run. ``forward`` and ``backward`` are None for the reference backend.
+    """The kernels of a call. ``forward`` and ``backward`` are None for the reference backend.
 
     ``backend`` and ``strategy`` are those of the forward pass. The backward pass may differ in both: the type of its
-    configuration says which kernels it takes, and ``reason`` why. A generation step has a forward pass only.
+    configuration tells its backend, and ``reason`` explains it. A generation step has a forward pass only.
 
-    ``saves_rotated``: an eager forward pass keeps q and k rotated for backward, in place of q and k as they came.
-    Backward then has nothing to rotate, and what nobody else holds of q and k is free as soon as forward has read it.
+    ``saves_rotated``: an eager forward pass saves rotated q and k for backward instead of the caller's. Backward then
+    rotates nothing, and the memory of q and k can be freed as soon as the caller drops them.
     """
 
     backend: str
@@ -41,7 +41,7 @@ class Plan:
 
 
 def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> int:
-    """How many of ``length`` keys a query sees at most, by one."""
+    """Return the most keys that one query sees of ``length``."""
     if window is None:
         return length
     left, right = window[0], 0 if causal else window[1]
@@ -49,9 +49,10 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
 
 
 class Needs(NamedTuple):
-    """What a backend must be able to do to serve a call; nothing here depends on lengths that a traced graph varies.
+    """The properties of a call that decide whether a backend can serve it.
 
-    no_keys: K has no position. packed: the call has packed sequences. cached: it is a generation step.
+    None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
+    cached: it is a generation step. no_keys: K has no rows.
     """
 
     arch: str
@@ -64,9 +65,9 @@ class Needs(NamedTuple):
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
-    """Why the ``backend`` "triton" or "hopper" cannot run a call.
+    """Return the error that explains why the ``backend`` "triton" or "hopper" cannot run a call; None if it can.
 
-    None when it can; else the error that an explicit backend raises. This is the one statement of what each serves.
+    No other function states the limits of a backend.
     """
     if not device.has_triton():
         return RuntimeError, f"backend={backend!r} needs the package triton, which is not installed here"
@@ -112,15 +113,15 @@ def _arch(where: torch.device) -> str:
     return device.arch(where)
 
 
-# What torch.compiler.assume_constant_result does to a function; calling it would import torch._dynamo with us, seconds.
+# Same as torch.compiler.assume_constant_result, which would import torch._dynamo, and that takes seconds.
 _arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_backend(problem: Problem) -> tuple[str, str]:
-    """("reference", the reason), or the backend that ``plan_for`` takes; raises where an explicit one cannot run.
+    """Return ("reference", the reason), or (the backend for ``plan_for``, a reason that may be "").
 
-    Looks at nothing that a traced graph could not know.
+    Read only properties that are constants of a traced graph. Raise if an explicit backend cannot run.
     """
     choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
     return choose(
@@ -166,8 +167,8 @@ def _choose(
 def plan_for(problem: Problem) -> Plan:
     """Return the kernels' plan for a problem that ``choose_backend`` has admitted.
 
-    Plans are cached by properties of the call, not by exact lengths. The longest packed sequence counts as launches
-    count it, so that a plan is the same for all calls that share their launches.
+    Plans are cached by properties of the call, not by exact lengths. The longest packed sequence is rounded as for
+    launches, so that calls with the same launches have the same plan.
     """
     problem = problem.for_launch()
     length = problem.len_k
@@ -177,12 +178,10 @@ def plan_for(problem: Problem) -> Plan:
     if problem.sequences is not None:
         longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
     visited = visited_keys(visited, problem.causal, problem.window)
-    # Kernels multiply padded columns like any others; those of sm_90 leave out some for 72 to 96.
+    # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
     queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
-    needs = Needs(
-        device.arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, problem.sequences is not None,
-        False, length == 0,
-    )  # fmt: skip
+    arch, packed = device.arch(problem.device), problem.sequences is not None
+    needs = Needs(arch, problem.dtype, problem.head_dim, problem.strategy, packed, no_keys=length == 0)
     return _plan(
         needs,
         problem.backend,
@@ -241,17 +240,16 @@ def _plan(
     portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
     why, backward_strategy = "strategy asked for", strategy
     if strategy == "auto":
-        # Backward has a pre-process anyway, so that rotating there costs no launch.
+        # Backward has a pre-process anyway, so rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
         why = "K is rotated once instead of once per query block"
         if work < configs.TWO_LAUNCHES and not forward[0]:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
             if portable_configs.backward(*portable, "inline", *shape, masked).one_launch:
                 backward_strategy = "inline"
-    # Both must rotate ahead of their loops. The sm_90 forward stores queries that it rotates itself, those of up to 128
-    # columns, in whole tiles: it cannot leave packed ones as the portable backward reads them, without rows between the
-    # sequences.
-    rotates_ahead = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
+    # Both must rotate before their loops. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
+    # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
+    rotates_before = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
     stores_tiles = forward[0] and needs.head_dim <= hopper_configs.HEAD_DIM
     return Plan(
         "hopper" if forward[0] else "triton",
@@ -261,12 +259,12 @@ def _plan(
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
         else portable_configs.backward(*portable, backward_strategy, *shape, masked),
-        rotates_ahead and not (needs.packed and stores_tiles and not backward[0]),
+        rotates_before and not (needs.packed and stores_tiles and not backward[0]),
     )
 
 
 def _prefer(row: hopper_configs.Row, length_bucket: str, work: int) -> tuple[bool, str]:
-    """(whether ``"auto"`` takes the sm_90 kernels, why)."""
+    """Return (whether ``"auto"`` takes the sm_90 kernels, the reason)."""
     if length_bucket not in row.auto:
         return False, f"for {length_bucket} sequences at this head dim they are preferred to the sm_90 ones"
     if work < row.least_work:
@@ -276,7 +274,7 @@ def _prefer(row: hopper_configs.Row, length_bucket: str, work: int) -> tuple[boo
 
 
 def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:
-    """The reason's first half: which kernels run each pass, and why."""
+    """Return the first half of the reason: the kernels of each pass, and why."""
 
     def words(hopper: bool, why: str) -> str:
         return f"{'sm_90' if hopper else 'portable'} kernels: {why}"

@@ -17,7 +17,7 @@ from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 
 
 def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config, *, overlaps: bool = False, **own):
-    """The launch of ``rotate_kernel`` over x ``(B, H, N, D)``; ``own`` are arguments of one of its two uses."""
+    """Return the launch of ``rotate_kernel`` over x ``(B, H, N, D)``. own: the arguments of one of its two uses."""
     batch, heads, length, _ = x.shape
     block_n, chunk = config.rotate_rows, config.rotate_heads
     rows = own["PAD_TO"] or block_n
@@ -42,18 +42,21 @@ def _rotation(x: torch.Tensor, problem: Problem, shared: dict[str, Any], config,
 class RotateQueries:
     """Rotated copy of q ``(B, HQ, NQ, D)`` times the scale's sign, contiguous, columns in pair order.
 
-    in_tiles: the copy of packed queries is that of ``Saving.TILES``, with zeros behind each sequence.
+    in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
     """
 
-    def __init__(
-        self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config, *, in_tiles: bool = False
-    ):  # fmt: skip
+    def __init__(self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config, *, in_tiles: bool = False):
         self.shape = rotated_shape(problem, in_tiles=in_tiles)
         self.strides = contiguous_strides(self.shape)
         own = {
-            "sign": shared["q_sign"], "NQ": None, "NK": problem.len_k, "ZERO_COUNTER": False, "TILE_ROWS": 0,
-            "PAD_TO": PADDED_TILE_ROWS if in_tiles and problem.is_packed else 0, "out_strides": self.strides,
-        }  # fmt: skip
+            "sign": shared["q_sign"],
+            "NQ": None,
+            "NK": problem.len_k,
+            "ZERO_COUNTER": False,
+            "TILE_ROWS": 0,
+            "PAD_TO": PADDED_TILE_ROWS if in_tiles and problem.is_packed else 0,
+            "out_strides": self.strides,
+        }
         self.launch = _rotation(tensors.q, problem, shared, config, **own)
 
     def __call__(self, stream: int, tensors: Tensors) -> torch.Tensor:
@@ -74,9 +77,9 @@ class RotateKeys:
 
     Args:
         counter: the call also zeroes an int32 word, in which the next launch counts.
-        tile_rows: rows of a tile of queries: packed queries' tiles are described behind the counter, which then is
-            ``counter_size`` words long.
-        overlaps: the launch may begin while the one before it, which must not write what this one reads, still runs.
+        tile_rows: rows of a tile of queries. If they are packed, the launch also describes each tile, in the words
+            after the counter; counter and descriptions are ``counter_size`` words.
+        overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
     def __init__(

@@ -20,13 +20,13 @@ from fused_rope_attn.runtime.options import CallOptions, rows_of
 
 
 class Tensors(NamedTuple):
-    """The tensors of one call, None where it has none.
+    """The tensors of one call, None for those that are not given.
 
     q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; sinks
     ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k ``(sequences + 1,)`` int32. Packed
-    sequences lie along NQ and NK, with B = 1. q_norm and k_norm ``(D,)``: the weights of the norms. What only the
-    device reads (sinks to k_norm) is contiguous when it reaches a launcher. raw_q and raw_k: q and k as they came,
-    where a backward pass has norms and q and k are those that the forward pass has normed and rotated.
+    sequences follow one another along NQ and NK, with B = 1. q_norm and k_norm ``(D,)``: the weights of the norms.
+    Tensors that only the device reads (sinks to k_norm) are contiguous when they reach a launcher. raw_q and raw_k: the
+    caller's q and k, in a backward pass with norms in which q and k are the normed and rotated ones.
     """
 
     q: Any
@@ -45,17 +45,19 @@ class Tensors(NamedTuple):
     raw_k: Any = None
 
     def given(self) -> list[Any]:
-        """Those that the call has, in their order."""
+        """Return the tensors that are given, in their order."""
         return [x for x in self if x is not None]
 
 
-# Of ``Tensors``: what only the device reads.
+# Fields of ``Tensors`` that only the device reads.
 READ_BY_THE_DEVICE = ("sinks", "kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "q_norm", "k_norm")
 
 
 class Saving(enum.Enum):
-    """What a forward pass keeps of rotated q and k for backward: nothing, or q_rot and k_rot, packed queries of q_rot
-    row by row, or in the sm_90 backward's whole tiles."""
+    """The rotated q and k that a forward pass saves for backward: none, or with packed queries in one of two layouts.
+
+    ROWS: row by row. TILES: every sequence in whole tiles, as the sm_90 backward reads them.
+    """
 
     NOTHING = 0
     ROWS = 1
@@ -63,11 +65,10 @@ class Saving(enum.Enum):
 
 
 class Outputs(NamedTuple):
-    """What a forward pass returns: o like q, lse ``(B, HQ, NQ)``, and the rotated copies where they were asked for.
+    """The results of a forward pass: o like q, lse ``(B, HQ, NQ)``, and rotated copies if they are saved.
 
-    q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are what the products took: normed, rotated,
-    in pair order, q times the sign of softmax_scale. Packed queries that the sm_90 backward reads lie in q_rot as
-    ``arguments.padded_rows`` says.
+    q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are the operands of Q K^T: normed, rotated, in
+    pair order, q times the sign of softmax_scale. With ``Saving.TILES`` q_rot has ``arguments.padded_rows`` rows.
     """
 
     o: Any
@@ -77,7 +78,7 @@ class Outputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns: gradients like q, k, v and, where the call has them, sinks and weights of norms."""
+    """The results of a backward pass: gradients like q, k, v, and like sinks and norm weights if they are given."""
 
     dq: Any
     dk: Any
@@ -88,10 +89,10 @@ class Gradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward pass keeps for backward: its results and what it was given.
+    """The tensors that a forward pass keeps for backward: its results and its inputs.
 
-    is_rotated: q and k are the forward pass's ``q_rot`` and ``k_rot``, and ``tensors.raw_q`` and ``raw_k`` are q and k
-    as they came, if there are norms.
+    is_rotated: q and k are the forward pass's ``q_rot`` and ``k_rot``. If there are norms, ``tensors.raw_q`` and
+    ``raw_k`` are the caller's q and k.
     """
 
     o: Any
@@ -101,7 +102,7 @@ class Saved(NamedTuple):
 
 
 def split_outputs(tensors: Sequence[Any], count: int) -> tuple[Tensors, tuple]:
-    """Split what a pass is called with: the call's ``Tensors``, and ``count`` output buffers that may follow them.
+    """Split the arguments of a pass into ``Tensors`` and the ``count`` output buffers that may follow them.
 
     A buffer that the caller does not give is None.
     """
@@ -110,9 +111,10 @@ def split_outputs(tensors: Sequence[Any], count: int) -> tuple[Tensors, tuple]:
 
 
 class Cache(NamedTuple):
-    """What a generation step has and attention has not: whether the cached keys are rotated, and whether it appends.
+    """The properties of a generation step's cache.
 
-    page_size: rows of a page, or None of a cache that is not in pages. is_float8: the caches hold float8_e4m3fn.
+    is_rotated: the cached keys are rotated. appends: the step writes its new tokens to the cache. page_size: rows of a
+    page, or None for a contiguous cache. is_float8: the caches are float8_e4m3fn.
     """
 
     is_rotated: bool
@@ -125,11 +127,11 @@ class Problem(NamedTuple):
     """A call's sizes, dtype, options and masks.
 
     window: (left, right) keys around the diagonal, -1 for unbounded, or None. has_sinks, has_kv_starts, has_kv_lens:
-    whether the call has these tensors, for a generation step's cache_seqlens has_kv_lens. sequences: how many packed
-    sequences there are, empty ones included, or None; max_seqlen: the longest of them, or more. cache: of a generation
-    step, where len_k is the cache's capacity. norm_eps and norm_offset: of the norms of q and k, None without; a
-    number, even a default, would be an input to who traces the call. precision: of products, as ``with_precision``
-    finds it. sums_keys: dk and dv are parts of sums over several calls, and are float32.
+    whether the call has these tensors; a generation step's cache_seqlens count as kv_lens. sequences: the number of
+    packed sequences, including empty ones, or None. max_seqlen: an upper bound of their lengths. cache: None except in
+    a generation step, where len_k is the cache's capacity. norm_eps and norm_offset: None without norms, because
+    torch.compile would turn a number, even a default, into a graph input. precision: of products, see
+    ``with_precision``. sums_keys: dk and dv are summed over several calls, and so are float32.
 
     The fields from causal on are options, each with a row in ``CallOptions``.
     """
@@ -177,13 +179,15 @@ class Problem(NamedTuple):
 
     @property
     def reads_lengths(self) -> bool:
-        """Whether queries may lie before position 0, or keys begin after the first: by lengths that the device reads,
-        or because there are more queries than keys."""
+        """True if a query may have a negative position, or the first key may be masked.
+
+        This is so if the device reads lengths, or if there are more queries than keys.
+        """
         return self.has_kv_starts or self.has_kv_lens or self.sequences is not None or self.len_q > self.len_k
 
     @property
     def has_masks(self) -> bool:
-        """Whether the call has anything that takes registers beside the diagonal: bounds of keys, a cap, sinks."""
+        """True if the call has masks, in addition to the causal one, or other options that take registers."""
         return self.window is not None or self.softcap != 0.0 or self.has_sinks or self.reads_lengths
 
     @property
@@ -203,11 +207,11 @@ class Problem(NamedTuple):
         return min(self.window[1], WIDEST_WINDOW)
 
     def longest(self, length: int) -> int:
-        """Rows of one sequence at most, in tensors of ``length`` rows."""
+        """Return the most rows that one sequence can have in tensors of ``length`` rows."""
         return min(self.max_seqlen, length) if self.is_packed else length
 
     def for_launch(self) -> Problem:
-        """The problem as launches are prepared for it.
+        """Return the problem as launches are prepared for it.
 
         The longest packed sequence is rounded up to a power of two, so that batches share their launches.
         """
@@ -217,7 +221,7 @@ class Problem(NamedTuple):
         return problem
 
     def with_precision(self) -> Problem:
-        """The problem with the precision of float32 products that PyTorch's settings ask for now."""
+        """Return the problem with the precision of float32 products that PyTorch's settings ask for now."""
         if self.dtype is not torch.float32:
             return self
         return self._replace(precision=dot_precision(self.dtype))
@@ -230,7 +234,7 @@ def _record(name: str, defaults: dict[str, Any]) -> Any:
     return namedtuple(name, defaults, defaults=defaults.values(), module=__name__)
 
 
-# The options that are no tensors, as a caller gave them, in the order of the table.
+# The options other than tensors, as a caller gave them, in the order of the table.
 Options: Any = _record("Options", {name: row.default for name, row in ROWS.items() if name not in Tensors._fields})
 _CHECKS = tuple((name, ROWS[name].check, ROWS[name].default) for name in Options._fields)
 _CHECKS_OF_TENSORS = tuple((name, row.check) for name, row in ROWS.items() if name in Tensors._fields and row.check)
@@ -241,7 +245,7 @@ _NORMALISE = tuple((name, ROWS[name].normalise) for name in DESCRIBED)
 
 def check_options(tensors: Any, options: Any) -> None:
     """Check every option against its row; ``tensors`` as ``Option.check`` takes them, q, k and v checked before."""
-    # Defaults are skipped in eager calls. In a traced call the comparison would make an input of the graph of each.
+    # Skip defaults in eager calls. Not in traced calls, where the comparison would make each option a graph input.
     every = torch.compiler.is_compiling()
     for value, (name, check, default) in zip(options, _CHECKS):
         if not every and (value is default or (type(value) is type(default) and value == default)):
@@ -285,7 +289,7 @@ def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | No
 
 
 def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> dict[str, Any]:
-    """Return those arguments of a reference that a call's records have, by the names of the reference's parameters."""
+    """Return the arguments of a reference by name, from the fields of a call's records."""
     return {
         name: getattr(tensors if hasattr(tensors, name) else problem, name)
         for name in names
@@ -294,11 +298,11 @@ def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> d
 
 
 def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:
-    """Return an operator's arguments: those of tensors as PyTorch writes them, and options by their names."""
+    """Return an operator's schema. tensors: declarations as PyTorch writes them. options: names of rows."""
     return ", ".join([*tensors, *(f"{_OPERATOR_TYPES[name]} {name}" for name in options)])
 
 
-# Types of an operator's arguments besides tensors: sizes that no tensor has, and the options.
+# Types of an operator's arguments other than tensors: sizes that no tensor has, and the options.
 _OPERATOR_TYPES = {"rotary_dim": "int", "max_seqlen": "SymInt"} | {name: ROWS[name].operator for name in DESCRIBED}
 _ARGUMENTS = ("rotary_dim", "max_seqlen", *DESCRIBED)
 # The arguments of the operators in the order of ``flatten``.
@@ -308,17 +312,17 @@ SCHEMA = schema_of(
 
 
 def flatten(problem: Problem, tensors: Tensors) -> tuple:
-    """The operators' arguments, as ``SCHEMA`` names them."""
+    """Return the operators' arguments in the order of ``SCHEMA``."""
     return (*tensors, *[getattr(problem, name) for name in _ARGUMENTS])
 
 
 def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
-    """Inverse of ``flatten``."""
+    """Undo ``flatten``."""
     tensors = Tensors(*arguments[: len(Tensors._fields)])
     rotary_dim, max_seqlen, *values = arguments[len(Tensors._fields) :]
     return Problem(*_sizes(tensors, rotary_dim, max_seqlen), *from_operator(values)), tensors
 
 
 def from_operator(values: Iterable[Any]) -> list[Any]:
-    """Return options as a ``Problem`` holds them: the dispatcher makes a list of a tuple."""
+    """Return options as a ``Problem`` holds them, with tuples in place of the dispatcher's lists."""
     return [tuple(x) if isinstance(x, list) else x for x in values]

@@ -1,4 +1,4 @@
-"""Eager PyTorch attention with rotary position embedding: the semantics that every kernel is held to.
+"""Eager PyTorch attention with rotary position embedding: the reference for every kernel.
 
 Runs on any device, in any floating dtype (float64 included, for `gradcheck` and for the tolerances), is differentiable,
 traces under `torch.compile` and never synchronises with the device. It materialises the score matrix: it is an oracle
@@ -29,11 +29,11 @@ def visible_range(
     kv_lens: Tensor | None = None,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For every query: its position, and the keys [low, high) that it sees. Three int64 tensors (1|B, NQ).
+    """Return the position of every query, and the keys [low, high) that it sees: three int64 tensors (1|B, NQ).
 
-    Every mask of the contract is an interval of keys, so that the bounds say everything: a row is dead where
-    low >= high. Queries are aligned with the end of the keys (position L - NQ + i, where L is kv_lens or NK); one
-    before position 0 has no table row and is dead.
+    Every mask of the contract is an interval of keys, so these bounds are the whole mask. A row is dead if low >= high.
+    Queries are aligned with the end of the keys (position L - NQ + i, where L is kv_lens or NK). A query at a negative
+    position has no table row and is dead.
     """
     index = torch.arange(len_q, device=device)
     # A length beyond the keys that exist is clamped: the result stays defined without asking the device.
@@ -50,7 +50,7 @@ def visible_keys(
     window: tuple[int, int] | None = None,
     kv_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`visible_range` of queries at `position` (..., NQ) among `length` keys; positions come back as given."""
+    """Return `visible_range` of queries at `position` (..., NQ) among `length` keys."""
     low, high = torch.zeros_like(position), torch.zeros_like(position) + length
     if kv_starts is not None:
         low = low + kv_starts.long().clamp(min=0).unsqueeze(1)
@@ -65,7 +65,7 @@ def visible_keys(
 
 
 class _Visible(torch.autograd.Function):
-    """What the two products of visible pairs share: gradients need their inputs and nothing else."""
+    """Base of the two products of visible pairs, which save their inputs for the gradient."""
 
     generate_vmap_rule = True
 
@@ -75,11 +75,11 @@ class _Visible(torch.autograd.Function):
 
 
 class _VisibleProduct(_Visible):
-    """``weights @ x`` in which a row is made of what it sees only: (B, H, n, d) in x's dtype.
+    """``weights @ x``, where each row depends on visible rows of x only: (B, H, n, d) in x's dtype.
 
-    weights (B, H, n, m), 0 where visible (1|B, 1, n, m) is False; x (B, H, m, d). 0 times NaN or infinity is NaN, so
-    that a plain product would carry what one row of x holds into every row. Here what is not finite is left out, and
-    makes NaN of the elements that see it. Gradients, of any order, do the same: x's is such a product itself.
+    weights (B, H, n, m), 0 where visible (1|B, 1, n, m) is False; x (B, H, m, d). 0 times NaN or infinity is NaN, so a
+    plain product would spread a NaN in one row of x to every row. This product treats values that are not finite as 0,
+    and sets the elements that see them to NaN. Gradients, of any order, do the same, because x's is such a product too.
     """
 
     @staticmethod
@@ -91,14 +91,14 @@ class _VisibleProduct(_Visible):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, x, visible = ctx.saved_tensors
-        turned = weights.transpose(-1, -2), grad, visible.transpose(-1, -2)
-        return _VisibleScores.apply(grad, x, visible), _VisibleProduct.apply(*turned), None
+        transposed = weights.transpose(-1, -2), grad, visible.transpose(-1, -2)
+        return _VisibleScores.apply(grad, x, visible), _VisibleProduct.apply(*transposed), None
 
 
 class _VisibleScores(_Visible):
     """``a @ b^T`` of the pairs that see each other, 0 elsewhere: (B, H, n, m) of a (B, H, n, d) and b (B, H, m, d).
 
-    The other half of `_VisibleProduct`, each the gradient of the other; visible as there.
+    It is the gradient of `_VisibleProduct`, and the other way round; visible as there.
     """
 
     @staticmethod
@@ -109,8 +109,8 @@ class _VisibleScores(_Visible):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b, visible = ctx.saved_tensors
         grad = grad.masked_fill(~visible, 0)
-        turned = grad.transpose(-1, -2), a, visible.transpose(-1, -2)
-        return _VisibleProduct.apply(grad, b, visible), _VisibleProduct.apply(*turned), None
+        transposed = grad.transpose(-1, -2), a, visible.transpose(-1, -2)
+        return _VisibleProduct.apply(grad, b, visible), _VisibleProduct.apply(*transposed), None
 
 
 def attend(
@@ -125,14 +125,14 @@ def attend(
     sinks: Tensor | None = None,
     apart: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
+    """Attend with rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
 
-    Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q), not differentiable.
+    Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q), not differentiable.
     Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
     of a group are folded into the rows.
 
-    apart: NaN and infinities reach the rows that see them and no others, in either direction, at twice the products.
-    Without, a key that any row of its batch entry sees must be finite for all of them, and those that none sees zero.
+    apart: NaN and infinities reach the rows that see them and no others, in forward and backward, at twice the
+    products. If False, keys that some row sees must be finite, and keys that no row sees must be zero.
     """
     softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads_kv, len_q, len_k = k.shape[1], q.shape[2], k.shape[2]
@@ -143,8 +143,8 @@ def attend(
 
     # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
     q = q.masked_fill(dead, 0)
-    # Under autocast the dtypes are the caller's choice already: no product here may be cast a second time. Of tensors
-    # without data autocast knows nothing, not even how to be off.
+    # The caller has applied autocast already, so no product here may be cast again. Autocast does not support tensors
+    # on meta, even with enabled=False.
     on_meta = q.device.type == "meta"
     with contextlib.nullcontext() if on_meta else torch.autocast(q.device.type, enabled=False):
         grouped = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
@@ -190,15 +190,15 @@ def attention(
     norm_eps: float | None = None,
     norm_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
+    """Compute rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
 
-    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form `normalise_tables` takes.
-    Returns o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
-    includes the sink where there is one and is not differentiable.
+    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form of `normalise_tables`.
+    Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
+    includes the sink if there is one and is not differentiable.
 
     Norm and rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row
-    without a visible key gives o = 0, lse = -inf and gradients 0. What stands in it, and in k and v outside
-    [kv_starts, kv_lens), NaN included, reaches neither the output nor a gradient.
+    without a visible key gives o = 0, lse = -inf and gradients 0. The values of such a row, and of k and v outside
+    [kv_starts, kv_lens), reach neither the output nor a gradient, even if they are NaN.
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
@@ -236,12 +236,12 @@ def packed_attention(
     norm_eps: float | None = None,
     norm_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` for packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D), positions restarting in each.
+    """Compute `attention` of packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D). Positions restart in each.
 
-    `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so that the whole
-    (T_q, T_k) matrix of scores is made. Queries after the last sequence see nothing, and nothing sees keys there; where
-    either of `cu_seqlens` does not begin with 0, falls, or ends past the last token, that holds for all of them. NaN
-    and infinities of a sequence, and of rows after the last, stay there, in o and in the gradients.
+    `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so this makes the
+    whole (T_q, T_k) matrix of scores. Queries after the last sequence see no key, and no query sees the keys there. If
+    either of `cu_seqlens` does not begin with 0, falls, or ends past the last token, this holds for all rows. NaN and
+    infinities of one sequence, or of rows after the last, do not reach other rows, in o and in the gradients.
     """
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
 
@@ -251,7 +251,7 @@ def packed_attention(
     wrong = is_wrong(cu_seqlens_q, q.shape[2]) | is_wrong(cu_seqlens_k, k.shape[2])
 
     def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every token: its sequence, and its index in it; and the lengths, with an empty one behind the last."""
+        """Return the sequence of every token, its index in it, and all lengths, with an empty sequence at the end."""
         token = torch.arange(length, device=cu.device)
         sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0).masked_fill(wrong, cu.shape[0] - 1)
         lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
@@ -291,9 +291,9 @@ def norm_rotate(
     norm_offset: float | None,
     unseeing: Tensor | None = None,
 ) -> Tensor:
-    """Rows (B, H, N, D) of q or k normed, where there is a `weight` (D,), and rotated, rounded once to x's dtype.
+    """Norm, if there is a `weight` (D,), and rotate rows (B, H, N, D) of q or k; round once to x's dtype.
 
-    `unseeing` (1|B, N): queries that see nothing, and so may hold anything; no norm may see them.
+    unseeing (1|B, N): queries that see no key. They may hold NaN, so they are zeroed before the norm.
     """
     if weight is None or norm_eps is None or norm_offset is None:
         return rotate(x, cos, sin, interleaved=interleaved)
@@ -310,8 +310,10 @@ def absent_keys(
     kv_starts: Tensor | None = None,
     kv_lens: Tensor | None = None,
 ) -> Tensor | None:
-    """True (1|B, NK) for the keys outside [kv_starts, kv_lens) and those before the first query's window; None where
-    there are none. `position` (1|B, NQ) as `visible_range` gives it."""
+    """Return (1|B, NK), True for keys outside [kv_starts, kv_lens) and for keys before the first query's window.
+
+    Return None without such bounds. position: (1|B, NQ) as `visible_range` returns it.
+    """
     key = torch.arange(len_k, device=position.device)
     absent = []
     if kv_starts is not None:
@@ -324,7 +326,7 @@ def absent_keys(
 
 
 def query_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """The table rows of the queries, (1|B, 1, NQ, R/2). A dead query takes row 0, or ones where the table is empty."""
+    """Return the table rows of the queries, (1|B, 1, NQ, R/2). A dead query gets row 0, or 1 and 0 if there is none."""
     if cos.shape[1] == 0:
         cos, sin = F.pad(cos, (0, 0, 0, 1), value=1.0), F.pad(sin, (0, 0, 0, 1))
     rows = position.clamp(min=0)

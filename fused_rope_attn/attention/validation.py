@@ -1,8 +1,8 @@
 """Every refusal of the public functions, as typed errors raised before anything is written, launched or allocated.
 
-`TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. What a backend
-cannot serve is planning's to refuse, not this file's. The happy path runs once per call on the host: it reads
-attributes and compares them, and builds a message only once it has found the fault.
+`TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. `planning` refuses
+calls that a backend cannot serve. The happy path runs once per call on the host, so it only reads and compares
+attributes, and builds a message only after it has found a fault.
 """
 
 import itertools
@@ -28,16 +28,14 @@ from fused_rope_attn.runtime.checks import (
 )
 
 
-def check_attention(
-    tensors: Tensors, options: Any, layout: str = "bhsd", max_seqlen_k: int | None = None
-) -> int:  # fmt: skip
+def check_attention(tensors: Tensors, options: Any, layout: str = "bhsd", max_seqlen_k: int | None = None) -> int:
     """Check a call of attention as its caller gave it, and return the rotary dim R.
 
-    tensors, options: ``Tensors``, with q, k and v as (B, H, N, D) in any case, and ``Options``.
-    layout: the order of the axes that the caller has, for messages.
-    max_seqlen_k: of packed sequences, which `check_packed` has seen: the table rows that they need.
+    tensors, options: ``Tensors`` with q, k and v as (B, H, N, D), and ``Options``.
+    layout: the order of the axes in the caller's tensors, for messages.
+    max_seqlen_k: table rows that packed sequences need. `check_packed` has checked it.
 
-    Raises TypeError or ValueError naming the argument, what was expected and what came.
+    Raise TypeError or ValueError with the argument, the expectation and the given value.
     """
     q, k, v, cos, sin = tensors[:5]
     # Types first: everything below reads attributes of tensors.
@@ -59,9 +57,9 @@ def check_attention(
 
 
 def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str) -> None:
-    """Refuse more queries than keys where there is no diagonal, and else say, once, that the first ones see nothing.
+    """Refuse more queries than keys if the call is not causal; if it is, warn once that the first ones see no key.
 
-    It is what tensors in another layout look like that have fewer key heads than query heads.
+    With fewer key heads than query heads, tensors in the wrong layout look like this.
     """
     other = "bshd" if layout == "bhsd" else "bhsd"
     len_q, len_k = q.shape[2], k.shape[2]
@@ -84,7 +82,7 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str) -> None
 def check_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
-    """Check what `rope_attention_varlen` has and `rope_attention` has not; what cu_seqlens hold stays on a GPU."""
+    """Check the arguments that only `rope_attention_varlen` has. Values of cu_seqlens on a GPU are not read."""
     if not are_ordinary(q, k, v):
         check_kinds(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):

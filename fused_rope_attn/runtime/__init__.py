@@ -1,1 +1,1 @@
-"""What has nothing to do with attention: device questions, launches, operators, argument checks."""
+"""Parts that do not know attention: device questions, launches, operators, argument checks."""

@@ -9,8 +9,10 @@ import torch
 
 
 def autocast(q: Any, k: Any, v: Any, convert: Callable[..., Any] = torch.Tensor.to) -> tuple[Any, ...]:
-    """q, k and v in autocast's dtype where it is on, as scaled_dot_product_attention does; tables stay as they are.
-    What is None stays None."""
+    """Return q, k and v in autocast's dtype if it is on, as scaled_dot_product_attention does; None stays None.
+
+    Tables are not cast, because float32 tables are more accurate.
+    """
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
         return q, k, v
     given = [x for x in (q, k, v) if x is not None]
@@ -24,10 +26,10 @@ def autocast(q: Any, k: Any, v: Any, convert: Callable[..., Any] = torch.Tensor.
 
 
 def is_autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for tensors of such devices; never for "meta", of which autocast knows nothing."""
+    """Return whether autocast is on for this device type. It is off for "meta", which autocast does not support."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def stand_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Shape, device and new dtype of x, without its data: for planning."""
+    """Return a tensor with x's shape and device and the new dtype, but without data, for planning."""
     return x if x.dtype is dtype else torch.empty((), dtype=dtype, device=x.device).expand(x.shape)

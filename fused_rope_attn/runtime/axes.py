@@ -1,4 +1,4 @@
-"""The order of the axes in what a caller passes. Inside, tensors of tokens are (B, H, N, D), and so are all shapes."""
+"""The order of the axes in a caller's tensors. Inside the package all of them are (B, H, N, D)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, Literal, get_args
 import torch
 
 Layout = Literal["bhsd", "bshd"]
-# "bshd" is what flash-attn takes. Packed tokens, (T, H, D), are "thd": a word of messages, no choice of a caller.
+# flash-attn takes "bshd". Packed tokens, (T, H, D), are "thd": messages use the word, but callers cannot choose it.
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def in_layout(axes: Any, layout: str) -> tuple[Any, ...]:
-    """(B, H, N, D), sizes or names, in the order of the layout."""
+    """Return four sizes or names, given as (B, H, N, D), in the order of the layout."""
     batch, heads, length, columns = axes
     if layout == "thd":
         return length, heads, columns
@@ -20,14 +20,14 @@ def in_layout(axes: Any, layout: str) -> tuple[Any, ...]:
 
 
 def form_of(heads: str, length: str, layout: str) -> str:
-    """The shape that messages ask for, as in "(B, NQ, HQ, D)"."""
+    """Return a shape for messages, for example "(B, NQ, HQ, D)"."""
     return f"({', '.join(in_layout(('B', heads, length, 'D'), layout))})"
 
 
 def from_heads_first(o: torch.Tensor, layout: str, *, contiguous: bool = False) -> torch.Tensor:
-    """A result (B, H, N, D) in the caller's layout, a view.
+    """Return a result (B, H, N, D) as a view in the caller's layout.
 
-    contiguous: of what is not a view of (B, N, H, D) memory, which the reference gives, a copy is made.
+    contiguous: copy a result that is not stored as (B, N, H, D). Results of the reference are not.
     """
     if layout == "bhsd":
         return o

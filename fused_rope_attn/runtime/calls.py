@@ -36,7 +36,7 @@ _ALLOCATIONS = frozenset(
 )
 # Kernels are specialised for addresses that are multiples of this. PyTorch aligns its allocations to the other.
 _ALIGNMENT, _WORKSPACE_ALIGNMENT = 16, 256
-# A larger workspace stays in the allocations of the recorded call, because one piece of memory may find no space.
+# A larger workspace keeps the allocations of the recorded call, because one large block may not fit in free memory.
 MOST_WORKSPACE_BYTES = 1 << 24
 _address = torch.Tensor.data_ptr
 
@@ -147,7 +147,7 @@ class Replay:
             addresses += [begin + offset for offset in self._offsets]
         try:
             maps = [tensor_map.at(addresses[i]) for tensor_map, i in self._maps]
-        except RuntimeError:  # a thread that has not used its GPU yet has no context, and the call itself makes one
+        except RuntimeError:  # the thread never used its GPU and lacks a context; the call itself makes one
             return None
         # Backward passes and a user's threads may be here at once. pop and append are atomic.
         try:
@@ -169,7 +169,10 @@ class Replay:
 
 
 def _alike(x: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
-    """Return the number of a tensor of which ``torch.empty_like`` makes one like x, which is the faster allocation."""
+    """Return the index of a given tensor for which ``torch.empty_like`` returns x's layout; None if there is none.
+
+    ``empty_like`` is the fastest allocation.
+    """
     for i, other in enumerate(given):
         if other.shape == x.shape and other.dtype is x.dtype and other.device == x.device:
             if torch.empty_like(other, device="meta").stride() == x.stride():
@@ -178,7 +181,7 @@ def _alike(x: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
 
 
 def _packed(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return (offsets of tensors in one piece of memory, its size), in bytes."""
+    """Return (offsets of tensors in one allocation, its size), in bytes."""
     offsets, end = [], 0
     for x in tensors:
         offsets.append(end)
@@ -262,6 +265,6 @@ class Calls:
 
     @classmethod
     def forget_all(cls) -> None:
-        """Do so for all instances, because what launches are prepared from has changed."""
+        """Do so for all instances, because the inputs from which launches are prepared have changed."""
         for calls in cls._instances:
             calls.forget()

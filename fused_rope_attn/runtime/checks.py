@@ -1,4 +1,4 @@
-"""Checks of single arguments and the wording of refusals, which the validation of every room shares.
+"""Checks of single arguments and the wording of refusals, which the validation of every package shares.
 
 `TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. Each message names
 the argument, what was expected and what came.
@@ -35,15 +35,15 @@ NO_NORMS = Norms(None, None, 1e-6, 0.0)
 
 
 def norms_of(q_norm: Any, k_norm: Any, norm_eps: Any, norm_offset: Any) -> Norms:
-    """The ``Norms`` of a call."""
+    """Return the ``Norms`` of a call."""
     if q_norm is None and k_norm is None and torch.compiler.is_compiling():
-        # A number that is looked at becomes an input of the graph, with which everything is compiled a second time.
+        # Reading a number makes it an input of the graph, so that torch.compile would compile the graph a second time.
         return NO_NORMS
     return Norms(q_norm, k_norm, norm_eps, norm_offset)
 
 
 def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: Tensor | None) -> tuple[Any, ...]:
-    """Views (B, H, N, D) of tensors that the caller has in another layout; None stays None.
+    """Return views (B, H, N, D) of tensors in the caller's layout; None stays None.
 
     `suffix` and `length` as in `check_queries_and_keys`; new tokens, k and v without the suffix, have q's length.
     """
@@ -61,9 +61,10 @@ def check_queries_and_keys(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, suffix: str = "", length: str = "NK",
     layout: str = "bhsd",
 ) -> None:  # fmt: skip
-    """Check dtypes, devices and shapes of q against k and v, whose names end in `suffix` and which have `length` rows.
+    """Check dtypes, devices and shapes of q, k and v, given as (B, H, N, D).
 
-    All are (B, H, N, D) here, whatever `layout` the caller has, in which messages show them.
+    suffix: of the names of k and v, "_cache" for caches. length: the name of their number of rows.
+    layout: the caller's, in which messages show shapes.
     """
     dtype, device = q.dtype, q.device
     if dtype not in INPUT_DTYPES:
@@ -84,7 +85,7 @@ def check_queries_and_keys(
 
 
 def check_rotary_dim(rotary_dim: Any, head_dim: int) -> int:
-    """Check and return a rotary dim that was given."""
+    """Check an explicit rotary dim and return it."""
     rotary_dim = check_int("rotary_dim", rotary_dim, "an int or None")
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"rotary_dim must be even and between 2 and D = {head_dim}, but is {rotary_dim}")
@@ -104,7 +105,7 @@ def check_tables(
 ) -> int:
     """Check cos and sin against the inputs' dtype and sizes, and resolve the rotary dim from their width.
 
-    `first` names the input whose dtype counts, `last` the one whose `length` positions need rows.
+    dtype: of the input that `first` names. length: positions of the input that `last` names; each needs a row.
     """
     table_dtype, shape = cos.dtype, cos.shape
     if table_dtype not in (torch.float32, dtype):
@@ -200,7 +201,7 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def check_norm(name: str, weight: Any, tensors: Any) -> None:
-    """Check one of the two weights of norms that a call of attention has."""
+    """Check one of the two norm weights of a call of attention."""
     other = "k_norm" if name == "q_norm" else "q_norm"
     if getattr(tensors, other) is None:
         refuse_one_norm(other, name)
@@ -319,7 +320,7 @@ def check_kinds(**arguments: Any) -> None:
 
 
 def are_ordinary(first: Any, *others: Any) -> bool:
-    """Whether these are plain dense tensors, which `check_kinds` would not refuse: quick, and False where in doubt."""
+    """Return whether `check_kinds` accepts these tensors. Fast; may return False for tensors that it accepts."""
     for x in others:
         if type(x) is not Tensor or x.layout is not strided:
             return False
@@ -327,7 +328,7 @@ def are_ordinary(first: Any, *others: Any) -> bool:
 
 
 def _is_distributed(x: Tensor) -> bool:
-    # Who has a DTensor has imported its module.
+    # A program that has a DTensor has imported this module.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -336,7 +337,7 @@ _said: set[str] = set()
 
 
 def warn_once(subject: str, message: str) -> None:
-    """A UserWarning at the line that called the public function, once per process and subject."""
+    """Warn at the line that called the public function, once per process and subject."""
     if subject in _said:
         return
     _said.add(subject)
@@ -368,7 +369,7 @@ def refuse_dtype(dtype: torch.dtype, **arguments: Tensor) -> NoReturn:
 
 
 def refuse_rank(layout: str, length: str, **arguments: Tensor) -> NoReturn:
-    """`length`: the name of the rows of whatever is not q."""
+    """Refuse a tensor without four axes. length: the name of the number of rows of k, v or a cache."""
     name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
     form = form_of("HQ", "NQ", layout) if name == "q" else form_of("HKV", length, layout)
     raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {shown(value.shape)}")
@@ -382,7 +383,7 @@ def refuse_heads(q_shape: torch.Size, layout: str) -> NoReturn:
 
 
 def refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str, layout: str) -> NoReturn:
-    """`kind` goes behind k and v: "_cache" for caches."""
+    """Refuse shapes that do not fit. kind: a suffix of the names of k and v, "_cache" for caches."""
     if k[0] != q[0]:
         raise ValueError(f"k{kind} must have q's batch size {q[0]}, but has {k[0]}")
     if k[3] != q[3]:
@@ -401,12 +402,12 @@ def refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:
 
 
 def is_int(value: Any) -> bool:
-    """An integer of Python or NumPy, or a traced one. A bool is not meant as one, and a tensor would need a sync."""
+    """Return whether value is an integer of Python or NumPy, or a traced one. Bools and tensors are not accepted."""
     return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
 def as_int(value: Any) -> Any:
-    """The same number as an int of Python, which operators and caches of compiled code know; a traced one stays."""
+    """Return an integer as a Python int, because operators take no other; a traced integer stays as it is."""
     return value if isinstance(value, (int, torch.SymInt)) else int(value)
 
 
@@ -418,7 +419,7 @@ def check_int(name: str, value: Any, expected: str = "an int") -> Any:
 
 
 def is_real(value: Any) -> bool:
-    """A real number of Python or NumPy, or a traced one. A bool is not meant as one, and a tensor would need a sync."""
+    """Return whether value is a real number of Python or NumPy, or a traced one. Bools and tensors are not accepted."""
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Whether torch's own context parallelism is at work, in which no call of this package can be right."""
+"""Detection of torch's own context parallelism. Calls of this package inside it would attend to one shard only."""
 
 import sys
 from typing import NoReturn
@@ -13,25 +13,24 @@ _FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 def in_context_parallel() -> bool:
-    """Whether torch's context parallelism is at work in this process: the tensors of a model are then shards.
+    """Return whether torch's context parallelism is active in this process. A model's tensors are then shards.
 
-    torch has two ways of it, and neither passes through functions that are not its own. The context manager
-    `torch.distributed.tensor.experimental.context_parallel` puts a function of its own in the place of
-    `torch.nn.functional.scaled_dot_product_attention`. The wrapping of modules (`_context_parallel_shard` and
-    `_enable_context_parallel_dispatcher`) registers handlers of the attention operators with DTensor instead, from the
-    call that enables them to the one that disables them.
+    torch has two implementations, and neither intercepts calls of this package. The context manager
+    `torch.distributed.tensor.experimental.context_parallel` replaces
+    `torch.nn.functional.scaled_dot_product_attention`. The module wrappers (`_context_parallel_shard` and
+    `_enable_context_parallel_dispatcher`) register handlers of the attention operators with DTensor.
 
-    A few attributes are read, nothing is imported and nothing synchronises. torch.compile traces the function, and its
-    guards compile again where the answer changes.
+    This reads a few attributes; it imports nothing and does not synchronise. torch.compile traces it, and recompiles
+    if the answer changes.
     """
     attention = functional.scaled_dot_product_attention
-    # What others put there, to count calls or to quantise, is not meant: the function's module says whose it is.
+    # Other libraries replace the function too, for example to count calls, so look at the module that defines it.
     if attention is not _TORCH_ATTENTION and (getattr(attention, "__module__", None) or "").startswith(_EXPERIMENTAL):
         return True
     module = sys.modules.get(_IMPLEMENTATION)
     if module is None:
         return False
-    # Of the private names that torch may change, a missing one counts as "no": the context manager is seen above.
+    # These names are private. If one is missing the answer is "no": the context manager was detected above.
     dispatcher = getattr(getattr(module, "DTensor", None), "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if handlers is None:
@@ -41,7 +40,7 @@ def in_context_parallel() -> bool:
 
 
 def refuse_context_parallel(function: str) -> NoReturn:
-    """`function`: the public function that was called."""
+    """Raise NotImplementedError. function: the public function that was called."""
     raise NotImplementedError(
         f"{function} was called under torch's context_parallel, where q, k and v are this rank's shard of the sequence "
         "and would attend to nothing but the shard: gather the sequence, and call it outside of the context manager"

@@ -1,4 +1,4 @@
-"""Cached questions about devices. Importing this asks CUDA nothing, and no other file asks it anything."""
+"""Cached questions about devices. No other file asks CUDA anything, and importing this file does not either."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import AbstractContextManager
 
 import torch
 
-# Both are found once, at import, so that torch.compile takes them for the constants that they are.
+# Constants, because torch.compile would otherwise trace the questions.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """True when Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before this package is first imported)."""
+    """Return whether Triton's interpreter is on (``TRITON_INTERPRET=1`` before this package is first imported)."""
     return _IS_INTERPRETED
 
 
 def has_triton() -> bool:
-    """Whether the package triton is installed; macOS and Windows have none, and run the reference."""
+    """Return whether the package triton is installed. macOS and Windows lack it and run the reference."""
     return _HAS_TRITON
 
 
 @functools.cache
 def triton_release() -> tuple[int, int]:
-    """(major, minor) of the installed Triton; what it is imported for is about to need it anyway."""
+    """Return (major, minor) of the installed Triton. This imports Triton, which callers need anyway."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
@@ -45,7 +45,7 @@ def _gpu_arch(index: int) -> str:
 
 
 def arch(device: torch.device) -> str:
-    """Architecture name of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"``, or its type, as ``"cpu"``."""
+    """Return the architecture of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"``, or its type, as ``"cpu"``."""
     return _arch(torch.device("cuda", torch.cuda.current_device()) if device == _CURRENT_GPU else device)
 
 
@@ -62,19 +62,19 @@ def _num_sms(index: int) -> int:
 
 
 def num_sms(device: torch.device) -> int:
-    """Number of multiprocessors; 1 where there is no GPU."""
+    """Return the number of multiprocessors; 1 without a GPU."""
     if device.type != "cuda":
         return 1
     return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU, whatever is on it."""
+    """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 
 def cards() -> list[dict[str, object]]:
-    """Every GPU that torch sees: its index, name, architecture, multiprocessors and memory in GiB. Starts CUDA."""
+    """Return index, name, architecture, multiprocessors and memory in GiB of every GPU that torch sees. Starts CUDA."""
     found: list[dict[str, object]] = []
     for index in range(torch.cuda.device_count() if has_gpu() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -91,7 +91,7 @@ def cards() -> list[dict[str, object]]:
 
 
 def current_gpu() -> int:
-    """Number of the GPU on which this thread's launches go."""
+    """Return the index of this thread's current GPU."""
     return torch.cuda.current_device()
 
 
@@ -104,36 +104,36 @@ def make_current(device: torch.device) -> None:
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of the stream on which kernels for ``device`` launch now; 0 where there is no GPU."""
-    # A tensor's device has an index where it is a GPU; to ask for its type would cost more than all the rest.
+    """Return the handle of the current stream of ``device``; 0 without a GPU."""
+    # Only a GPU's device has an index. Reading the type would cost more than the rest of the function.
     return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)
 
 
-# By (device, stream).
-_besides: dict[tuple[int, int], torch.cuda.Stream] = {}
+# (device, stream) to the second stream.
+_seconds: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
-    """(the current stream of a GPU, the one that belongs beside it); None where there is no GPU.
+    """Return (the current stream of a GPU, a second stream for concurrent work); None without a GPU.
 
-    Each stream has its own beside it, so that threads that do not share a stream do not share that either.
+    Each current stream has its own second one, so that threads with different streams do not share it.
     """
     if device.type != "cuda":
         return None
     current = torch.cuda.current_stream(device)
     key = current.device_index, current.cuda_stream
-    if key not in _besides:
-        _besides[key] = torch.cuda.Stream(device)
-    return current, _besides[key]
+    if key not in _seconds:
+        _seconds[key] = torch.cuda.Stream(device)
+    return current, _seconds[key]
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-    """Context in which this stream is the current one."""
+    """Return a context in which this stream is the current one."""
     return torch.cuda.stream(stream)
 
 
 def pause(cycles: int) -> None:
-    """Let the current stream do nothing for so many cycles of the GPU's clock."""
+    """Delay the current stream by so many cycles of the GPU's clock."""
     torch.cuda._sleep(cycles)
 
 
@@ -149,17 +149,17 @@ _NO_GUARD = _NoGuard()
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether kernels for ``device`` launch on it as things are: it is the current GPU, or none."""
+    """Return whether ``device`` is the current GPU, or no GPU."""
     return device.index is None or device.index == torch._C._cuda_getDevice()
 
 
 def guard(device: torch.device) -> AbstractContextManager[None]:
-    """Context in which kernels launch on ``device``; free when it is already the current one."""
+    """Return a context in which kernels launch on ``device``; free if it is the current GPU."""
     if is_current(device):
         return _NO_GUARD
     return torch.cuda.device(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while the current stream of a GPU records a graph, where nothing may wait for the device."""
+    """Return whether the current stream of a GPU records a graph. The host must not wait for the device then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -42,8 +42,10 @@ def apply_in_operator(function: type[torch.autograd.Function], *arguments: Any) 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Undo what the forward of an autograd function switches off: the outer transforms of torch.func, which come below
-    the function's own one, see no derivative otherwise."""
+    """Switch gradients and tangents on again inside the forward of an autograd function.
+
+    The outer transforms of torch.func run below that function, and would see no derivative otherwise.
+    """
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # a private name
         yield
 
@@ -131,7 +133,7 @@ class _Limited(torch.autograd.Function):
 
 
 def differentiable(function: str, tensors: Sequence[Any], orders: float = 1) -> list[Any]:
-    """Return views of the tensors of a call of eager PyTorch that have as many derivatives as the kernels give them.
+    """Return views of a call's tensors that can be differentiated as often as the kernels can, and no more.
 
     function: the public function that messages name. tensors: some may be None, and stay so.
     orders: how often they can be differentiated in reverse mode. Graphs of torch.compile need no views, because PyTorch

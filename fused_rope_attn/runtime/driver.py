@@ -60,8 +60,8 @@ class LaunchConfig(ctypes.Structure):
 class Driver:
     """The functions of libcuda that launches need. ``launch`` and ``encode`` return an error code, 0 for none.
 
-    ctypes releases the interpreter's lock during a launch. The driver waits while its queue is full, and what it waits
-    for may be a callback that needs the lock.
+    ctypes releases the interpreter's lock during a launch. This is needed, because the driver waits while its queue is
+    full, and a queued callback may need the lock.
     """
 
     def __init__(self, library: ctypes.CDLL):
@@ -205,7 +205,7 @@ def _numbers(name: str, kind: Any, value: Any) -> Iterator[bytes]:
 
 
 def _aligned(size: int) -> tuple[Any, int]:
-    """Return memory, and where in it ``size`` bytes begin that are aligned as a tensor map must be."""
+    """Return memory for ``size`` bytes, and the offset at which they are aligned as tensor maps must be."""
     memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT)
     return memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT
 
@@ -213,7 +213,7 @@ def _aligned(size: int) -> tuple[Any, int]:
 class Block:
     """Memory from which the driver reads the arguments of several launches, for one thread at a time.
 
-    ``write(*addresses, *maps)`` stores what changes from call to call.
+    ``write(*addresses, *maps)`` stores the arguments that change from call to call.
 
     Args:
         launches: (kernel, its addresses, its maps) each. Both are indices of those that ``write`` takes, in the order

@@ -1,4 +1,4 @@
-"""Whether tensors are of the kinds that others were: classes, dtypes, devices, shapes and strides, in one question."""
+"""Guards: one fast comparison of the classes, dtypes, devices, shapes and strides of several tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function of as many tensors, which says whether each is of the kind of the one in its place.
+    """Return a function of as many tensors that returns whether they are of the same kinds as these, one by one.
 
-    It may say no where the answer is yes, but only to tensors that come twice, or in another state of the dispatcher.
+    It may wrongly return False if a tensor is given twice, or under another state of the dispatcher.
     """
     if _compiled_guards_work():
         found = _compiled_guard(tensors)
-        if found(*tensors):  # no to a tensor that comes twice
+        if found(*tensors):  # False if a tensor is given twice
             return found
     return _python_guard(tensors)
 
@@ -30,7 +30,7 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[tuple]:
 
 
 def _compiled_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """What the graphs of torch.compile ask of their inputs: one call into C++, where Python takes ten times as long."""
+    """Return the guard that graphs of torch.compile use: one call into C++, ten times as fast as Python."""
     guards = torch._C._dynamo.guards.TensorGuards  # a private name
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def _compiled_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 @functools.cache
 def _compiled_guards_work() -> bool:
-    """Whether this release of PyTorch has them, and they answer as they should."""
+    """Return whether this release of PyTorch has the compiled guards, and their answers are right."""
     x, y = torch.zeros(2, 3), torch.zeros(3)
     others = (x[:1], x.double(), torch.zeros(3, 2).t(), torch.nn.Parameter(x), x.to("meta"))
     try:

@@ -1,4 +1,4 @@
-"""What a public function says of a keyword that is not its own: whose it is, and what does the same here."""
+"""Messages for unknown keywords: the library that has the keyword, and the equivalent in this package."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of a keyword: whose it is, and what to do instead.
+# Keyword to (the library that has it, what to do instead).
 Foreign = Mapping[str, tuple[str, str]]
 
 
 def explain_keywords(
     foreign: Foreign, of: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: an unknown keyword raises a TypeError that says what to write instead; the signature stays as it is.
+    """Return a decorator: an unknown keyword raises a TypeError that says what to write instead.
 
-    Calls with known keywords pay for one more Python call. One with an unknown keyword cannot have been bound, so that
-    no TypeError of the function's own is taken for it.
+    The signature is unchanged, and calls with known keywords pay for one more Python call. A call with an unknown
+    keyword never reaches the function's body, so that no other TypeError is mistaken for it.
 
     Args:
-        foreign: what is known of the keywords of other libraries.
-        of: the function whose keywords are meant, where the decorated one passes any on, to what takes more of them.
+        foreign: the keywords of other libraries.
+        of: the function that defines the keywords, if the decorated one takes ``**options``.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -62,12 +62,12 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def fill(record: Any, given: Mapping[str, Any]) -> Any:
-    """Return a record, a NamedTuple, with those of its fields that are given."""
+    """Return a NamedTuple with those of its fields that are given."""
     return record(**{name: given[name] for name in record._fields if name in given})
 
 
 def _explanation(function: str, known: tuple[str, ...], given: Iterable[str], foreign: Foreign) -> str | None:
-    """The message, or None where every keyword is known or nothing is known of the others."""
+    """Return the message; None if all keywords are known, or there is nothing to say about the others."""
     parts = []
     for keyword in given:
         if keyword in known:

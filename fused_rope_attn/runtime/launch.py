@@ -57,16 +57,16 @@ class Launch:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         # Triton 3.10 will turn the fusion of multiplications and additions off by default.
-        # TRITON_DEBUG=1 keeps assertions of kernels. It would also assert that no integer overflows, but some wrap on
-        # purpose.
+        # TRITON_DEBUG=1 keeps assertions of kernels. It would also assert that no integer overflows, but some
+        # overflow on purpose.
         self.options = {"enable_fp_fusion": True, "sanitize_overflow": False, **options}
         self.compiled = None
 
     def __call__(self, stream: int, **tensors) -> None:
         """Launch on the current device with the kernel's tensors, all of them by name and in its order.
 
-        ``stream`` is the device's current one, as ``device.current_stream`` gives it. A tensor may be None, or what a
-        ``Source`` makes of it.
+        ``stream`` is the device's current one, as ``device.current_stream`` gives it. A tensor may be None, or
+        the result of a ``Source``.
 
         Raises:
             RuntimeError: as Triton raises it, for example with the CUDA driver's error.
@@ -135,11 +135,11 @@ class Source:
             self.fields = {**vars(self.kind(*arguments)), "base": None}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Source]:
-        """Return x as a ``Launch`` takes it: itself, or the pair (x, self) that it makes a descriptor of."""
+        """Return x as a ``Launch`` takes it: x itself, or the pair (x, self) for a descriptor."""
         return x if self.fields is None else (x, self)
 
     def descriptor(self, x: torch.Tensor) -> TensorDescriptor | GluonTensorDescriptor:
-        """The descriptor of x itself, for Triton's launcher."""
+        """Return the descriptor of x, for Triton's launcher."""
         descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, as launches depend on it: strides, alignment, what the TMA can address."""
+"""Memory layouts as launches need them: strides, alignment, and whether the TMA can address a tensor."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _LARGEST_TILE = 256
 
 
 def block_d(head_dim: int) -> int:
-    """Smallest power of two that holds the head dimension, at least 16 (the tensor cores' smallest K)."""
+    """Return the smallest power of two that holds the head dimension, at least 16 (the tensor cores' smallest K)."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def table_strides(
     cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, interleaved: bool
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(batch, row, column) strides of both tables, read as (1|B, S, R/2) whatever their width.
+    """Return (batch, row, column) strides that read both tables as (1|B, S, R/2) whatever their width.
 
-    A full-width table carries each angle twice: in the half layout its first R/2 columns are taken, interleaved every
-    second one. No view is made.
+    A full-width table has each angle twice. The strides select its first R/2 columns, or if interleaved every second
+    one. This makes no view.
     """
     return _one_table(cos, rotary_dim, interleaved), _one_table(sin, rotary_dim, interleaved)
 
@@ -31,30 +31,30 @@ def _one_table(table: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple
 
 
 def is_long(*strides: tuple[int, ...]) -> bool:
-    """True when an offset between two elements of one tile of any tensor with these strides can pass 2**31."""
+    """Return whether an offset between two elements of one tile can pass 2**31 for any of these strides."""
     return any((row + column) * _LARGEST_TILE >= 2**31 for _, _, row, column in strides)
 
 
 def like_input(x: torch.Tensor) -> torch.Tensor:
-    """Uninitialised tensor with x's shape whose memory order is (B, N, H, D) where x's is, else (B, H, N, D)."""
+    """Return an uninitialised tensor like x, stored as (B, N, H, D) if x is, else as (B, H, N, D)."""
     return torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Strides of a contiguous tensor of a shape (B, H, N, D)."""
+    """Return the strides of a contiguous tensor of a shape (B, H, N, D)."""
     _, heads, length, head_dim = shape
     return (heads * length * head_dim, length * head_dim, head_dim, 1)
 
 
 def layout_of_rows(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(shape, strides) of one number for each row of a tensor of shape (B, H, N, D), contiguous."""
+    """Return (shape, strides) of a contiguous tensor with one number for each row of a (B, H, N, D) tensor."""
     batch, heads, length, _ = shape
     # Sizes of 0 count as 1, as PyTorch has it.
     return (batch, heads, length), (max(1, heads) * max(1, length), max(1, length), 1)
 
 
 def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Strides of ``like_input(x)``."""
+    """Return the strides of ``like_input(x)``."""
     _, heads, length, head_dim = x.shape
     if heads > 1 and x.stride(1) < x.stride(2):
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
@@ -64,14 +64,14 @@ def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy in the same memory order if the tensor memory accelerator cannot address it.
 
-    Kernels only ever read q, k, v and their gradients so: no kernel has a variant for other layouts, whose elements
-    would have to be loaded one by one.
+    Kernels read q, k, v and their gradients in such layouts only, because they would have to load the elements of any
+    other one by one.
     """
     return x if x.numel() == 0 or has_descriptor(x) else like_input(x).copy_(x)
 
 
 def has_descriptor(x: torch.Tensor) -> bool:
-    """True when the tensor memory accelerator can address x: 16-byte aligned rows with adjacent columns."""
+    """Return whether the tensor memory accelerator can address x: 16-byte aligned rows with adjacent columns."""
     batch, head, row, column = x.stride()
     per_16_bytes = 16 // x.element_size()
     if column != 1 or x.data_ptr() % 16 or x.numel() == 0:

@@ -27,7 +27,7 @@ class Option:
     """One option of a public function. Its name and the type that a caller sees are next to the row.
 
     default: the value that a caller need not give.
-    check: raises where ``check(name, value, tensors)`` finds a wrong value. ``tensors`` is the call's record, which has
+    check: ``check(name, value, tensors)`` raises if the value is wrong. ``tensors`` is the call's record, which has
         q as ``(B, HQ, NQ, D)`` and the norms' weights. None where something else checks the option.
     normalise: ``normalise(value, tensors)`` is the value that the record of a call holds. None: it holds the value.
     operator: the option's type in the operators' schemas. None where no operator takes it.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Operators of torch.library: the one way in which this package registers them, and the bypass of ordinary eager calls.
+"""Operators of torch.library: how this package registers them, and when eager calls bypass them.
 
 Plain dispatcher registrations (define, impl per key) rather than ``torch.library.custom_op``: the same behaviour under
 torch.compile for less host time per call.
@@ -51,7 +51,7 @@ class Operator:
         torch.library.register_vmap(f"{_NAMESPACE}::{name}", self._call_by_call, lib=_LIBRARY)
 
     def __call__(self, *arguments):
-        """The operator through the dispatcher: what tracing, fake tensors and modes see."""
+        """Call the operator through the dispatcher, where tracing, fake tensors and modes see it."""
         return self.overload(*arguments)
 
     def _call_by_call(self, info, in_dims, *arguments):
@@ -73,12 +73,12 @@ class Operator:
         return last_gradients(self.function, lambda: self.below_autograd(keyset, *arguments), arguments)
 
     def below_autograd(self, keyset, *arguments):
-        """The operator without autograd, called from its own autograd implementation."""
+        """Call the operator below autograd, from its own autograd implementation."""
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     def below_function(self, keyset, *arguments):
-        """``below_autograd``, called from the forward of the operator's autograd function."""
+        """Call ``below_autograd`` from the forward of the operator's autograd function."""
         with recording():
             return self.below_autograd(keyset, *arguments)
 
@@ -92,9 +92,10 @@ def _entry(x: Any, dim: Any, index: int) -> Any:
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """True in ordinary eager mode: nothing but autograd in reverse mode wants to see the operator.
+    """Return whether this is ordinary eager mode, where only reverse-mode autograd needs to see the operator.
 
-    Its dispatch, about 15 us, can then be skipped by calling the implementation. None stands for a tensor not given.
+    The caller can then call the implementation directly, and save the dispatch, about 15 us. A tensor that is not given
+    is None.
     """
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
         return False

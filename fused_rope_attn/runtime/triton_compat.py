@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""What moved between triton 3.6 and 3.9, Gluon's names above all, under one name each; nothing else."""
+"""One name for each function that moved between triton 3.6 and 3.9, mostly Gluon's; nothing else."""
 
 import ctypes
 
@@ -26,9 +26,9 @@ __all__ = [
     "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
-# A class whose fields travel through device code together; private before triton 3.9.
+# Decorator of classes that device code passes and returns whole; private before triton 3.9.
 aggregate = getattr(triton, "aggregate", None) or core._aggregate
-# Of the threads of one partition.
+# A barrier for the threads of one partition.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # The same shared memory as another dtype, shape and layout; private before triton 3.9.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -52,16 +52,16 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
         )
 
 
-# Whether Triton copies what a product takes from registers, as it does since 3.7 for the sake of a fault of ptxas: the
-# copies cost nothing but where two products take the same registers.
+# Since 3.7 Triton copies the register operands of a product, to avoid a fault of ptxas. The copies cost nothing unless
+# two products read the same registers.
 COPIES_OPERANDS = gl.constexpr(triton_release() >= (3, 7))
 TENSOR_MAP_BYTES = 128
-# The releases whose rules of launching a compiled kernel ``runtime/parameters.py`` follows.
+# ``driver.parameters_of`` follows the launch rules of these releases.
 LAUNCHER_IS_KNOWN = (3, 6) <= triton_release() < (3, 10)
 
 
 def encode_tensor_map(address: int, encoding: dict, shape: list[int], strides: list[int]) -> bytes:
-    """The CUtensorMap that Triton's own launcher makes of a tensor descriptor: its 128 bytes.
+    """Return the 128 bytes of the CUtensorMap that Triton's own launcher makes for a tensor descriptor.
 
     ``encoding``: the entry of the compiled kernel's ``tensordesc_meta``. Reads past the shape give zeros.
     """

@@ -216,7 +216,7 @@ class BackwardCall:
             k_rot = torch.empty_strided(*self.k_rot_layout, dtype=dtype, device=where)
         sums, raw_q, raw_k, dq_norm, dk_norm = NO_SUMS, None, None, None, None
         if self.sums is not None:
-            sums = self.sums.room(where)
+            sums = self.sums.allocate(where)
             raw_q, raw_k = raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         stream = device.current_stream(where)

@@ -97,8 +97,8 @@ class ForwardCall:
             ATTEND_REGISTERS=config.attend_registers,
             ROTATE_REGISTERS=config.rotate_registers,
             LOAD_REGISTERS=24,
-            # It takes registers. With a window, and so few blocks to a tile, they cost more than it saves; packed calls
-            # have none to spare, and use 168 bytes of stack with it.
+            # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
+            # calls have no spare registers, and would spill 168 bytes.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, block_n),

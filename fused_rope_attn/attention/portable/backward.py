@@ -21,7 +21,7 @@ from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long
 
 @dataclass(frozen=True)
 class _Results:
-    """The gradients of a backward signature, and what is left to do for them behind the kernels of attention."""
+    """The result buffers of a backward signature, and the steps that follow the kernels of attention."""
 
     strides: tuple[tuple[int, int, int, int], ...]  # of dq, dk and dv
     key_dtype: torch.dtype
@@ -38,7 +38,7 @@ class _Results:
         ]
 
     def sink_parts(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Return zeros, because tiles past the end of a packed sequence write nothing; no rows without queries."""
+        """Return a zeroed buffer, because tiles past the end of a packed sequence write nothing; None without sinks."""
         return None if self.dsinks_shape is None else q.new_zeros(self.dsinks_shape, dtype=torch.float32)
 
     def gradients(
@@ -55,7 +55,7 @@ class _Results:
 
 
 class BackwardCall:
-    """The launches of one backward signature: pre-process, dkdv, dq, norms; each None where it has nothing to do.
+    """The launches of one backward signature: pre-process, dkdv, dq, norms; each None if it has nothing to do.
 
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
     """
@@ -70,7 +70,7 @@ class BackwardCall:
         query_tiles = tile_count(problem.len_q, sequences, config.dq.block_m)
         dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
         strides = dq_strides, dk_strides, dv_strides = result_strides(outputs, gradient_strides(given, o, is_rotated))
-        # Whether q and k are what the products take: they are rotated in the loops, or have been.
+        # The products read q and k themselves, because they are rotated in the loops or are rotated already.
         self.takes_given = inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)
         tma = config.tma and not inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
@@ -186,9 +186,9 @@ class BackwardCall:
 
 
 class OneLaunchCall:
-    """The same by one launch, which rotates q and k in its loops unless they are rotated, and that of norms.
+    """One launch for the whole pass, which rotates q and k in its loops unless they are rotated, and one for norms.
 
-    It has no launch before it: its programs make the row statistics for themselves, again for every tile of keys.
+    There is no pre-process: the programs compute the row statistics themselves, again for every tile of keys.
     """
 
     def __init__(self, problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False):
@@ -261,7 +261,7 @@ class OneLaunchCall:
 def backward_call(
     problem: Problem, tensors: tuple, config: BackwardConfig, is_rotated: bool = False
 ) -> BackwardCall | OneLaunchCall:
-    """Prepare a backward pass: by one launch if the configuration says so and nothing must be rotated before."""
+    """Prepare a backward pass: one launch if the configuration says so and nothing must be rotated before it."""
     has_nothing_to_rotate_before = is_rotated or config.strategy == "inline"
     kind = OneLaunchCall if config.one_launch and has_nothing_to_rotate_before else BackwardCall
     return kind(problem, tensors, config, is_rotated)

@@ -40,14 +40,14 @@ class ForwardCall:
         inline = self.rotate_keys is None
         tile, pad_d = config.tile, block_d(problem.head_dim)
         padding = PADDED_TILE_ROWS if saving is Saving.TILES else 0
-        # Tiles of fewer rows would leave some of the padding as it was.
+        # Smaller tiles would not write all of the padding.
         self.saves_rotated = saving is not Saving.NOTHING and not inline and tile.block_m >= padding
         shape = rotated_shape(problem, in_tiles=padding > 0)
         self.q_rot_layout = shape, contiguous_strides(shape)
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
         self.k_source = Source(k_like, tile.block_n, pad_d, tma)
         self.v_source = Source(v, tile.block_n, pad_d, tma)
-        # Without a kernel before it that belongs to this call there is nothing to overlap with.
+        # Without a pre-pass there is no launch of this call to overlap with.
         pdl = config.pdl and not inline
         num_heads = problem.batch * problem.heads_q
         kv_bytes = 2 * problem.longest(problem.len_k) * problem.head_dim * k.element_size()
