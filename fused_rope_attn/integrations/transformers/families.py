@@ -26,253 +26,122 @@ _IS_5 = Version(transformers.__version__) >= Version("5")
 _TEXT_OF_QWEN3_VL = on.text_positions if Version(transformers.__version__) >= Version("5.3") else on.first_row
 # A scale of its own (Gemma, Granite) is each module's `scaling`, partial rotation the width of its tables, so that
 # neither is a difference here.
-_GROUPS: tuple[tuple[Convention, tuple[str, ...]], ...] = (
-    (
-        Convention(),
-        (
-            "arcee.ArceeAttention",
-            "aria.AriaTextAttention",
-            "emu3.Emu3Attention",
-            "gemma.GemmaAttention",
-            "granite.GraniteAttention",
-            "granitemoe.GraniteMoeAttention",
-            "granitemoeshared.GraniteMoeSharedAttention",
-            "hyperclovax.HyperCLOVAXAttention",
-            "jais2.Jais2Attention",
-            "llama.LlamaAttention",
-            "solar_open.SolarOpenAttention",
-        ),
-    ),
-    (Convention(documents_in_masks=_IS_5), ("bamba.BambaAttention",)),
-    (
-        Convention(window=on.window_of_model),
-        ("minimax.MiniMaxAttention", "mistral.MistralAttention", "mixtral.MixtralAttention", "phimoe.PhimoeAttention"),
-    ),
-    (Convention(window=on.window_of_model, query_scale=on.llama4_scale), ("ministral3.Ministral3Attention",)),
-    (Convention(window=on.window_of_model, finish=on.o_proj_with_dropout), ("starcoder2.Starcoder2Attention",)),
-    (Convention(finish=on.o_proj_with_dropout), ("seed_oss.SeedOssAttention",)),
-    (Convention(finish=on.normed_o_proj), ("bitnet.BitNetAttention",)),
-    (Convention(on.keys_multiplied), ("falcon_h1.FalconH1Attention",)),
-    (Convention(on.clipped), ("olmo.OlmoAttention",)),
-    (
-        Convention(rotates=on.where_tables_are_given, documents_in_masks=False),
-        ("granitemoehybrid.GraniteMoeHybridAttention",),
-    ),
-    (
-        Convention(rotates=on.where_tables_are_given, window=on.window_of_layer, sinks=True),
-        ("granite_swa.GraniteSWAAttention", "granitemoe_swa.GraniteMoeSWAAttention"),
-    ),
-    (
-        Convention(after_rotation=on.query_key_layernorms),
-        ("hunyuan_v1_dense.HunYuanDenseV1Attention", "hunyuan_v1_moe.HunYuanMoEV1Attention"),
-    ),
-    (
-        Convention(window=on.window_of_layer),
-        ("cwm.CwmAttention", "ministral.MinistralAttention", "qwen2.Qwen2Attention", "qwen2_moe.Qwen2MoeAttention"),
-    ),
-    (Convention(window=on.window_of_layer, rotates=on.where_module_says), ("smollm3.SmolLM3Attention",)),
-    (
-        Convention(window=on.window_of_layer, softcap=True),
-        ("gemma2.Gemma2Attention", "vaultgemma.VaultGemmaAttention"),
-    ),
-    (Convention(norms=on.q_and_k_norm), ("apertus.ApertusAttention", "hy_v3.HYV3Attention")),
-    (
-        Convention(norms=on.q_and_k_norm, window=on.window_of_layer),
-        (
-            "dots1.Dots1Attention",
-            "gemma3.Gemma3Attention",
-            "mellum.MellumAttention",
-            "qwen3.Qwen3Attention",
-            "qwen3_moe.Qwen3MoeAttention",
-        ),
-    ),
-    (
-        Convention(norms=on.q_and_k_norm, window=on.window_of_sliding_layer, rotates=on.where_sliding_or_all),
-        ("exaone4.Exaone4Attention", "exaone_moe.ExaoneMoeAttention", "kolibri1.Kolibri1Attention"),
-    ),
-    (
-        Convention(norms=on.q_and_k_norm, window=on.window_of_layer, rotates=on.where_windowed, sinks=True),
-        ("flint.FlintAttention",),
-    ),
-    (Convention(norms=on.q_and_k_norm_perhaps), ("glm4_moe.Glm4MoeAttention",)),
-    (
-        Convention(on.gate_beside_q, norms=on.q_and_k_norm, finish=on.gated_o_proj),
-        (
-            "qwen3_5.Qwen3_5Attention",
-            "qwen3_5_moe.Qwen3_5MoeAttention",
-            "qwen3_next.Qwen3NextAttention",
-        ),
-    ),
-    (
-        Convention(
-            on.gate_proj,
-            norms=on.q_and_k_norm,
-            window=on.window_of_layer,
-            rotates=on.where_local,
-            finish=on.gated_o_proj,
-            documents_in_masks=False,
-        ),
-        ("afmoe.AfmoeAttention",),
-    ),
-    (
-        Convention(on.g_proj, norms=on.q_and_k_norm, window=on.window_of_layer, finish=on.softplus_gated_o_proj),
-        ("laguna.LagunaAttention",),
-    ),
-    (Convention(norms=on.q_and_k_layernorm, finish=on.out_proj), ("lfm2.Lfm2Attention", "lfm2_moe.Lfm2MoeAttention")),
-    (Convention(norms=on.q_and_k_layernorm_perhaps, finish=on.dense), ("phi.PhiAttention",)),
-    (
-        Convention(on.rows_normed),
-        ("flex_olmo.FlexOlmoAttention", "minimax_m2.MiniMaxM2Attention", "olmo2.Olmo2Attention"),
-    ),
-    (Convention(on.rows_normed, rotates=on.where_tables_are_given), ("olmo_hybrid.OlmoHybridAttention",)),
-    (Convention(on.rows_normed, window=on.window_of_layer), ("olmo3.Olmo3Attention",)),
-    (Convention(on.rows_normed_clipped), ("olmoe.OlmoeAttention",)),
-    (
-        Convention(on.fused, window=on.window_of_model),
-        ("phi3.Phi3Attention",),
-    ),
-    (Convention(on.fused_clipped, finish=on.out_proj), ("dbrx.DbrxAttention",)),
-    (Convention(on.fused_by_head, finish=on.dense), ("gpt_neox.GPTNeoXAttention",)),
-    (
-        Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense, documents_in_masks=_IS_5),
-        ("persimmon.PersimmonAttention",),
-    ),
-    (
-        Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=True),
-        ("cohere.CohereAttention",),
-    ),
-    (
-        Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed),
-        ("cohere2.Cohere2Attention",),
-    ),
-    (
-        Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed_or_told),
-        ("cohere2_moe.Cohere2MoeAttention",),
-    ),
+_GROUPS: tuple[tuple[Convention, str], ...] = (
+    (Convention(),
+        "arcee.ArceeAttention aria.AriaTextAttention emu3.Emu3Attention gemma.GemmaAttention granite.GraniteAttention "
+        "granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention "
+        "jais2.Jais2Attention llama.LlamaAttention solar_open.SolarOpenAttention"),
+    (Convention(documents_in_masks=_IS_5), "bamba.BambaAttention"),
+    (Convention(window=on.window_of_model),
+        "minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention phimoe.PhimoeAttention"),
+    (Convention(window=on.window_of_model, query_scale=on.llama4_scale), "ministral3.Ministral3Attention"),
+    (Convention(window=on.window_of_model, finish=on.o_proj_with_dropout), "starcoder2.Starcoder2Attention"),
+    (Convention(finish=on.o_proj_with_dropout), "seed_oss.SeedOssAttention"),
+    (Convention(finish=on.normed_o_proj), "bitnet.BitNetAttention"),
+    (Convention(on.keys_multiplied), "falcon_h1.FalconH1Attention"),
+    (Convention(on.clipped), "olmo.OlmoAttention"),
+    (Convention(rotates=on.where_tables_are_given, documents_in_masks=False),
+        "granitemoehybrid.GraniteMoeHybridAttention"),
+    (Convention(rotates=on.where_tables_are_given, window=on.window_of_layer, sinks=True),
+        "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention"),
+    (Convention(after_rotation=on.query_key_layernorms),
+        "hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention"),
+    (Convention(window=on.window_of_layer),
+        "cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention"),
+    (Convention(window=on.window_of_layer, rotates=on.where_module_says), "smollm3.SmolLM3Attention"),
+    (Convention(window=on.window_of_layer, softcap=True), "gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
+    (Convention(norms=on.q_and_k_norm), "apertus.ApertusAttention hy_v3.HYV3Attention"),
+    (Convention(norms=on.q_and_k_norm, window=on.window_of_layer),
+        "dots1.Dots1Attention gemma3.Gemma3Attention mellum.MellumAttention qwen3.Qwen3Attention "
+        "qwen3_moe.Qwen3MoeAttention"),
+    (Convention(norms=on.q_and_k_norm, window=on.window_of_sliding_layer, rotates=on.where_sliding_or_all),
+        "exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention"),
+    (Convention(norms=on.q_and_k_norm, window=on.window_of_layer, rotates=on.where_windowed, sinks=True),
+        "flint.FlintAttention"),
+    (Convention(norms=on.q_and_k_norm_perhaps), "glm4_moe.Glm4MoeAttention"),
+    (Convention(on.gate_beside_q, norms=on.q_and_k_norm, finish=on.gated_o_proj),
+        "qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention"),
+    (Convention(on.gate_proj, norms=on.q_and_k_norm, window=on.window_of_layer, rotates=on.where_local,
+        finish=on.gated_o_proj, documents_in_masks=False), "afmoe.AfmoeAttention"),
+    (Convention(on.g_proj, norms=on.q_and_k_norm, window=on.window_of_layer, finish=on.softplus_gated_o_proj),
+        "laguna.LagunaAttention"),
+    (Convention(norms=on.q_and_k_layernorm, finish=on.out_proj), "lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention"),
+    (Convention(norms=on.q_and_k_layernorm_perhaps, finish=on.dense), "phi.PhiAttention"),
+    (Convention(on.rows_normed), "flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention"),
+    (Convention(on.rows_normed, rotates=on.where_tables_are_given), "olmo_hybrid.OlmoHybridAttention"),
+    (Convention(on.rows_normed, window=on.window_of_layer), "olmo3.Olmo3Attention"),
+    (Convention(on.rows_normed_clipped), "olmoe.OlmoeAttention"),
+    (Convention(on.fused, window=on.window_of_model), "phi3.Phi3Attention"),
+    (Convention(on.fused_clipped, finish=on.out_proj), "dbrx.DbrxAttention"),
+    (Convention(on.fused_by_head, finish=on.dense), "gpt_neox.GPTNeoXAttention"),
+    (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense, documents_in_masks=_IS_5),
+        "persimmon.PersimmonAttention"),
+    (Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=True), "cohere.CohereAttention"),
+    (Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed),
+        "cohere2.Cohere2Attention"),
+    (Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer,
+        rotates=on.where_windowed_or_told), "cohere2_moe.Cohere2MoeAttention"),
     # These write their tables for halves and read the first half of them for pairs.
-    (
-        Convention(interleaved=True),
-        (
-            "ernie4_5.Ernie4_5Attention",
-            "ernie4_5_moe.Ernie4_5_MoeAttention",
-            "glm.GlmAttention",
-            "glm4.Glm4Attention",
-            "helium.HeliumAttention",
-        ),
-    ),
-    (
-        Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True, documents_in_masks=False),
-        ("gpt_oss.GptOssAttention",),
-    ),
+    (Convention(interleaved=True),
+        "ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention glm.GlmAttention glm4.Glm4Attention "
+        "helium.HeliumAttention"),
+    (Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True, documents_in_masks=False),
+        "gpt_oss.GptOssAttention"),
     # Decoders of multimodal models that have attention modules of their own.
-    (
-        Convention(window=on.window_of_layer, sections=on.mrope_sections, text_positions=on.first_of_four),
-        ("qwen2_vl.Qwen2VLAttention", "qwen2_5_vl.Qwen2_5_VLAttention"),
-    ),
-    (
-        Convention(norms=on.q_and_k_norm, text_positions=_TEXT_OF_QWEN3_VL),
-        ("qwen3_vl.Qwen3VLTextAttention", "qwen3_vl_moe.Qwen3VLMoeTextAttention"),
-    ),
-)
+    (Convention(window=on.window_of_layer, sections=on.mrope_sections, text_positions=on.first_of_four),
+        "qwen2_vl.Qwen2VLAttention qwen2_5_vl.Qwen2_5_VLAttention"),
+    (Convention(norms=on.q_and_k_norm, text_positions=_TEXT_OF_QWEN3_VL),
+        "qwen3_vl.Qwen3VLTextAttention qwen3_vl_moe.Qwen3VLMoeTextAttention"),
+)  # fmt: skip
 # Attention by its name only: recurrences, which stay as they are beside a model's attention.
 _RECURRENT = {"minimax.modeling_minimax.MiniMaxLightningAttention"}
-_REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "its decoder layer passes no additional keyword arguments on to it, so that it cannot be told which tokens are "
-        "padding",
-        ("nemotron.NemotronAttention", "stablelm.StableLmAttention"),
-    ),
-    (
-        "its values have another head dimension than its queries and keys (multi-head latent attention)",
-        (
-            "axk1.AXK1Attention",
-            "axk2.AXK2Attention",
-            "bailing_hybrid.BailingHybridAttention",
-            "deepseek_v2.DeepseekV2Attention",
-            "deepseek_v3.DeepseekV3Attention",
-            "deepseek_v32.DeepseekV32Attention",
-            "dots3_note.Dots3NoteTextAttention",
-            "glm4_moe_lite.Glm4MoeLiteAttention",
-            "glm_moe_dsa.GlmMoeDsaAttention",
-            "hy_v4.HYV4Attention",
-            "kimi_linear.KimiLinearAttention",
-            "longcat_flash.LongcatFlashMLA",
-            "minicpm3.MiniCPM3Attention",
-            "mistral4.Mistral4Attention",
-            "youtu.YoutuAttention",
-        ),
-    ),
-    ("its values have another head dimension than its queries and keys", ("mimo_v2_flash.MiMoV2FlashAttention",)),
-    ("its keys and values are compressed, and are one and the same", ("deepseek_v4.DeepseekV4Attention",)),
-    (
-        "some of its layers attend to the keys and values of others",
-        ("gemma3n.Gemma3nTextAttention", "gemma4.Gemma4TextAttention", "gemma4_unified.Gemma4UnifiedTextAttention"),
-    ),
-    (
-        "it looks its angles up by position in a table of its own",
-        ("codegen.CodeGenAttention", "gptj.GPTJAttention"),
-    ),
-    (
-        "it makes its tables by itself, from positions",
-        (
-            "kyutai_speech_to_text.KyutaiSpeechToTextAttention",
-            "moshi.MoshiAttention",
-            "recurrent_gemma.RecurrentGemmaAttention",
-        ),
-    ),
-    ("it does not rotate", ("jamba.JambaAttention", "nemotron_h.NemotronHAttention")),
-    ("it rotates in the opposite direction", ("nanochat.NanoChatAttention",)),
-    ("its output is the difference of two attentions", ("diffllama.DiffLlamaAttention",)),
-    ("it masks keys by what their values are", ("doge.DogeAttention",)),
-    ("its queries are projected by experts, several for each token", ("jetmoe.JetMoeAttention",)),
-    ("it attends within chunks of the sequence", ("llama4.Llama4TextAttention",)),
-    ("it adds ALiBi's bias where the config asks for it", ("falcon.FalconAttention",)),
-    ("it returns a bias for its layer to add", ("gpt_neox_japanese.GPTNeoXJapaneseAttention",)),
-    (
-        "one module serves several layers, with a place in the cache for each",
-        ("hrm_text.HrmTextAttention", "zamba2.Zamba2Attention"),
-    ),
-    ("convolutions stand between its projections and the rotation", ("zaya.ZayaAttention",)),
-    ("queries of its layers without rotation are scaled by position", ("beam.BeamAttention",)),
-    ("its model decodes patches of bytes, by several decoders", ("blt.BltSelfAttention",)),
-    (
-        "its model has an encoder, whose attention is none of the supported",
-        ("t5gemma.T5GemmaSelfAttention", "t5gemma2.T5Gemma2SelfAttention"),
-    ),
-    (
-        "it computes what a supported class does, but in a model of images or of speech that no test here covers",
-        (
-            "cosmos3_edge.Cosmos3EdgeTextAttention",
-            "csm.CsmAttention",
-            "deepseek_ocr2.DeepseekOcr2TextAttention",
-            "gradium_phonon_tts.GradiumPhononTTSAttention",
-            "granite4_vision.Granite4VisionTextAttention",
-            "granite_docling.GraniteDoclingTextAttention",
-            "higgs_audio_v2.HiggsAudioV2Attention",
-            "phi4_multimodal.Phi4MultimodalAttention",
-            "pocket_tts.PocketTTSAttention",
-            "qwen2_5_omni.Qwen2_5OmniAttention",
-            "qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention",
-            "qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention",
-            "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention",
-            "voxtral_realtime.VoxtralRealtimeAttention",
-            "voxtral_realtime.VoxtralRealtimeTextAttention",
-        ),
-    ),
-)
+_REASONS: tuple[tuple[str, str], ...] = (
+    ("its decoder layer passes no additional keyword arguments on to it, so that it cannot be told which tokens "
+     "are padding", "nemotron.NemotronAttention stablelm.StableLmAttention"),
+    ("its values have another head dimension than its queries and keys (multi-head latent attention)",
+        "axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention deepseek_v2.DeepseekV2Attention "
+        "deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention "
+        "glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention hy_v4.HYV4Attention "
+        "kimi_linear.KimiLinearAttention longcat_flash.LongcatFlashMLA minicpm3.MiniCPM3Attention "
+        "mistral4.Mistral4Attention youtu.YoutuAttention"),
+    ("its values have another head dimension than its queries and keys", "mimo_v2_flash.MiMoV2FlashAttention"),
+    ("its keys and values are compressed, and are one and the same", "deepseek_v4.DeepseekV4Attention"),
+    ("some of its layers attend to the keys and values of others",
+        "gemma3n.Gemma3nTextAttention gemma4.Gemma4TextAttention gemma4_unified.Gemma4UnifiedTextAttention"),
+    ("it looks its angles up by position in a table of its own", "codegen.CodeGenAttention gptj.GPTJAttention"),
+    ("it makes its tables by itself, from positions",
+        "kyutai_speech_to_text.KyutaiSpeechToTextAttention moshi.MoshiAttention "
+        "recurrent_gemma.RecurrentGemmaAttention"),
+    ("it does not rotate", "jamba.JambaAttention nemotron_h.NemotronHAttention"),
+    ("it rotates in the opposite direction", "nanochat.NanoChatAttention"),
+    ("its output is the difference of two attentions", "diffllama.DiffLlamaAttention"),
+    ("it masks keys by what their values are", "doge.DogeAttention"),
+    ("its queries are projected by experts, several for each token", "jetmoe.JetMoeAttention"),
+    ("it attends within chunks of the sequence", "llama4.Llama4TextAttention"),
+    ("it adds ALiBi's bias where the config asks for it", "falcon.FalconAttention"),
+    ("it returns a bias for its layer to add", "gpt_neox_japanese.GPTNeoXJapaneseAttention"),
+    ("one module serves several layers, with a place in the cache for each",
+        "hrm_text.HrmTextAttention zamba2.Zamba2Attention"),
+    ("convolutions stand between its projections and the rotation", "zaya.ZayaAttention"),
+    ("queries of its layers without rotation are scaled by position", "beam.BeamAttention"),
+    ("its model decodes patches of bytes, by several decoders", "blt.BltSelfAttention"),
+    ("its model has an encoder, whose attention is none of the supported",
+        "t5gemma.T5GemmaSelfAttention t5gemma2.T5Gemma2SelfAttention"),
+    ("it computes what a supported class does, but in a model of images or of speech that no test here covers",
+        "cosmos3_edge.Cosmos3EdgeTextAttention csm.CsmAttention deepseek_ocr2.DeepseekOcr2TextAttention "
+        "gradium_phonon_tts.GradiumPhononTTSAttention granite4_vision.Granite4VisionTextAttention "
+        "granite_docling.GraniteDoclingTextAttention higgs_audio_v2.HiggsAudioV2Attention "
+        "phi4_multimodal.Phi4MultimodalAttention pocket_tts.PocketTTSAttention qwen2_5_omni.Qwen2_5OmniAttention "
+        "qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention "
+        "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention voxtral_realtime.VoxtralRealtimeAttention "
+        "voxtral_realtime.VoxtralRealtimeTextAttention"),
+)  # fmt: skip
 # Before transformers 5 the decoders of these lose further keywords on the way, or make caches of a type of their own.
 SINCE_5 = (
-    "dbrx.DbrxAttention",
-    "falcon_h1.FalconH1Attention",
-    "flex_olmo.FlexOlmoAttention",
-    "granitemoe.GraniteMoeAttention",
-    "granitemoeshared.GraniteMoeSharedAttention",
-    "lfm2.Lfm2Attention",
-    "olmoe.OlmoeAttention",
-    "phimoe.PhimoeAttention",
-    "qwen2_moe.Qwen2MoeAttention",
-    "qwen3_next.Qwen3NextAttention",
-)
+    "dbrx.DbrxAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention granitemoe.GraniteMoeAttention "
+    "granitemoeshared.GraniteMoeSharedAttention lfm2.Lfm2Attention olmoe.OlmoeAttention phimoe.PhimoeAttention "
+    "qwen2_moe.Qwen2MoeAttention qwen3_next.Qwen3NextAttention"
+).split()
 
 
 def path_of(row: str) -> str:
@@ -282,9 +151,9 @@ def path_of(row: str) -> str:
 
 
 # By path below transformers.models, as `name_of` gives it.
-SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows}
+SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows.split()}
 # Of classes that are not served, why; the sentence is about the class.
-UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows}
+UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows.split()}
 if not _IS_5:
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
