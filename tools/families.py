@@ -32,7 +32,7 @@ _PHRASES: dict[object, str] = {
     on.fused_clipped: "one projection for q, k and v, clipped where the config asks for it",
     on.fused_by_head: "one projection, head by head",
     on.fused_by_head_layernormed_perhaps: "one projection, head by head, normed where the config asks for it",
-    on.gate_beside_q: "a gate beside q",
+    on.gate_in_q_proj: "a gate beside q",
     on.gate_proj: "a projected gate",
     on.g_proj: "a projected gate",
     on.window_of_layer: "windows in some layers",

@@ -132,9 +132,19 @@ def rope_attention(
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
     options = (  # in the order of ``Options``, because a record would cost a known call 0.2 us
-        causal, return_lse, softmax_scale, rotary_dim, interleaved, window, softcap, norm_eps, norm_offset,
-        deterministic, backend, strategy,
-    )  # fmt: skip
+        causal,
+        return_lse,
+        softmax_scale,
+        rotary_dim,
+        interleaved,
+        window,
+        softcap,
+        norm_eps,
+        norm_offset,
+        deterministic,
+        backend,
+        strategy,
+    )
     known = eager.find(tensors, layout, options) if has_triton() else None
     if known is not None:
         if layout == "bshd":
@@ -226,10 +236,19 @@ def rope_attention_varlen(
     q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
     options = Options(
-        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
-        deterministic=deterministic, backend=backend, strategy=strategy,
-    )  # fmt: skip
+        causal=causal,
+        return_lse=return_lse,
+        softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        softcap=softcap,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        deterministic=deterministic,
+        backend=backend,
+        strategy=strategy,
+    )
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
     o, lse = _attend(problem, tensors, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
@@ -310,10 +329,19 @@ def plan(
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
     options = Options(
-        causal=causal, return_lse=return_lse, softmax_scale=softmax_scale, rotary_dim=rotary_dim,
-        interleaved=interleaved, window=window, softcap=softcap, norm_eps=norm_eps, norm_offset=norm_offset,
-        deterministic=deterministic, backend=backend, strategy=strategy,
-    )  # fmt: skip
+        causal=causal,
+        return_lse=return_lse,
+        softmax_scale=softmax_scale,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        softcap=softcap,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        deterministic=deterministic,
+        backend=backend,
+        strategy=strategy,
+    )
     return _plan(_describe(tensors, options, layout, convert=stand_in)[0])
 
 

@@ -135,9 +135,15 @@ def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple:
     if not (window is sinks is starts is lens is q_norm is k_norm is None):
         others = *map(type, window or ()), *[x is None for x in (sinks, starts, lens, q_norm, k_norm)]
     return (
-        q.shape, k.shape, others, layout, options, (*map(type, options),), torch.is_grad_enabled(),
+        q.shape,
+        k.shape,
+        others,
+        layout,
+        options,
+        (*map(type, options),),
+        torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    )
 
 
 def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, described: Tensors) -> None:

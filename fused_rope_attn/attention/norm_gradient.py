@@ -140,7 +140,15 @@ class NormGradients:
         q, k = raw(tensors, self.is_rotated)
         sums = self.weights.allocate(dq.device)
         self.launch(
-            stream, q_ptr=q, dq_ptr=dq, k_ptr=k, dk_ptr=dk, q_norm_ptr=tensors.q_norm, k_norm_ptr=tensors.k_norm,
-            q_sums_ptr=sums.q, k_sums_ptr=sums.k, counters_ptr=sums.counters,
-        )  # fmt: skip
+            stream,
+            q_ptr=q,
+            dq_ptr=dq,
+            k_ptr=k,
+            dk_ptr=dk,
+            q_norm_ptr=tensors.q_norm,
+            k_norm_ptr=tensors.k_norm,
+            q_sums_ptr=sums.q,
+            k_sums_ptr=sums.k,
+            counters_ptr=sums.counters,
+        )
         return self.weights(stream, tensors, sums)

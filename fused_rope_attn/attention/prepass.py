@@ -63,10 +63,18 @@ class RotateQueries:
         q = tensors.q
         out = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
         self.launch(
-            stream, x_ptr=q, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, norm_ptr=tensors.q_norm,
-            counter_ptr=None, lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_q, cu_q_ptr=None,
+            stream,
+            x_ptr=q,
+            out_ptr=out,
+            cos_ptr=tensors.cos,
+            sin_ptr=tensors.sin,
+            norm_ptr=tensors.q_norm,
+            counter_ptr=None,
+            lens_ptr=tensors.kv_lens,
+            cu_ptr=tensors.cu_seqlens_q,
+            cu_q_ptr=None,
             cu_k_ptr=tensors.cu_seqlens_k,
-        )  # fmt: skip
+        )
         return out
 
 
@@ -83,17 +91,29 @@ class RotateKeys:
     """
 
     def __init__(
-        self, tensors: Tensors, problem: Problem, shared: dict[str, Any], config, *, counter: bool = False,
-        tile_rows: int = 0, overlaps: bool = False,
-    ):  # fmt: skip
+        self,
+        tensors: Tensors,
+        problem: Problem,
+        shared: dict[str, Any],
+        config,
+        *,
+        counter: bool = False,
+        tile_rows: int = 0,
+        overlaps: bool = False,
+    ):
         self.describes_tiles = tile_rows > 0 and problem.is_packed
         tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.describes_tiles else 0
         self.counter_size = TILE_WORDS.value * (1 + tiles)
         self.strides = contiguous_strides(tensors.k.shape)
         own = {
-            "sign": None, "NQ": None, "NK": None, "ZERO_COUNTER": counter, "TILE_ROWS": 0, "PAD_TO": 0,
+            "sign": None,
+            "NQ": None,
+            "NK": None,
+            "ZERO_COUNTER": counter,
+            "TILE_ROWS": 0,
+            "PAD_TO": 0,
             "out_strides": self.strides,
-        }  # fmt: skip
+        }
         if self.describes_tiles:
             own |= {"NQ": problem.len_q, "TILE_ROWS": tile_rows}
         self.launch = _rotation(tensors.k, problem, shared, config, overlaps=overlaps and config.pdl, **own)
@@ -102,8 +122,16 @@ class RotateKeys:
         k = tensors.k
         out = torch.empty_strided(k.shape, self.strides, dtype=k.dtype, device=k.device)
         self.launch(
-            stream, x_ptr=k, out_ptr=out, cos_ptr=tensors.cos, sin_ptr=tensors.sin, norm_ptr=tensors.k_norm,
-            counter_ptr=counter, lens_ptr=tensors.kv_lens, cu_ptr=tensors.cu_seqlens_k,
-            cu_q_ptr=tensors.cu_seqlens_q if self.describes_tiles else None, cu_k_ptr=None,
-        )  # fmt: skip
+            stream,
+            x_ptr=k,
+            out_ptr=out,
+            cos_ptr=tensors.cos,
+            sin_ptr=tensors.sin,
+            norm_ptr=tensors.k_norm,
+            counter_ptr=counter,
+            lens_ptr=tensors.kv_lens,
+            cu_ptr=tensors.cu_seqlens_k,
+            cu_q_ptr=tensors.cu_seqlens_q if self.describes_tiles else None,
+            cu_k_ptr=None,
+        )
         return out

@@ -282,10 +282,24 @@ def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | No
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, _ = k.shape
     return (
-        q.dtype, q.device, batch, heads_q, heads_kv, len_q, len_k, head_dim, rotary_dim, as_int(max_seqlen),
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, sinks is not None, kv_starts is not None,
-        kv_lens is not None, cache, "ieee", False,
-    )  # fmt: skip
+        q.dtype,
+        q.device,
+        batch,
+        heads_q,
+        heads_kv,
+        len_q,
+        len_k,
+        head_dim,
+        rotary_dim,
+        as_int(max_seqlen),
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        sinks is not None,
+        kv_starts is not None,
+        kv_lens is not None,
+        cache,
+        "ieee",
+        False,
+    )
 
 
 def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> dict[str, Any]:

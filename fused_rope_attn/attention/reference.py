@@ -275,9 +275,16 @@ def packed_attention(
     )
     first = cu_seqlens_k.long()[sequence]
     return attend(
-        q_rot, k_rot, v, (low + first)[None], (high + first)[None], softmax_scale=softmax_scale, softcap=softcap,
-        sinks=sinks, apart=True,
-    )  # fmt: skip
+        q_rot,
+        k_rot,
+        v,
+        (low + first)[None],
+        (high + first)[None],
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        apart=True,
+    )
 
 
 def norm_rotate(

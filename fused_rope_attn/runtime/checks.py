@@ -58,9 +58,15 @@ def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: 
 
 
 def check_queries_and_keys(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, suffix: str = "", length: str = "NK",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    suffix: str = "",
+    length: str = "NK",
     layout: str = "bhsd",
-) -> None:  # fmt: skip
+) -> None:
     """Check dtypes, devices and shapes of q, k and v, given as (B, H, N, D).
 
     suffix: of the names of k and v, "_cache" for caches. length: the name of their number of rows.

@@ -92,9 +92,16 @@ class Launch:
             compiled[self.grid](*given.values(), *self.arguments.values())
         else:  # as compiled[grid](...) launches without hooks in triton 3.6 to 3.9
             compiled.run(
-                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given.values(),
+                *self.grid,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                *given.values(),
                 *self.arguments.values(),
-            )  # fmt: skip
+            )
 
     def for_driver(self, tensors: dict) -> tuple[Kernel, dict[str, torch.Tensor]]:
         """Return this launch as the driver makes it, and the tensors by name without their sources.

@@ -36,9 +36,15 @@ class Operator:
     __slots__ = ("function", "overload", "_autograd")
 
     def __init__(
-        self, schema: str, *, run: Callable, fake: Callable, function: str, autograd: Callable | None = None,
+        self,
+        schema: str,
+        *,
+        run: Callable,
+        fake: Callable,
+        function: str,
+        autograd: Callable | None = None,
         is_gradient: bool = False,
-    ):  # fmt: skip
+    ):
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.function = function

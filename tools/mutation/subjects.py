@@ -95,7 +95,7 @@ SUBJECTS = (
     ),  # fmt: skip
     _of_models("patch", "patching", "options", "pickling", more=("wrapping", "report", "families")),
     _of_models("report", "report", more=("options", "distributed")),
-    _of_models("rooms", "dynamic_caches"),
+    _of_models("buffers", "dynamic_caches"),
     _of_models("state", "report", "hooks", "pickling", more=("distributed",)),
     Subject("integrations/transformers/tables.py", ("integrations/transformers/test_tables.py",), (), _HF_PRELOAD),
 )

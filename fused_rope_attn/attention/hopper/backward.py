@@ -221,26 +221,71 @@ class BackwardCall:
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         stream = device.current_stream(where)
         self.preprocess(
-            stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=cleared, progress_ptr=progress,
-            q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
-            k_norm_ptr=k_norm, counters_ptr=sums.counters, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
-        )  # fmt: skip
+            stream,
+            o_ptr=o,
+            do_ptr=do,
+            lse_ptr=lse,
+            stats_ptr=stats,
+            accumulator_ptr=cleared,
+            progress_ptr=progress,
+            q_ptr=q,
+            q_rot_ptr=q_rot,
+            k_ptr=k,
+            k_rot_ptr=k_rot,
+            cos_ptr=cos,
+            sin_ptr=sin,
+            q_norm_ptr=q_norm,
+            k_norm_ptr=k_norm,
+            counters_ptr=sums.counters,
+            lens_ptr=lens,
+            cu_q_ptr=cu_q,
+            cu_k_ptr=cu_k,
+        )
         self.main(
-            stream, q_desc=self.q_source(q_rot), k_desc=self.k_source(k_rot), v_desc=self.v_source(v),
-            do_desc=self.do_source(do), stats_desc=self.stats_source(stats),
-            dq_accumulator=accumulator if self.wide else self.dq_source(accumulator), progress_ptr=progress,
-            cos_ptr=cos, sin_ptr=sin, dk_ptr=dk, dv_ptr=dv, starts_ptr=starts, lens_ptr=lens,
-            cu_q_ptr=cu_q, cu_k_ptr=cu_k, k_norm_ptr=k_norm, raw_k_ptr=raw_k, k_sums_ptr=sums.k,
-        )  # fmt: skip
+            stream,
+            q_desc=self.q_source(q_rot),
+            k_desc=self.k_source(k_rot),
+            v_desc=self.v_source(v),
+            do_desc=self.do_source(do),
+            stats_desc=self.stats_source(stats),
+            dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
+            progress_ptr=progress,
+            cos_ptr=cos,
+            sin_ptr=sin,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            starts_ptr=starts,
+            lens_ptr=lens,
+            cu_q_ptr=cu_q,
+            cu_k_ptr=cu_k,
+            k_norm_ptr=k_norm,
+            raw_k_ptr=raw_k,
+            k_sums_ptr=sums.k,
+        )
         parts = None
         if sinks is not None:
             parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
         self.postprocess(
-            stream, accumulator_ptr=accumulator, progress_ptr=progress, cos_ptr=cos, sin_ptr=sin, dq_ptr=dq,
-            stats_ptr=None if sinks is None else stats, sinks_ptr=sinks, dsinks_ptr=parts, lens_ptr=lens,
-            cu_q_ptr=cu_q, cu_k_ptr=cu_k, norm_ptr=q_norm, raw_q_ptr=raw_q, sums_ptr=sums.q,
-            k_sums_ptr=sums.k, parts_ptr=sums.parts, counters_ptr=sums.counters, dq_norm_ptr=dq_norm,
+            stream,
+            accumulator_ptr=accumulator,
+            progress_ptr=progress,
+            cos_ptr=cos,
+            sin_ptr=sin,
+            dq_ptr=dq,
+            stats_ptr=None if sinks is None else stats,
+            sinks_ptr=sinks,
+            dsinks_ptr=parts,
+            lens_ptr=lens,
+            cu_q_ptr=cu_q,
+            cu_k_ptr=cu_k,
+            norm_ptr=q_norm,
+            raw_q_ptr=raw_q,
+            sums_ptr=sums.q,
+            k_sums_ptr=sums.k,
+            parts_ptr=sums.parts,
+            counters_ptr=sums.counters,
+            dq_norm_ptr=dq_norm,
             dk_norm_ptr=dk_norm,
-        )  # fmt: skip
+        )
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)

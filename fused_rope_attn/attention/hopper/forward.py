@@ -31,9 +31,13 @@ class ForwardCall:
     """
 
     def __init__(
-        self, problem: Problem, tensors: tuple, config: HopperForwardConfig, saving: Saving = Saving.NOTHING,
+        self,
+        problem: Problem,
+        tensors: tuple,
+        config: HopperForwardConfig,
+        saving: Saving = Saving.NOTHING,
         keys_are_ready: bool = False,
-    ):  # fmt: skip
+    ):
         given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
         pad_d = max(64, block_d(problem.head_dim))
@@ -132,9 +136,21 @@ class ForwardCall:
             q_rot_desc = self.q_source(q_rot)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
         self.launch(
-            stream, q_ptr=q, q_desc=q_desc, q_rot_desc=q_rot_desc, k_desc=self.k_source(k),
-            v_desc=self.v_source(tensors.v), o_desc=self.o_source(o), o_ptr=o if self.packed else None,
-            cos_ptr=tensors.cos, sin_ptr=tensors.sin, q_norm_ptr=q_norm, lse_ptr=lse, counter_ptr=counter,
-            sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens,
-        )  # fmt: skip
+            stream,
+            q_ptr=q,
+            q_desc=q_desc,
+            q_rot_desc=q_rot_desc,
+            k_desc=self.k_source(k),
+            v_desc=self.v_source(tensors.v),
+            o_desc=self.o_source(o),
+            o_ptr=o if self.packed else None,
+            cos_ptr=tensors.cos,
+            sin_ptr=tensors.sin,
+            q_norm_ptr=q_norm,
+            lse_ptr=lse,
+            counter_ptr=counter,
+            sinks_ptr=tensors.sinks,
+            starts_ptr=tensors.kv_starts,
+            lens_ptr=tensors.kv_lens,
+        )
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)

@@ -165,23 +165,66 @@ class BackwardCall:
         stream = device.current_stream(q.device)
         if self.preprocess is not None:
             self.preprocess(
-                stream, o_ptr=o, do_ptr=do, lse_ptr=lse, stats_ptr=stats, accumulator_ptr=None, progress_ptr=None,
-                q_ptr=q, q_rot_ptr=q_rot, k_ptr=k, k_rot_ptr=k_rot, cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm,
-                k_norm_ptr=k_norm, counters_ptr=None, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
-            )  # fmt: skip
+                stream,
+                o_ptr=o,
+                do_ptr=do,
+                lse_ptr=lse,
+                stats_ptr=stats,
+                accumulator_ptr=None,
+                progress_ptr=None,
+                q_ptr=q,
+                q_rot_ptr=q_rot,
+                k_ptr=k,
+                k_rot_ptr=k_rot,
+                cos_ptr=cos,
+                sin_ptr=sin,
+                q_norm_ptr=q_norm,
+                k_norm_ptr=k_norm,
+                counters_ptr=None,
+                lens_ptr=lens,
+                cu_q_ptr=cu_q,
+                cu_k_ptr=cu_k,
+            )
         if self.dkdv is not None:
             self.dkdv(
-                stream, q_ptr=self.q_source(q_rot), k_ptr=k_rot, v_ptr=v, do_ptr=self.do_source(do), stats_ptr=stats,
-                cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm, k_norm_ptr=k_norm, dk_ptr=dk, dv_ptr=dv,
-                starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
-            )  # fmt: skip
+                stream,
+                q_ptr=self.q_source(q_rot),
+                k_ptr=k_rot,
+                v_ptr=v,
+                do_ptr=self.do_source(do),
+                stats_ptr=stats,
+                cos_ptr=cos,
+                sin_ptr=sin,
+                q_norm_ptr=q_norm,
+                k_norm_ptr=k_norm,
+                dk_ptr=dk,
+                dv_ptr=dv,
+                starts_ptr=starts,
+                lens_ptr=lens,
+                cu_q_ptr=cu_q,
+                cu_k_ptr=cu_k,
+            )
         parts = self.results.sink_parts(q)
         if self.dq is not None:
             self.dq(
-                stream, q_ptr=q_rot, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), do_ptr=do, stats_ptr=stats,
-                cos_ptr=cos, sin_ptr=sin, q_norm_ptr=q_norm, k_norm_ptr=k_norm, dq_ptr=dq, dsinks_ptr=parts,
-                sinks_ptr=sinks, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
-            )  # fmt: skip
+                stream,
+                q_ptr=q_rot,
+                k_ptr=self.k_source(k_rot),
+                v_ptr=self.v_source(v),
+                do_ptr=do,
+                stats_ptr=stats,
+                cos_ptr=cos,
+                sin_ptr=sin,
+                q_norm_ptr=q_norm,
+                k_norm_ptr=k_norm,
+                dq_ptr=dq,
+                dsinks_ptr=parts,
+                sinks_ptr=sinks,
+                starts_ptr=starts,
+                lens_ptr=lens,
+                cu_q_ptr=cu_q,
+                cu_k_ptr=cu_k,
+            )
         return self.results.gradients(stream, tensors, written, parts)
 
 
@@ -250,11 +293,27 @@ class OneLaunchCall:
         stream = device.current_stream(q.device)
         if self.launch is not None:
             self.launch(
-                stream, q_ptr=self.query_source(q), k_ptr=self.k_source(k), v_ptr=self.v_source(v),
-                do_ptr=self.do_source(do), o_ptr=self.o_source(o), lse_ptr=lse, cos_ptr=cos, sin_ptr=sin,
-                q_norm_ptr=q_norm, k_norm_ptr=k_norm, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dsinks_ptr=parts,
-                sinks_ptr=sinks, starts_ptr=starts, lens_ptr=lens, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
-            )  # fmt: skip
+                stream,
+                q_ptr=self.query_source(q),
+                k_ptr=self.k_source(k),
+                v_ptr=self.v_source(v),
+                do_ptr=self.do_source(do),
+                o_ptr=self.o_source(o),
+                lse_ptr=lse,
+                cos_ptr=cos,
+                sin_ptr=sin,
+                q_norm_ptr=q_norm,
+                k_norm_ptr=k_norm,
+                dq_ptr=dq,
+                dk_ptr=dk,
+                dv_ptr=dv,
+                dsinks_ptr=parts,
+                sinks_ptr=sinks,
+                starts_ptr=starts,
+                lens_ptr=lens,
+                cu_q_ptr=cu_q,
+                cu_k_ptr=cu_k,
+            )
         return self.results.gradients(stream, tensors, written, parts)
 
 

@@ -90,9 +90,21 @@ class ForwardCall:
         if self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         self.launch(
-            stream, q_ptr=q, q_rot_ptr=q_rot, k_ptr=self.k_source(k), v_ptr=self.v_source(tensors.v),
-            cos_ptr=tensors.cos, sin_ptr=tensors.sin, q_norm_ptr=tensors.q_norm, k_norm_ptr=tensors.k_norm, o_ptr=o,
-            lse_ptr=lse, sinks_ptr=tensors.sinks, starts_ptr=tensors.kv_starts, lens_ptr=tensors.kv_lens,
-            cu_q_ptr=tensors.cu_seqlens_q, cu_k_ptr=tensors.cu_seqlens_k,
-        )  # fmt: skip
+            stream,
+            q_ptr=q,
+            q_rot_ptr=q_rot,
+            k_ptr=self.k_source(k),
+            v_ptr=self.v_source(tensors.v),
+            cos_ptr=tensors.cos,
+            sin_ptr=tensors.sin,
+            q_norm_ptr=tensors.q_norm,
+            k_norm_ptr=tensors.k_norm,
+            o_ptr=o,
+            lse_ptr=lse,
+            sinks_ptr=tensors.sinks,
+            starts_ptr=tensors.kv_starts,
+            lens_ptr=tensors.kv_lens,
+            cu_q_ptr=tensors.cu_seqlens_q,
+            cu_k_ptr=tensors.cu_seqlens_k,
+        )
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)

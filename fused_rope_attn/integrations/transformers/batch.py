@@ -1,7 +1,7 @@
-"""What a batch's padding and packing mean to all layers of a decoder: found once per forward pass, on the device.
+"""The padding and packing of a batch, found on the device once per forward pass for all layers of a decoder.
 
-transformers hands each layer a mask whose form depends on the attention implementation. This file reads what the model
-itself is given, a 2-D padding mask, position ids or cu_seqlens, before any mask is built of it.
+transformers passes each layer a mask, and its form depends on the attention implementation. This file reads the model's
+own inputs, a 2-D padding mask, position ids or cu_seqlens, before transformers builds a mask from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fused_rope_attn.integrations.transformers.obstacles import (
     is_causal,
     layer_of,
     obstacle,
-    refuse_what_nobody_computes,
+    refuse_wrong_calls,
     uses_flash,
     uses_masks_by_default,
 )
@@ -35,40 +35,40 @@ _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 
 
 class Kept:
-    """What the layers of one forward pass keep for each other. Lives as long as the pass's Batch does, and no longer.
+    """Values that the layers of one forward pass share. They live exactly as long as the pass's Batch.
 
-    tables: by what they are made of, which they keep alive, so that its id stays its own.
-    unturned: by device, tables of one row that turn nothing.
+    tables: by the ids of their sources. Each entry keeps its sources alive, so that their ids stay unique.
+    identities: by device, tables of one row that rotate by the angle 0.
     """
 
-    # No dict: a plain object passes through what takes containers apart to move the tensors in them.
-    __slots__ = ("tables", "unturned")
+    # Not a dict, because accelerate and others take containers apart to move the tensors in them.
+    __slots__ = ("identities", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[tuple, Any] = {}
-        self.unturned: dict[torch.device, Any] = {}
+        self.identities: dict[torch.device, Any] = {}
 
 
 class Batch(NamedTuple):
-    """A tuple, so that gradient checkpointing, torch.compile and accelerate's hooks take it for what it is.
+    """A tuple, because gradient checkpointing, torch.compile and accelerate's hooks handle tuples.
 
-    original: why this batch needs the modules' own forward; "" where it does not.
-    kv_starts: (B,) int32, first key of left-padded rows; None where no row is padded on the left.
-    kv_lens: (B,) int32, tokens after this pass, no fewer than any layer of the cache then has keys; None where the
-        cache is empty before it.
-    cached: (B,) int32, tokens before this pass, where attention may write StaticLayers, or with ``rows`` DynamicLayers,
-        itself; None where it may not, and where there are none.
-    rows: tokens before this pass, where attention may write DynamicLayers itself; None where it may not.
-    cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None where there are none.
-    max_seqlen: bound of their lengths.
-    longest: (max_seqlen,) int64: the tokens of the longest of them, whose table rows serve all.
-    declared: cu_seqlens hold in passes with a cache, too: those that position ids mean do not.
-    kept: None where every layer works for itself.
+    original: the reason why this batch needs the modules' own forward, or "".
+    kv_starts: (B,) int32, first key of left-padded rows; None if no row is padded on the left.
+    kv_lens: (B,) int32, tokens after this pass, an upper bound of the keys in every layer of the cache; None if the
+        cache is empty before the pass.
+    cached: (B,) int32, tokens before this pass, if attention may itself write StaticLayers, or with ``rows``
+        DynamicLayers; None if it may not, or if the cache is empty.
+    rows: tokens before this pass, if attention may itself write DynamicLayers; else None.
+    cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
+    max_seqlen: an upper bound of their lengths.
+    longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
+    declared: cu_seqlens also hold in passes with a cache. If they were found from position ids, they do not.
+    kept: None if the layers share nothing.
     causal: False for bidirectional attention.
-    inclusive_window: a bidirectional window of w reaches keys at distance w, too; else w - 1, as a causal one.
-    shared: of a shard of sequences that several ranks share; all else but ``kept`` and ``causal`` then says nothing.
-    rotates_first: the sequences in cu_seqlens have table rows of their own: q and k are rotated before attention.
-    paged: of a pass of continuous batching; all else but ``kept`` then says nothing.
+    inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
+    shared: set if several ranks share the sequences; all other fields except ``kept`` and ``causal`` are then unused.
+    rotates_first: the sequences in cu_seqlens have their own table rows, so q and k are rotated before attention.
+    paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
     """
 
     original: str = ""
@@ -92,13 +92,13 @@ PLAIN = Batch()
 
 
 def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> Batch:
-    """What `given`, the arguments of a decoder's forward by their names, mean to its attention modules.
+    """Return the Batch of a forward pass. given: the arguments of the decoder's forward by name.
 
-    Synchronises with the device at most once, and not at all in a decoding step whose prompt has been described, under
-    torch.compile, or where neither padding nor positions are given. Under torch.compile a padding mask is taken to
-    have no holes.
+    Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
+    torch.compile, or without padding mask and positions. Under torch.compile a padding mask must have no holes, because
+    nothing can check it.
     """
-    refuse_what_nobody_computes(attentions, given)
+    refuse_wrong_calls(attentions, given)
     causal = is_causal(attentions, config, given)
     if given.get("cache") is not None:
         reason = obstacle_to_pages(attentions, config, given, causal)
@@ -108,29 +108,28 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         return Batch(reason)
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
-    size, length = tokens.shape[:2]
     past = given.get("past_key_values")
-    # Not the cache's first layer, which in hybrid models may be another kind's.
+    # Not the cache's first layer, which in hybrid models may be of another kind.
     seen = 0 if past is None else tokens_seen(past, layer_of(attentions[0]))
-    # A bidirectional model attends to the rows of a static cache that nobody has written yet, too.
+    # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     convention = state_of(attentions[0], PATCH).convention
-    batch = _masked(given, tokens, seen, past, bool(causal), config, convention)
+    batch = _masked(given, tokens, seen, bool(causal), config, convention)
     if batch.original:
         return batch
     if not causal:
         batch = _bidirectional(batch, config, given)
-    return _with_cache(batch, past, given, 0 if batch.declared else seen, size, length, tokens.device)
+    return _with_cache(batch, past, given, 0 if batch.declared else seen, tokens)
 
 
 def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batch:
-    """What `given`, the keywords of an attention module's forward, mean to it, where no decoder has called it.
+    """Return the Batch of an attention module that was called without its decoder. given: the call's keywords.
 
-    more: there is a cache, or arguments without a name. A mask, which has some implementation's form, and a cache,
-    whose padding nobody knows, are left to the module's own forward.
+    more: there is a cache, or arguments without a name. Calls with a mask or a cache take the module's own forward,
+    because the mask's form depends on the implementation, and the padding of cached keys is unknown.
     """
-    refuse_what_nobody_computes([module], given)
+    refuse_wrong_calls([module], given)
     if more or given.get("attention_mask") is not None:
         return Batch("a layer called with masks or caches and without its model")
     causal = is_causal([module], module.config, given)
@@ -146,17 +145,17 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
 
 
 def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
-    # If `is_causal` of the call or the config says so, transformers' masks reach one key further than otherwise.
+    # transformers' masks reach one key further if the call or the config sets `is_causal`.
     inclusive = asked_is_causal(config, given) is False and not uses_flash(config)
     return batch._replace(causal=False, inclusive_window=inclusive)
 
 
 def _masked(
-    given: dict[str, Any], tokens: Tensor, seen: int | None, past: Cache | None, causal: bool, config: Any,
-    convention: Convention,
-) -> Batch:  # fmt: skip
-    """The batch as its padding mask, its cu_seqlens or its position ids have it."""
+    given: dict[str, Any], tokens: Tensor, seen: int | None, causal: bool, config: Any, convention: Convention
+) -> Batch:
+    """Return the batch that its padding mask, its cu_seqlens or its position ids describe."""
     size, length = tokens.shape[:2]
+    past = given.get("past_key_values")
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
@@ -165,28 +164,25 @@ def _masked(
         return batch if position_ids is None else _with_positions(batch, position_ids)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
-            return Batch("an attention_mask that has not one column for every key")
+            return Batch("an attention_mask without exactly one column for every key")
         mask = mask.to(tokens.device)
         return _padded(mask, past, length) if causal else _padded_both_ways(mask)
-    # flash-attention finds documents by the position ids of a single row. Other attention gets them in masks. Those of
-    # `is_causal=False` know nothing of documents, nor do those of models that leave positions out.
+    # flash-attention separates documents by the position ids of a single row, other attention by its mask. Masks do not
+    # separate them with `is_causal=False`, or in models that make masks without positions.
     in_masks = convention.documents_in_masks and asked_is_causal(config, given) is not False
-    heeded = size == 1 if uses_flash(config) else in_masks
+    separates = size == 1 if uses_flash(config) else in_masks
     places = None if position_ids is None else convention.text_positions(position_ids)
-    if not heeded or places is None or past is not None or length == 1:
+    if not separates or places is None or past is not None or length == 1:
         return PLAIN
     batch = _packed_by_position(places.expand(size, -1), tokens)
-    # The places of tokens of images are not what they are rotated by.
+    # Image tokens are rotated by other positions than their places in the text.
     return batch if places is position_ids else batch._replace(rotates_first=True)
 
 
-def _with_cache(
-    batch: Batch, past: Cache | None, given: dict[str, Any], seen: int | None, size: int, length: int,
-    device: torch.device,
-) -> Batch:  # fmt: skip
-    """A batch with what its cache means to it; ``seen`` as in ``tokens_seen``."""
-    # Graphs, of either kind, are run again: what the host keeps from layer to layer and step to step is not for them.
-    alone = torch.compiler.is_compiling() or is_capturing(device)
+def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: int | None, tokens: Tensor) -> Batch:
+    """Return the batch with its cache's fields. seen: as ``tokens_seen`` returns it."""
+    # Compiled and captured graphs are run again, so they must not use values that the host kept from one pass.
+    alone = torch.compiler.is_compiling() or is_capturing(tokens.device)
     if not alone:
         batch = batch._replace(kept=Kept())
     if past is None:
@@ -196,19 +192,20 @@ def _with_cache(
         batch = batch._replace(rows=seen)
     if seen == 0 and not _reused(past) or batch.declared:
         return batch
-    kv_lens = _lengths(past, given, seen, size, length, device)
+    size, length = tokens.shape[:2]
+    kv_lens = _lengths(past, given, seen, size, length, tokens.device)
     written = (StaticLayer,) if batch.rows is None else (StaticLayer, DynamicLayer)
     may_write = may_write and any(type(layer) in written for layer in past.layers)
     return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if may_write else None)
 
 
 def _reused(past: Cache | None) -> bool:
-    """Layers that are reset keep their memory, and those that count on the device may hold tokens then."""
+    """Return whether a static layer is initialised, and so, as it may count on the device, may hold tokens."""
     return past is not None and any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
 
 
 def tokens_seen(past: Cache, layer_idx: int) -> int | None:
-    """How many tokens the cache has seen; None where only the device knows."""
+    """Return the number of tokens that the cache has seen; None if only the device knows it."""
     if layer_idx >= len(past.layers):
         return 0
     layer = past.layers[layer_idx]
@@ -221,15 +218,15 @@ def tokens_seen(past: Cache, layer_idx: int) -> int | None:
     return layer.get_seq_length()
 
 
-# Of a cache: the shape of the mask described last, and whether a row of it is padded on the left. Only where the mask
-# had no holes and its last column was full: what generation appends to it is full too.
+# Cache to (the shape of its last mask, whether a row of that is padded on the left). Only masks without holes and with
+# a full last column are kept, because generation appends full columns to them.
 _described: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
-    """A padding mask (B, keys), 0 for tokens that do not exist.
+    """Return the Batch of a padding mask (B, keys), 0 for padding, of causal attention.
 
-    Keys after a row's last token need no mask: causal attention hides them from all tokens there are.
+    Padding after a row's last token needs no mask, because causal attention hides it from all tokens.
     """
     present = mask != 0
     if is_blind(mask):
@@ -252,8 +249,11 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
 
 
 def _padded_both_ways(mask: Tensor) -> Batch:
-    """A padding mask (B, keys) of bidirectional attention, to which padding behind a row's tokens is no more hidden
-    than padding before them: the tokens of every row become one sequence, and the padding between two rows another."""
+    """Return the Batch of a padding mask (B, keys) of bidirectional attention.
+
+    Padding on either side must be hidden, so the tokens of every row become one packed sequence, and the padding
+    between the tokens of two rows another.
+    """
     present = mask != 0
     size, length = present.shape
     starts = _starts(present)
@@ -271,7 +271,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
 
 
 def _starts(present: Tensor) -> Tensor:
-    """(B,) int32: index of the first token of every row; the number of columns where there is none."""
+    """Return (B,) int32: the first token of every row, or the number of columns if a row has no token."""
     first = present.int().argmax(1)
     return torch.where(present.any(1), first, present.shape[1]).int()
 
@@ -286,10 +286,10 @@ def _packed_by_position(position_ids: Tensor, tokens: Tensor) -> Batch:
 
 
 def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
-    """A batch of packed sequences that came with position ids of any kind: (B, N) or, of images, (3, B, N) and more.
+    """Return a packed batch with its position ids, (B, N), or (3, B, N) and more for images.
 
-    Attention rotates by the place within a sequence. That is right for positions that count up by one, of which the
-    device makes sure; any other kind of positions is rotated before.
+    Attention rotates by the place within a sequence, which is right for positions that count up by one. A device-side
+    assertion checks (B, N); positions of images are rotated before attention.
     """
     if position_ids.ndim != 2:
         return batch._replace(rotates_first=True)
@@ -313,8 +313,10 @@ def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
 def _lengths(
     past: Cache, given: dict[str, Any], seen: int | None, size: int, length: int, device: torch.device
 ) -> Tensor:
-    """(B,) int32: tokens after this pass, of a cache that holds some; more than there are where a full sliding layer no
-    longer counts them, since kernels read no further than its end."""
+    """Return (B,) int32: tokens after this pass, of a cache that is not empty.
+
+    A full sliding layer stops counting. The result is then too large, but kernels stop at the layer's end.
+    """
     layers = [layer for layer in past.layers if isinstance(layer, StaticLayer)]
     whole = next((layer for layer in layers if not layer.is_sliding), None)
     if given.get("cache_position") is not None:
@@ -324,24 +326,24 @@ def _lengths(
     elif whole is None and cast(int, seen) >= layers[0].max_cache_len:
         total = layers[0].max_cache_len + length
     else:
-        # Compiled graphs are replayed with a tensor's value, but with the int that they were made with.
+        # A compiled graph reads a tensor again in each run, but keeps the int that it was compiled with.
         layer = layers[0] if whole is None else whole
         count = getattr(layer, "cumulative_length", None)
         total = (layer.get_seq_length() if count is None else count) + length
     if not isinstance(total, Tensor):
         return torch.full((size,), total, dtype=torch.int32, device=device)
     if whole is not None and not torch.compiler.is_compiling():
-        # StaticLayer.update would refuse; what writes in its place passes over tokens that find no row.
+        # StaticLayer.update would raise, but the kernel that replaces it skips tokens without a row.
         torch._assert_async(total <= whole.max_cache_len, f"a static cache of {whole.max_cache_len} tokens is full")
     return total.to(device, torch.int32).reshape(1).repeat(size)
 
 
 def may_be_written(past: Cache) -> bool:
-    """Whether nothing but the layers' own ``update`` happens when tokens join the cache."""
+    """Return whether the cache adds tokens by its layers' ``update`` and does nothing else."""
     return type(past).update is Cache.update and not past.offloading
 
 
 def count_written(layer: StaticLayer, tokens: int) -> None:
-    """What ``StaticLayer.update`` notes of tokens, for those that a kernel has written. 4.57 looks for rows not 0."""
+    """Count tokens that a kernel has written, as ``StaticLayer.update`` does. 4.57 instead counts nonzero rows."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length.add_(tokens)  # in place: compiled graphs know its address

@@ -1,7 +1,7 @@
-"""What differs between the attention modules of transformers that are supported; ``families`` says which they are.
+"""Differences between the supported attention modules of transformers, which ``families`` lists.
 
-A convention is what an attention module does before and after attention proper. It only calls the module's own
-projections and norms: whatever stands in their place (LoRA, quantised layers) stays in use.
+A convention describes the steps of an attention module before and after attention itself. It calls the module's own
+projections and norms, so that their replacements (LoRA, quantised layers) stay in use.
 """
 
 from __future__ import annotations
@@ -13,95 +13,91 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated; of gated attention also the gate, (B, N, HQ * D) or (B, N, HQ).
+# q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated; for gated attention also the gate, (B, N, HQ * D) or (B, N, HQ).
 Heads = tuple[Tensor, ...]
-# Those of the queries' heads and of the keys'.
+# The norm of the queries' heads and that of the keys'.
 Norms = tuple[nn.Module, nn.Module]
 # nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
 AttentionModule = Any
 
 
 def separate(module: AttentionModule, x: Tensor) -> Heads:
-    """q, k, v (B, H, N, D) of hidden states (B, N, width) by q_proj, k_proj and v_proj."""
+    """Project hidden states (B, N, width) to q, k, v (B, H, N, D) by q_proj, k_proj and v_proj."""
     return _split(module, module.q_proj(x), module.k_proj(x), module.v_proj(x))
 
 
 def rows_normed(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, the whole width of q and of k normed at once (OLMo 2)."""
+    """Project like ``separate``, and norm the whole width of q and of k at once (OLMo 2)."""
     return _split(module, module.q_norm(module.q_proj(x)), module.k_norm(module.k_proj(x)), module.v_proj(x))
 
 
 def clipped(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, all three clipped where the config asks for it (OLMo)."""
+    """Project like ``separate``, and clip all three if the config asks for it (OLMo)."""
     limit = module.config.clip_qkv
     return _split(module, *(_clip(rows, limit) for rows in (module.q_proj(x), module.k_proj(x), module.v_proj(x))))
 
 
 def rows_normed_clipped(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``rows_normed``, all three clipped where the config asks for it (OLMoE)."""
+    """Project like ``rows_normed``, and clip all three if the config asks for it (OLMoE)."""
     q, k, v, limit = module.q_proj(x), module.k_proj(x), module.v_proj(x), module.config.clip_qkv
     return _split(module, *(_clip(rows, limit) for rows in (module.q_norm(q), module.k_norm(k), v)))
 
 
 def keys_multiplied(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, keys times the module's own factor (Falcon-H1)."""
+    """Project like ``separate``, and multiply keys by the module's own factor (Falcon-H1)."""
     return _split(module, module.q_proj(x), module.k_proj(x) * module.key_multiplier, module.v_proj(x))
 
 
 def fused(module: AttentionModule, x: Tensor) -> Heads:
-    """q, k, v one after another in the columns of one projection (Phi-3)."""
+    """Split the columns of one projection into q, k and v (Phi-3)."""
     config = module.config
     widths = [heads * module.head_dim for heads in (config.num_attention_heads, *2 * (config.num_key_value_heads,))]
     return _split(module, *module.qkv_proj(x).split(widths, dim=-1))
 
 
 def fused_clipped(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``fused``, clipped where the config asks for it (DBRX)."""
+    """Project like ``fused``, and clip if the config asks for it (DBRX)."""
     widths = [module.hidden_size, *2 * (module.num_key_value_heads * module.head_dim,)]
     return _split(module, *_clip(module.Wqkv(x), module.clip_qkv).split(widths, dim=-1))
 
 
 def fused_by_head(module: AttentionModule, x: Tensor) -> Heads:
-    """q, k, v of the first head, then of the second, and so on (GPT-NeoX)."""
+    """Split the columns of one projection, which has q, k, v of the first head, then of the second (GPT-NeoX)."""
     heads = module.query_key_value(x).unflatten(-1, (-1, 3 * module.head_size)).transpose(1, 2)
     return heads.chunk(3, dim=-1)
 
 
 def fused_by_head_layernormed_perhaps(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``fused_by_head``, q and k normed head by head where the config asks for it (Persimmon)."""
+    """Project like ``fused_by_head``, and norm q and k head by head if the config asks for it (Persimmon)."""
     q, k, v = module.query_key_value(x).unflatten(-1, (-1, 3, module.head_dim)).unbind(3)
     if module.qk_layernorm:
         q, k = module.q_layernorm(q), module.k_layernorm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def gate_beside_q(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, every head of q followed by its gate in the columns of q_proj (Qwen3-Next)."""
+def gate_in_q_proj(module: AttentionModule, x: Tensor) -> Heads:
+    """Project like ``separate``; in q_proj each head's columns are followed by those of its gate (Qwen3-Next)."""
     q, gate = module.q_proj(x).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, dim=-1)
     k, v = (_heads(module, rows).transpose(1, 2) for rows in (module.k_proj(x), module.v_proj(x)))
     return q.transpose(1, 2), k, v, gate.flatten(2)
 
 
 def gate_proj(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, with a gate by gate_proj (AFMoE)."""
+    """Project like ``separate``, and to a gate by gate_proj (AFMoE)."""
     return *separate(module, x), module.gate_proj(x)
 
 
 def g_proj(module: AttentionModule, x: Tensor) -> Heads:
-    """As ``separate``, with a gate by g_proj (Laguna, Step 3.7)."""
+    """Project like ``separate``, and to a gate by g_proj (Laguna, Step 3.7)."""
     return *separate(module, x), module.g_proj(x)
 
 
 def _split(module: AttentionModule, q: Tensor, k: Tensor, v: Tensor) -> Heads:
-    return (
-        _heads(module, q).transpose(1, 2),
-        _heads(module, k).transpose(1, 2),
-        _heads(module, v).transpose(1, 2),
-    )
+    return tuple(_heads(module, rows).transpose(1, 2) for rows in (q, k, v))
 
 
 def _heads(module: AttentionModule, rows: Tensor) -> Tensor:
-    """(B, N, H, D) of rows (B, N, H * D), a view whatever their strides."""
+    """Return rows (B, N, H * D) as (B, N, H, D), a view for any strides."""
     batch, length, width = rows.shape
     return rows.view(batch, length, width // module.head_dim, module.head_dim)
 
@@ -131,12 +127,12 @@ def q_and_k_layernorm_perhaps(module: AttentionModule) -> Norms | None:
 
 
 def halves(table: Tensor) -> Tensor:
-    """(..., R/2) of a table that holds its angles twice, one copy behind the other."""
+    """Return (..., R/2) of a table that has all angles, and then all of them again."""
     return table[..., : table.shape[-1] // 2]
 
 
 def pairs(table: Tensor) -> Tensor:
-    """(..., R/2) of a table that holds each angle twice, side by side."""
+    """Return (..., R/2) of a table that has each angle twice in adjacent columns."""
     return table[..., ::2]
 
 
@@ -154,7 +150,7 @@ def window_of_layer(module: AttentionModule) -> int | None:
 
 
 def window_of_sliding_layer(module: AttentionModule) -> int | None:
-    """Of modules that know the model's window, and apart from it whether they have it (EXAONE 4)."""
+    """Return the model's window if the module has a window (EXAONE 4)."""
     return module.sliding_window if module.is_sliding else None
 
 
@@ -187,24 +183,24 @@ def where_local(module: AttentionModule, embeddings: Any) -> bool:
 
 
 def where_sliding_or_all(module: AttentionModule, embeddings: Any) -> bool:
-    """In all layers of a model without windows, in those with a window of a model that has some (EXAONE 4)."""
+    """Return True in all layers of a model without windows, else in the layers with a window (EXAONE 4)."""
     return module.sliding_window is None or module.is_sliding
 
 
 def query_key_layernorms(module: AttentionModule, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of heads (B, H, N, D) that are rotated already (Hunyuan)."""
+    """Norm heads (B, H, N, D) that are rotated already (Hunyuan)."""
     return module.query_layernorm(q), module.key_layernorm(k)
 
 
 def llama4_scale(module: AttentionModule, position_ids: Tensor) -> Tensor:
-    """(1|B, 1, N, 1): Llama 4's factor of queries at position_ids (1|B, N), which grows beyond the trained length."""
+    """Return Llama 4's factor (1|B, 1, N, 1) of queries at position_ids (1|B, N). It is 1 up to the trained length."""
     rope = module.config.rope_parameters
     steps = torch.floor(position_ids / rope["original_max_position_embeddings"])
     return (1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps))[:, None, :, None]
 
 
 def o_proj(module: AttentionModule, rows: Tensor) -> Tensor:
-    """Output (B, N, width) of attention's rows (B, N, HQ * D)."""
+    """Project attention's rows (B, N, HQ * D) to the output (B, N, width)."""
     return module.o_proj(rows)
 
 
@@ -217,7 +213,7 @@ def dense(module: AttentionModule, rows: Tensor) -> Tensor:
 
 
 def normed_o_proj(module: AttentionModule, rows: Tensor) -> Tensor:
-    """The rows normed before the projection (BitNet)."""
+    """Norm the rows before the projection (BitNet)."""
     return module.o_proj(module.attn_sub_norm(rows))
 
 
@@ -226,12 +222,12 @@ def o_proj_with_dropout(module: AttentionModule, rows: Tensor) -> Tensor:
 
 
 def gated_o_proj(module: AttentionModule, rows: Tensor, gate: Tensor) -> Tensor:
-    """The rows times the sigmoid of a gate (B, N, HQ * D), or (B, N, HQ) for whole heads."""
+    """Multiply the rows by the sigmoid of a gate (B, N, HQ * D), or (B, N, HQ) for whole heads, and project."""
     return module.o_proj(_by_gate(rows, torch.sigmoid(gate)))
 
 
 def softplus_gated_o_proj(module: AttentionModule, rows: Tensor, gate: Tensor) -> Tensor:
-    """As ``gated_o_proj`` by the softplus (Laguna)."""
+    """Project like ``gated_o_proj``, with the softplus of the gate (Laguna)."""
     return module.o_proj(_by_gate(rows, nn.functional.softplus(gate.float()).to(rows.dtype)))
 
 
@@ -240,7 +236,7 @@ def _by_gate(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def attention_dropout(module: AttentionModule) -> float:
-    """Probability by which a module drops attention weights in training."""
+    """Return the probability with which a module drops attention weights in training."""
     dropout = getattr(module, "attention_dropout", 0.0)
     return dropout.p if isinstance(dropout, nn.Dropout) else dropout
 
@@ -250,55 +246,56 @@ def no_sections(module: AttentionModule) -> None:
 
 
 def mrope_sections(module: AttentionModule) -> tuple[int, ...]:
-    """How many columns of a half-width table go by the position in time, in height and in width (Qwen2-VL)."""
+    """Return the columns of a half-width table for positions in time, in height and in width (Qwen2-VL)."""
     # transformers 4.57 reads the module's own parameters, 5 its config's.
     parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
     return tuple(parameters["mrope_section"])
 
 
 def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
-    """(B, N, R/2) of one half-width table (3, B, N, R/2) for each of the three kinds of positions."""
+    """Combine half-width tables (3, B, N, R/2), one for each kind of positions, to (B, N, R/2)."""
     return torch.cat([part[i % 3] for i, part in enumerate(table.split(sections, dim=-1))], dim=-1)
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """(B, N) of position_ids that are that, or (4, B, N) and begin with it; three dimensions are none of the text's.
+    """Return the text's positions (B, N), from which transformers finds packed sequences.
 
-    transformers finds packed sequences by them.
+    position_ids are (B, N), or (4, B, N) with the text's first. (3, B, N) has none; the result is then None.
     """
     return position_ids if position_ids.ndim == 2 else first_of_four(position_ids)
 
 
 def first_of_four(position_ids: Tensor) -> Tensor | None:
-    """As ``text_positions``, for decoders to which (B, N) say nothing of packed sequences (Qwen2-VL)."""
+    """Return ``text_positions`` for decoders that find no packed sequences from (B, N) (Qwen2-VL)."""
     return position_ids[0] if position_ids.ndim == 3 and position_ids.shape[0] == 4 else None
 
 
 def first_row(position_ids: Tensor) -> Tensor:
-    """As ``text_positions``, for decoders that take positions in time for the text's (Qwen3-VL before 5.3)."""
+    """Return ``text_positions`` for decoders that use positions in time as the text's (Qwen3-VL before 5.3)."""
     return position_ids if position_ids.ndim == 2 else position_ids[0]
 
 
 @dataclass(frozen=True)
 class Convention:
-    """How one class of attention modules differs from Llama's.
+    """The differences of one class of attention modules from Llama's.
 
-    project: hidden states (B, N, width) to q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated, and perhaps a gate.
-    norms: the modules that norm each head of q and of k, given as (B, N, H, D), between projection and rotation; None
-        where there are none, or where ``project`` itself norms.
-    half_width: the module's cos or sin (1|B, N, W) to (1|B, N, R/2).
-    interleaved: pairs are neighbouring columns.
-    window: keys that a query of the module sees, itself included; None for all.
+    project: function of hidden states (B, N, width) to q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated, and the gate
+        if there is one.
+    norms: function to the modules that norm each head of q and of k, as (B, N, H, D), between projection and rotation;
+        None if there are none, or if ``project`` itself norms.
+    half_width: function of the module's cos or sin (1|B, N, W) to (1|B, N, R/2).
+    interleaved: pairs are adjacent columns.
+    window: function to the number of keys that a query of the module sees, including its own; None for all.
     softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
-    rotates: whether the module rotates, by itself and by the (cos, sin) or None that it is given.
-    after_rotation: rotated q and k (B, H, N, D) to what attention takes; None where that is themselves.
-    query_scale: position_ids (1|B, N) to factors (1|B, 1, N, 1) of the queries; None where there are none.
-    finish: rows (B, N, HQ * D) of attention, and the gate where there is one, to the output (B, N, width).
-    sections: of modules that choose among tables (3, B, N, W), one for each kind of positions, themselves: columns of
-        half width that are chosen from each; None for all others.
-    text_positions: (B, N) of the decoder's position_ids, by which transformers finds packed sequences; None where they
-        say nothing of them.
-    documents_in_masks: the decoder makes masks of position ids, so that packed documents do not see each other.
+    rotates: function of the module and its (cos, sin), or None, to whether it rotates.
+    after_rotation: function that changes rotated q and k (B, H, N, D) before attention, or None.
+    query_scale: function of position_ids (1|B, N) to factors (1|B, 1, N, 1) of the queries, or None.
+    finish: function of attention's rows (B, N, HQ * D), and the gate if there is one, to the output (B, N, width).
+    sections: function to the columns of half width that the module itself takes from each of the tables (3, B, N, W),
+        one table for each kind of positions; None for other modules.
+    text_positions: function of the decoder's position_ids to (B, N), from which transformers finds packed sequences;
+        None if it finds none from them.
+    documents_in_masks: the decoder's masks separate packed documents by position ids.
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate

@@ -1,4 +1,4 @@
-"""Which attention modules of transformers are supported, and why others are not: two tables and the questions to them.
+"""Supported attention modules of transformers, and the reasons why others are not: two tables and their queries.
 
 A class is written as ``folder.Class`` for ``transformers.models.folder.modeling_folder.Class``.
 """
@@ -24,8 +24,8 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 _PREFIX = "transformers.models."
 _IS_5 = Version(transformers.__version__) >= Version("5")
 _TEXT_OF_QWEN3_VL = on.text_positions if Version(transformers.__version__) >= Version("5.3") else on.first_row
-# A scale of its own (Gemma, Granite) is each module's `scaling`, partial rotation the width of its tables, so that
-# neither is a difference here.
+# Scales (Gemma, Granite) are read from each module's `scaling`, and partial rotation from the width of the tables, so
+# neither needs a row.
 _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(),
         "arcee.ArceeAttention aria.AriaTextAttention emu3.Emu3Attention gemma.GemmaAttention granite.GraniteAttention "
@@ -59,7 +59,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(norms=on.q_and_k_norm, window=on.window_of_layer, rotates=on.where_windowed, sinks=True),
         "flint.FlintAttention"),
     (Convention(norms=on.q_and_k_norm_perhaps), "glm4_moe.Glm4MoeAttention"),
-    (Convention(on.gate_beside_q, norms=on.q_and_k_norm, finish=on.gated_o_proj),
+    (Convention(on.gate_in_q_proj, norms=on.q_and_k_norm, finish=on.gated_o_proj),
         "qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention"),
     (Convention(on.gate_proj, norms=on.q_and_k_norm, window=on.window_of_layer, rotates=on.where_local,
         finish=on.gated_o_proj, documents_in_masks=False), "afmoe.AfmoeAttention"),
@@ -81,19 +81,19 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
         "cohere2.Cohere2Attention"),
     (Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer,
         rotates=on.where_windowed_or_told), "cohere2_moe.Cohere2MoeAttention"),
-    # These write their tables for halves and read the first half of them for pairs.
+    # These make tables for halves, but rotate pairs by the first half of each.
     (Convention(interleaved=True),
         "ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention glm.GlmAttention glm4.Glm4Attention "
         "helium.HeliumAttention"),
     (Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True, documents_in_masks=False),
         "gpt_oss.GptOssAttention"),
-    # Decoders of multimodal models that have attention modules of their own.
+    # Decoders of multimodal models with their own attention modules.
     (Convention(window=on.window_of_layer, sections=on.mrope_sections, text_positions=on.first_of_four),
         "qwen2_vl.Qwen2VLAttention qwen2_5_vl.Qwen2_5_VLAttention"),
     (Convention(norms=on.q_and_k_norm, text_positions=_TEXT_OF_QWEN3_VL),
         "qwen3_vl.Qwen3VLTextAttention qwen3_vl_moe.Qwen3VLMoeTextAttention"),
 )  # fmt: skip
-# Attention by its name only: recurrences, which stay as they are beside a model's attention.
+# Recurrences that are attention by their name only. They stay as they are.
 _RECURRENT = {"minimax.modeling_minimax.MiniMaxLightningAttention"}
 _REASONS: tuple[tuple[str, str], ...] = (
     ("its decoder layer passes no additional keyword arguments on to it, so that it cannot be told which tokens "
@@ -115,19 +115,19 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("it does not rotate", "jamba.JambaAttention nemotron_h.NemotronHAttention"),
     ("it rotates in the opposite direction", "nanochat.NanoChatAttention"),
     ("its output is the difference of two attentions", "diffllama.DiffLlamaAttention"),
-    ("it masks keys by what their values are", "doge.DogeAttention"),
+    ("it masks keys by their values", "doge.DogeAttention"),
     ("its queries are projected by experts, several for each token", "jetmoe.JetMoeAttention"),
     ("it attends within chunks of the sequence", "llama4.Llama4TextAttention"),
     ("it adds ALiBi's bias where the config asks for it", "falcon.FalconAttention"),
     ("it returns a bias for its layer to add", "gpt_neox_japanese.GPTNeoXJapaneseAttention"),
     ("one module serves several layers, with a place in the cache for each",
         "hrm_text.HrmTextAttention zamba2.Zamba2Attention"),
-    ("convolutions stand between its projections and the rotation", "zaya.ZayaAttention"),
+    ("it has convolutions between its projections and the rotation", "zaya.ZayaAttention"),
     ("queries of its layers without rotation are scaled by position", "beam.BeamAttention"),
     ("its model decodes patches of bytes, by several decoders", "blt.BltSelfAttention"),
-    ("its model has an encoder, whose attention is none of the supported",
+    ("its model has an encoder with an unsupported attention",
         "t5gemma.T5GemmaSelfAttention t5gemma2.T5Gemma2SelfAttention"),
-    ("it computes what a supported class does, but in a model of images or of speech that no test here covers",
+    ("it computes the same as a supported class, but in a model of images or of speech that no test here covers",
         "cosmos3_edge.Cosmos3EdgeTextAttention csm.CsmAttention deepseek_ocr2.DeepseekOcr2TextAttention "
         "gradium_phonon_tts.GradiumPhononTTSAttention granite4_vision.Granite4VisionTextAttention "
         "granite_docling.GraniteDoclingTextAttention higgs_audio_v2.HiggsAudioV2Attention "
@@ -136,7 +136,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention voxtral_realtime.VoxtralRealtimeAttention "
         "voxtral_realtime.VoxtralRealtimeTextAttention"),
 )  # fmt: skip
-# Before transformers 5 the decoders of these lose further keywords on the way, or make caches of a type of their own.
+# Before transformers 5 the decoders of these drop further keywords, or make caches of their own types.
 SINCE_5 = (
     "dbrx.DbrxAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention granitemoe.GraniteMoeAttention "
     "granitemoeshared.GraniteMoeSharedAttention lfm2.Lfm2Attention olmoe.OlmoeAttention phimoe.PhimoeAttention "
@@ -145,26 +145,26 @@ SINCE_5 = (
 
 
 def path_of(row: str) -> str:
-    """The path below transformers.models of a row ``folder.Class``."""
+    """Return the path below transformers.models of a row ``folder.Class``."""
     folder, name = row.split(".")
     return f"{folder}.modeling_{folder}.{name}"
 
 
 # By path below transformers.models, as `name_of` gives it.
 SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows.split()}
-# Of classes that are not served, why; the sentence is about the class.
+# Class to the reason why it is not served: a sentence about the class.
 UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows.split()}
 if not _IS_5:
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]
 
-# Of a class: its forward when it was looked up, and what came of it.
+# Class to (its forward when it was looked up, the result).
 _found: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], Convention | None]] = weakref.WeakKeyDictionary()
 
 
 def convention_of(module: nn.Module) -> Convention | None:
-    """The convention of an attention module, None where its class is not supported.
+    """Return the convention of an attention module, or None if its class is not supported.
 
     A class that inherits from a supported one, as FSDP2 and torch's parametrizations make them, is supported while it
     overrides no method of it but ``__init__``.
@@ -186,8 +186,10 @@ def _look_up(cls: type) -> Convention | None:
 
 
 def unchanged_base(cls: type, names: Container[str]) -> type | None:
-    """The first of a class and its bases that has one of these names, while its methods are those of its module: no
-    subclass overrides one, but for ``__init__``, and nobody has put another in its place. None otherwise."""
+    """Return the first of a class and its bases that has one of these names, or None.
+
+    Return None also if one of its methods except ``__init__`` was replaced, or is overridden by a subclass.
+    """
     base = _base(cls, names)
     return None if base is None or _changed_method(cls, base) else base
 
@@ -247,14 +249,14 @@ def described(function: Any) -> str:
 
 
 def name_of(cls: type) -> str:
-    """A class of transformers as SUPPORTED names it."""
+    """Return the name of a class as SUPPORTED has it."""
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix(_PREFIX)
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """True for what is attention by its name or by what transformers' attention modules have in common.
+    """Return whether a module is attention by its name, or by an attribute that transformers' attention modules have.
 
-    Of modules within each other, such as a block that DBRX calls after the attention in it, the innermost is meant.
+    Only the innermost of nested modules counts: DBRX, for example, also names a block after the attention in it.
     """
     if convention_of(module) is not None:
         return True
@@ -269,7 +271,7 @@ def _has_the_name(module: nn.Module) -> bool:
 
 
 def hands_padding_on(decoder: nn.Module) -> bool:
-    """True for hybrid models, whose recurrences and convolutions are given the padding mask, as attention is."""
+    """Return whether other modules than attention read the padding mask, as recurrences of hybrid models do."""
     for module in {type(module): module for module in decoder.modules()}.values():
         if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or _has_the_name(module):
             continue

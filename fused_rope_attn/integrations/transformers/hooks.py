@@ -1,4 +1,4 @@
-"""What stands between a patched model and its attention modules: each forward pass is described for all of them."""
+"""Hooks that describe each forward pass of a patched model for its attention modules."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fused_rope_attn.integrations.transformers.state import (
     MASK_MAKER,
     Decoder,
     MaskMaker,
+    Method,
     names_of_parameters,
     state_of,
     tell,
 )
 
-PREPARE = "prepare_inputs_for_generation"
-# Models that make the masks of their decoder, which are causal but for the tokens of images.
+# Models that make the masks of their decoder. The masks are causal, except within the tokens of an image.
 _MASK_MAKERS = {"gemma3.modeling_gemma3.Gemma3Model"}
 
 
 def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Forward pre-hook of a decoder: its Batch as one more keyword, for the attention modules to find."""
+    """Add the Batch to a decoder's keywords, for its attention modules. A forward pre-hook."""
     if getattr(decoder, "_is_replica", False):
         raise NotImplementedError(
-            "a patched model was called by torch.nn.DataParallel, whose replicas would all compute with the attention "
-            "modules of the first: use torch.nn.parallel.DistributedDataParallel"
+            "a patched model was called by torch.nn.DataParallel, but all of its replicas would compute with the "
+            "attention modules of the first: use torch.nn.parallel.DistributedDataParallel"
         )
     state: Decoder = getattr(decoder, DECODER)
     given = dict(zip(state.names, args)) | kwargs
@@ -45,7 +45,7 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             kept = None if torch.compiler.is_compiling() else Kept()
             batch = Batch(shared=shared, causal=shared.causal, kept=kept)
         given.pop(PLAN, None)
-        # A cache of a shard would be of no use to anybody.
+        # A cache would hold this rank's shard only, so make none.
         return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
     if given.get(PLAN) is not None:
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
@@ -61,14 +61,14 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 
 
 def check_labels(model: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Forward pre-hook of a model with a loss whose sequences several ranks share."""
+    """Refuse labels that the model would shift. A forward pre-hook of models with a loss and shared sequences."""
     refuse_unshifted_labels(names_of_parameters(model), args, kwargs)
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Forward pre-hook of a model that makes the masks of its decoder: the decoder's Batch as one more keyword.
+    """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks.
 
-    The decoder would be given nothing but the masks.
+    Such a decoder gets the masks only, so its own hook could not describe the batch.
     """
     maker: MaskMaker = getattr(model, MASK_MAKER)
     given = dict(zip(maker.names, args)) | kwargs
@@ -85,15 +85,15 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
 
 
 def makes_masks(model: nn.Module) -> bool:
-    """Whether a model makes the masks of its decoder, from what ``describe_before_masks`` understands."""
+    """Return whether a model makes its decoder's masks in a way that ``describe_before_masks`` knows."""
     own = type(model).forward
     return any(name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own for base in type(model).__mro__)
 
 
 def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
-    """The Batch of a decoder's attention modules by what ``generate`` or a model like Gemma 3's makes its masks of.
+    """Return a decoder's Batch from the inputs from which ``generate``, or a model like Gemma 3's, makes its masks.
 
-    Those masks are causal even where the modules are not.
+    Those masks are causal even if the modules are not.
     """
     attentions = getattr(decoder, DECODER).attentions
     reason = blocks_of_images(given)
@@ -103,40 +103,28 @@ def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
 
 
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:
-    """(B, 1, 0, 0). A mask of four dimensions is handed on as it is: none is built that nobody reads."""
+    """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
 
 
-class Preparation:
-    """``prepare_inputs_for_generation`` of a patched model: the method's own result, with the Batch of the step.
+class Preparation(Method):
+    """``prepare_inputs_for_generation`` of a patched model: it adds the Batch of the step to the method's result."""
 
-    An object, not a method, because a method of an instance is pickled as its class's own.
-
-    previous: the instance attribute that was the method before; None where the class's own was in use.
-    """
-
-    def __init__(self, model: nn.Module, previous: Any):
-        self.model = model
-        self.previous = previous
+    name = "prepare_inputs_for_generation"
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The own method's, by which ``generate`` checks its arguments."""
-        return inspect.signature(self._own)
-
-    @property
-    def _own(self) -> Any:
-        own = getattr(type(self.model), PREPARE).__get__(self.model)
-        return own if self.previous is None else self.previous
+        """The method's own signature, which ``generate`` reads to check its arguments."""
+        return inspect.signature(self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = self._own(*args, **kwargs)
+        inputs = self.own(*args, **kwargs)
         given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
         past = inputs.get("past_key_values")
         decoder, maker = _decoder_and_mask_maker_in(self.model)
-        # With a static cache the mask is replaced by one of four dimensions, which no longer says what it is made of.
+        # With a static cache the method replaces the 2-D mask by one of four dimensions, which cannot be described.
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
         if decoder is None or past is None or not made:
             return inputs
@@ -146,12 +134,12 @@ class Preparation:
 
 
 def decoder_in(model: nn.Module) -> nn.Module | None:
-    """The patched decoder that a model consists of; None where there is none or more than one."""
+    """Return the only patched decoder in a model; None if there is none or more than one."""
     return _decoder_and_mask_maker_in(model)[0]
 
 
 def _decoder_and_mask_maker_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """As ``decoder_in``, and the model around it that makes its masks: one walk, which each static step takes."""
+    """Return ``decoder_in`` and the model around it that makes its masks. Each static step calls this: walk once."""
     decoders, maker = [], None
     for module in model.modules():
         if state_of(module, DECODER) is not None:

@@ -1,8 +1,7 @@
-"""Which norms of queries and keys the kernels compute themselves: plain root-mean-square norms of heads.
+"""Norms of queries and keys that the kernels compute: plain root-mean-square norms of heads.
 
-A module's norms can change after patching: somebody hooks them, wraps them, or puts others there. So each call asks
-again, and whatever is not known to be ``x * rsqrt(mean(x**2) + eps) * (offset + weight)``, with nothing around it, runs
-as it does without a patch.
+Norms can be hooked, wrapped or replaced after patching, so each call checks them again. A norm that is not known to be
+exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatched model.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from fused_rope_attn.integrations.transformers.families import name_of, path_of,
 
 
 class RmsNorm(NamedTuple):
-    """How a class of norms has what the kernels ask for.
+    """The attributes and dtypes of a class of norms.
 
-    eps: the attribute that is its epsilon.
-    offset: what is added to its weight; a string is the attribute that says it.
-    keeps_dtype: its result has its input's dtype; otherwise the one that PyTorch promotes input and weight to.
+    eps: the attribute with its epsilon.
+    offset: a number to add to its weight, or the name of the attribute with the number.
+    keeps_dtype: its result has its input's dtype; otherwise the dtype to which PyTorch promotes input and weight.
     autocast: its result is float32 under autocast.
     """
 
@@ -57,7 +56,7 @@ _PLAIN_TENSORS = (nn.Parameter, Tensor)
 
 
 class HeadNorms(NamedTuple):
-    """The norms of a module's heads as the operators take them.
+    """The norms of a module's heads, as the operators take them.
 
     q_norm, k_norm: weights (D,).
     keeps_dtype, autocast: of the module's own norms, as in ``RmsNorm``.
@@ -72,7 +71,7 @@ class HeadNorms(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of the operators."""
+        """The norms as keywords of the operators."""
         return {
             "q_norm": self.q_norm,
             "k_norm": self.k_norm,
@@ -82,7 +81,7 @@ class HeadNorms(NamedTuple):
 
 
 def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
-    """The norms of a module's heads where the kernels compute what these modules do; otherwise why they do not."""
+    """Return the norms of a module's heads, or the reason why the kernels cannot compute them."""
     if _has_any_global_hook():
         return "hooks on all modules"
     found = []
@@ -97,9 +96,9 @@ def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
 
 
 def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
-    """Why norms that the kernels could compute do not fit queries (B, HQ, N, D); "" where they do.
+    """Return why norms that the kernels could compute do not fit queries (B, HQ, N, D), or "".
 
-    cached: the keys go into a cache, which must get the dtype that the module's own norms give.
+    cached: the keys go into a cache, which must get the result dtype of the module's own norms.
     """
     weights = norms.q_norm, norms.k_norm
     for weight in weights:
@@ -113,14 +112,14 @@ def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
         return ""
     autocast = torch.is_autocast_enabled(q.device.type)
     promoted = not (weights[0].dtype is weights[1].dtype is q.dtype) or (norms.autocast and autocast)
-    # The module's own norms then give float32, which autocast makes q's dtype for attention, but not for a cache.
+    # The module's own norms then return float32. Autocast casts it to q's dtype for attention, but not for a cache.
     if promoted and (cached or not autocast):
         return f"norms that make {_named(q.dtype)} heads float32"
     return ""
 
 
 def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
-    """(eps, offset, keeps_dtype, autocast) of a norm; otherwise what keeps it from being computed by the kernels."""
+    """Return (eps, offset, keeps_dtype, autocast) of a norm, or the reason why the kernels cannot compute it."""
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return "has hooks"
     if "forward" in norm.__dict__:
@@ -130,7 +129,7 @@ def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
     else:
         form = form_of(type(norm))
         if form is None:
-            return f"is {type(norm).__name__}, or what somebody made of it"
+            return f"is {type(norm).__name__}, or a changed form of it"
     weight, eps = norm.weight, getattr(norm, form.eps)
     if type(weight) not in _PLAIN_TENSORS:
         return f"has a weight of type {type(weight).__name__}"
@@ -142,26 +141,26 @@ def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
     return eps, float(cast(float, offset)), form.keeps_dtype, form.autocast
 
 
-# Of a class: its forward when it was looked up, and what came of it.
+# Class to (its forward when it was looked up, the result).
 _found: weakref.WeakKeyDictionary[type[nn.Module], tuple[Callable[..., Any], RmsNorm | None]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-# Graphs of torch.compile take the answer for granted, as they do the methods of a class.
+# Graphs of torch.compile assume that the methods of a class never change, and so may assume this result.
 @torch.compiler.assume_constant_result
 def form_of(cls: type[nn.Module]) -> RmsNorm | None:
-    """How a class of norms has what the kernels ask for; None where it is another kind of norm, or none."""
+    """Return the ``RmsNorm`` of a class; None if it is another kind of norm, or none."""
     entry = _found.get(cls)
     if entry is None or entry[0] is not cls.forward:
-        # Nobody calls a norm whose result the kernels compute: what else happens in a call would be lost.
+        # The kernels replace the norm's call, so refuse a class that does something else in ``__call__``.
         base = unchanged_base(cls, RMS_NORMS) if cls.__call__ is nn.Module.__call__ else None
         entry = _found[cls] = (cls.forward, None if base is None else RMS_NORMS[name_of(base)])
     return entry[1]
 
 
 def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
-    """As ``form_of`` by the forward of an instance, which is how Liger patches models that are made already."""
+    """Return the ``RmsNorm`` of an instance by its own forward, because Liger replaces the forward of instances."""
     forward = norm.__dict__["forward"]
     if torch.compiler.is_compiling() or not isinstance(forward, MethodType) or forward.__self__ is not norm:
         return None
@@ -169,7 +168,7 @@ def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
         return None
     function = forward.__func__
     name, _, method = f"{function.__module__}.{function.__qualname__}".rpartition(".")
-    # A wrapper has the names of what it wraps, but not its globals.
+    # A wrapper has the wrapped function's names, but not its globals.
     own = isinstance(function, FunctionType) and function.__globals__.get("__name__") == function.__module__
     return _LIGER if own and method == "forward" and RMS_NORMS.get(name) is _LIGER else None
 

@@ -1,4 +1,4 @@
-"""Why a forward pass takes the modules' own attention, or is refused: everything that the host can see beforehand."""
+"""Reasons why a forward pass takes the modules' own attention, or is refused, as far as the host can tell before it."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from fused_rope_attn.runtime.device import is_capturing
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
 _READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
-# transformers 4.57 makes a mask of any position ids, and gives every decoder some; 5 makes none of a single document.
+# transformers 4.57 gives every decoder position ids, and always makes a mask from them; 5 makes none for one document.
 _FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2, device="cpu")[None]) is None
-# The type of config whose decoder makes bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2
-# hand the flag to their modules only.
+# Decoders with this config type make bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2 pass
+# the flag to their modules only.
 _BIDIRECTIONAL = "gemma3_text"
-# The name of a patched model's attention while a manager of continuous batching is in use that makes no masks
-# (``serving``). No function is registered under it: whatever would take a module's own forward is refused.
-# Managers of older releases put "paged|" before every name that lacks it. Newer ones drop that prefix, and would then
-# take eager attention for a name that nobody has registered.
+# The name of a patched model's attention while a manager of continuous batching makes no masks (``serving``). It is not
+# registered, so calls that need the module's own forward are refused. Managers of older releases put "paged|" before
+# every name that lacks it. Newer ones drop that prefix, and would then use eager attention for an unknown name.
 _PREFIX = "paged|" if "paged|sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys() else ""
 PAGES = f"{_PREFIX}fused_rope_flash"
-# The attention functions of transformers that compute what the fused kernels do, under whatever name they are
-# registered; kernels of its hub are arguments of the second. Not among them are its block-sparse ones.
+# The attention functions of transformers that compute the same as the fused kernels, whatever name they are registered
+# under. Kernels of its hub are arguments of the second. Its block-sparse functions compute something else.
 _ATTENTION = {
-    "sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward",
-    # Over the paged caches of continuous batching, where it has functions of its own.
-    "eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward",
-}  # fmt: skip
-# Functions of a modeling file that its attention classes call. Those of EAGER run with eager attention only.
+    *("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward"),
+    # For the paged caches of continuous batching.
+    *("eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward"),
+}
+# Functions of a modeling file that its attention classes call. Those in EAGER run with eager attention only.
 ROTATIONS = (
-    "apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "_apply_rotary_emb", "rotate_half",
+    "apply_rotary_pos_emb",
+    "apply_multimodal_rotary_pos_emb",
+    "_apply_rotary_emb",
+    "rotate_half",
     "get_llama_4_attn_scale",
-)  # fmt: skip
+)
 EAGER = ("eager_attention_forward", "repeat_kv")
 # Liger replaces transformers' rotation of halves for a whole process, and computes the same.
 _LIGER = {
@@ -58,12 +60,12 @@ _LIGER = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss",
     "liger_kernel.transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb",
 }
-# A decoder that is given no cache may make one of these.
+# A decoder without a given cache may make one of these.
 _CACHES_OF_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, Any], *, on_shards: bool = False) -> None:
-    """Raise where neither the fused kernels nor the modules' own forward would compute what the caller means.
+def refuse_wrong_calls(attentions: list[nn.Module], given: dict[str, Any], *, on_shards: bool = False) -> None:
+    """Raise if both the fused kernels and the modules' own forward would compute something else than the caller meant.
 
     on_shards: the model knows the ranks with which it shares its sequences.
     """
@@ -85,13 +87,13 @@ def refuse_what_nobody_computes(attentions: list[nn.Module], given: dict[str, An
 
 
 def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
-    """Why a call needs the modules' own forward, "" where it does not.
+    """Return why a call needs the modules' own forward, or "".
 
     Args:
         attentions: the patched attention modules of a decoder.
         config: the decoder's.
-        given: the arguments of the decoder's forward by their names.
-        causal: as ``is_causal`` says of these.
+        given: the arguments of the decoder's forward by name.
+        causal: the result of ``is_causal`` for these.
     """
     implementation = implementation_of(attentions[0].config)
     if given.get("cache") is not None:
@@ -109,14 +111,14 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
     if isinstance(mask, BlockMask):
         return "a BlockMask"
     if isinstance(mask, dict):
-        return "a mask for each type of layer, made outside of what is patched,"
+        return "a mask for each type of layer, made outside of the patched model,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
     return _changed_window(attentions, config) or _foreign_cache(given.get("past_key_values"), attentions)
 
 
 def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
-    """As ``obstacle``: what neither asks for the mask nor for the cache."""
+    """Return an obstacle that depends neither on the mask nor on the cache, or ""."""
     if torch.jit.is_tracing():
         return "torch.jit.trace"
     foreign = _foreign_function(attentions[0], implementation_of(attentions[0].config)) or _foreign_code(attentions)
@@ -135,23 +137,23 @@ def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[s
 
 
 def blocks_of_images(given: dict[str, Any]) -> str:
-    """Why a call of a model like Gemma 3's needs the modules' own forward, "" where it does not.
+    """Return why a call of a model like Gemma 3's needs the modules' own forward, or "".
 
-    Attention is bidirectional among the tokens of an image, which ``token_type_ids`` marks by 1.
+    Attention is bidirectional among the tokens of an image. ``token_type_ids`` is 1 for these.
     """
     types = given.get("token_type_ids")
     # A single token is the last one of all: attention to the rest of its image is causal.
     if types is None or types.shape[-1] == 1:
         return ""
     if is_blind(types):
-        return "token_type_ids in a graph, which nobody can look through for the tokens of images,"
+        return "token_type_ids in a graph, where the tokens of images cannot be found,"
     return "bidirectional attention among the tokens of an image (token_type_ids)" if (types == 1).any() else ""
 
 
 def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
     """Return the ``is_causal`` of a call, or else of its config; None where neither has one."""
     wanted = getattr(config, "is_causal", None)
-    # Continuous batching says by it whether it has put the causal mask into the mask.
+    # In continuous batching the call's value only tells whether the mask contains the causal mask.
     return wanted if given.get("cache") is not None else given.get("is_causal", wanted)
 
 
@@ -205,10 +207,10 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
 
 
 def _foreign_function(module: nn.Module, name: str) -> str:
-    """What the implementation of that name is to a module, where it is not transformers' own; "" where it is.
+    """Return a description of a module's attention or mask function if it is not transformers' own, or "".
 
-    Users and libraries register functions with ``AttentionInterface``, under new names or in the place of known ones
-    (sequence parallelism wraps what it finds there). They may compute anything, so that nothing takes their place.
+    Users and libraries register functions with ``AttentionInterface``, under new names or in place of known ones (for
+    example sequence parallelism wraps the registered function). These may compute anything, so they are never replaced.
     """
     modeling = sys.modules.get(type(module).__module__)
     functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", modeling_utils.ALL_ATTENTION_FUNCTIONS)
@@ -243,7 +245,7 @@ def _foreign_code(attentions: list[nn.Module]) -> str:
     return ""
 
 
-# Graphs of torch.compile take the answer for granted, as they do the methods of a class.
+# Graphs of torch.compile assume that the methods of a class never change, and so may assume this result.
 @torch.compiler.assume_constant_result
 def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
     """Return ``_foreign_code`` of one class. eager: its own forward would call the functions of eager attention."""
@@ -286,17 +288,17 @@ def _changed_window(attentions: list[nn.Module], config: Any) -> str:
 
 
 def is_blind(x: Tensor) -> bool:
-    """Whether the host cannot look into a tensor: while a graph of either kind is made, and where there is no data."""
+    """Return whether the host cannot read a tensor: a graph is compiled or captured, or the tensor has no data."""
     return torch.compiler.is_compiling() or is_capturing(x.device) or x.is_meta or isinstance(x, FakeTensor)
 
 
 def uses_flash(config: Any) -> bool:
-    """Whether the modules' own attention would be one of the flash-attention implementations."""
+    """Return whether the modules' own attention would be one of the flash-attention implementations."""
     return "flash" in implementation_of(config)
 
 
 def uses_masks_by_default(config: Any) -> bool:
-    """Whether the modules' own attention is causal where no mask is given: flash-attention and SDPA are."""
+    """Return whether the modules' own attention is causal without a mask. Flash-attention and SDPA are."""
     return implementation_of(config) not in ("eager", "flex_attention")
 
 
@@ -311,7 +313,7 @@ def implementation_of(config: Any) -> str:
 
 
 def layer_of(module: nn.Module) -> int:
-    """The place of a module's keys and values in a cache."""
+    """Return the index of a module's keys and values in a cache."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) else 0
 
@@ -323,7 +325,7 @@ def _foreign_cache(past: Any, attentions: list[nn.Module]) -> str:
     """
     if past is None:
         return next(filter(None, map(_foreign_update, _CACHES_OF_DECODERS)), "")
-    # Of transformers 5: caches whose queries do not stand at the end of the keys.
+    # Some caches of transformers 5 place queries elsewhere than at the end of the keys.
     offset = getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)
     if not (isinstance(past, Cache) and _is_of_transformers(type(past), past) and offset):
         return f"a cache of type {type(past).__name__}"

@@ -8,89 +8,54 @@ from torch import Tensor
 
 from fused_rope_attn import rope_attention_varlen, rope_attention_with_kvcache, write_kvcache
 from fused_rope_attn.integrations.transformers.batch import Batch
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule
-from fused_rope_attn.integrations.transformers.norms import HeadNorms
-from fused_rope_attn.integrations.transformers.obstacles import layer_of
 from fused_rope_attn.integrations.transformers.pages import PagedPass, Pages, Pool
-from fused_rope_attn.integrations.transformers.rotations import (
-    Tables,
-    options_of,
-    rotated,
-    rotated_keys,
-    unturned,
-)
+from fused_rope_attn.integrations.transformers.rotations import Tokens, identity_row
 
 
-def attend_paged(
-    module: AttentionModule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Tables,
-    norms: HeadNorms | None,
-    batch: Batch,
-    features: dict[str, Any],
-) -> Tensor:
-    """Attention of the new tokens of many requests, each over its own pages: o (1, HQ, N, D).
+def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
+    """Attend with the new tokens of many requests, each over its own pages: o (1, HQ, N, D).
 
-    q (1, HQ, N, D), k and v (1, HKV, N, D) are the new tokens, unrotated; ``norms`` as in ``attend_cache``, and
-    ``features`` the options of attention. Keys are written normed and rotated, as transformers' own attention does it.
+    layer: the layer's index in the cache. tokens: q (1, HQ, N, D), k and v (1, HKV, N, D). features: the options of
+    attention. Keys are written normed and rotated, as transformers' own attention writes them.
 
-    Where every request has one new token, the generation step writes it and reads the pages in place. Otherwise the
-    cache gathers all keys of the pass, as it does for the model's own attention, and packed attention reads them.
+    If every request has one new token, the generation step writes it and reads the pages in place. Otherwise the cache
+    gathers all keys of the pass, as it does for the model's own attention, and packed attention reads them.
     """
-    paged, layer = cast(PagedPass, batch.paged), layer_of(module)
+    paged = cast(PagedPass, batch.paged)
     pool = paged.pool(layer)
     pages = paged.pages(pool)
     if pages is not None:
-        step = _step if pool.window is None else _ring_step
-        q, k, v = (x.transpose(0, 2) for x in (q, k, v))
-        return step(q, k, v, tables.by_token(), norms, pool, pages, features, batch).transpose(0, 2)
-    q, k = rotated(q, k, tables, norms)
-    keys, values = paged.update(k, v, layer)
-    cu_seqlens_k, max_seqlen_k = paged.keys_of(pool.kind)
-    still = unturned(q.device, batch)
-    o = rope_attention_varlen(
-        q[0].transpose(0, 1), keys, values, *still.long(max_seqlen_k), paged.cu_seqlens_q, cu_seqlens_k,
-        paged.max_seqlen_q, max_seqlen_k, **features | still.options,
-    )  # fmt: skip
+        q, k, v = (x.transpose(0, 2) for x in tokens[:3])
+        tokens = Tokens(q, k, v, tokens.tables.by_token(), tokens.norms)
+        return _step(tokens, pool, pages, features, batch).transpose(0, 2)
+    tokens = tokens.rotated(identity_row(tokens.q.device, batch))
+    keys, values = paged.update(tokens.k, tokens.v, layer)
+    cu_seqlens_k, longest = paged.keys_of(pool.kind)
+    arrays, cu_seqlens_q = tokens.tables.long(longest), paged.cu_seqlens_q
+    sizes = cu_seqlens_q, cu_seqlens_k, paged.max_seqlen_q, longest
+    o = rope_attention_varlen(tokens.q[0].transpose(0, 1), keys, values, *arrays, *sizes, **features | tokens.options)
     return cast(Tensor, o).transpose(0, 1).unsqueeze(0)
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tables, norms: HeadNorms | None, pool: Pool, pages: Pages,
-    features: dict[str, Any], batch: Batch,
-) -> Tensor:  # fmt: skip
-    """o (B, HQ, 1, D) of q (B, HQ, 1, D), k and v (B, HKV, 1, D), and tables (B, 1, R/2)."""
+def _step(tokens: Tokens, pool: Pool, pages: Pages, features: dict[str, Any], batch: Batch) -> Tensor:
+    """Return o (B, HQ, 1, D) of q (B, HQ, 1, D), k and v (B, HKV, 1, D), and tables (B, 1, R/2)."""
     caches = pool.keys.transpose(1, 2), pool.values.transpose(1, 2)
-    arrays = tables.long(pages.table.shape[1] * pool.page_size)
-    o = rope_attention_with_kvcache(
-        q, *caches, *arrays, k, v, cache_seqlens=pages.lengths, block_table=pages.table,
-        **features | tables.options | options_of(norms),
-    )  # fmt: skip
-    return cast(Tensor, o)
+    rows = pages.table.shape[1] * pool.page_size
+    arrays, options = tokens.tables.long(rows), features | tokens.options | {"block_table": pages.table}
+    lengths, new = pages.lengths, tokens[1:3]
+    if pool.window is not None:
+        # The pages hold the last ``window`` keys, and the new token replaces the oldest. The query sees all of them in
+        # any order, because they are rotated.
+        _write_to_ring(tokens, caches, pages, pool.window, batch)
+        new, lengths, options["window"] = (None, None), (lengths + 1).clamp(max=pool.window), None
+    return cast(Tensor, rope_attention_with_kvcache(tokens.q, *caches, *arrays, *new, cache_seqlens=lengths, **options))
 
 
-def _ring_step(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tables, norms: HeadNorms | None, pool: Pool, pages: Pages,
-    features: dict[str, Any], batch: Batch,
-) -> Tensor:  # fmt: skip
-    """As ``_step`` over pages that hold no more keys than a window has, the new token in the place of the oldest.
-
-    All keys that are there are seen, whose order does not matter, because they are rotated.
-    """
-    window = cast(int, pool.window)
-    caches = pool.keys.transpose(1, 2), pool.values.transpose(1, 2)
-    arrays = tables.long(pages.table.shape[1] * pool.page_size)
-    turning, written = tables.options, arrays
-    if norms is not None:  # the writing launch has no norms
-        k, still = rotated_keys(k, tables, norms), unturned(k.device, batch)
-        turning, written = still.options, still.long(arrays[0].shape[1])
-    write_kvcache(
-        k, v, *caches, *written, cache_seqlens=pages.lengths % window, block_table=pages.table, **turning
-    )  # fmt: skip
-    options = features | tables.options | options_of(norms) | {"window": None}
-    o = rope_attention_with_kvcache(
-        q, *caches, *arrays, cache_seqlens=(pages.lengths + 1).clamp(max=window), block_table=pages.table, **options
-    )
-    return cast(Tensor, o)
+def _write_to_ring(tokens: Tokens, caches: tuple[Tensor, Tensor], pages: Pages, window: int, batch: Batch) -> None:
+    """Write the new tokens at their positions modulo the window."""
+    k, tables = tokens.k, tokens.tables
+    if tokens.norms is not None:  # write_kvcache has no norms
+        k, tables = tokens.rotated_keys(), identity_row(k.device, batch)
+    arrays = tables.long(pages.table.shape[1] * caches[0].shape[2])
+    options = tables.options | {"cache_seqlens": pages.lengths % window, "block_table": pages.table}
+    write_kvcache(k, tokens.v, *caches, *arrays, **options)

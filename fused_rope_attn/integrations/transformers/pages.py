@@ -1,9 +1,9 @@
-"""transformers' continuous batching (``generate_batch``): its paged cache, and what a pass over it means to all layers.
+"""transformers' continuous batching (``generate_batch``): its paged cache, and the description of a pass over it.
 
-A pass packs tokens of many requests into one row, new prompts, parts of prompts and single tokens side by side, and
-hands every layer the cache itself with indices of rows: where new keys go, and where all keys of the requests lie. The
-pools hold pages of consecutive rows of one request. Where each request has one new token, the pages are found among
-the indices, on the device, once for all layers of a kind: the generation step then reads them where they are.
+A pass packs tokens of many requests into one row: new prompts, parts of prompts and single tokens. It gives every layer
+the cache itself and two lists of row indices: the rows for new keys, and the rows of all keys of the requests. Pools
+hold pages of consecutive rows of one request. If each request has one new token, the pages are found from the indices,
+on the device, once for all layers of a kind, and the generation step reads them in place.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from fused_rope_attn.integrations.transformers.obstacles import (
 )
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 
-# Kernels read pages of this many rows or more.
+# The smallest pages that kernels read.
 FEWEST_ROWS = 16
-# Before, the rings of layers with a window were read from the oldest key on, which the window no longer holds.
+# Earlier releases read the rings of layers with a window from the oldest key on, although the window excludes it.
 _RINGS_ARE_READ_IN_ORDER = Version(transformers.__version__) >= Version("5.17")
-# Before, paged flash-attention was not told of it; SDPA and eager mode never are.
+# Earlier releases do not pass the softcap to paged flash-attention. No release passes it to SDPA and eager mode.
 _FLASH_GETS_THE_SOFTCAP = Version(transformers.__version__) >= Version("5.23")
 
 
 class Pool(NamedTuple):
-    """Where the keys and values of one layer lie.
+    """The memory of one layer's keys and values.
 
     keys, values: (pages, page_size, HKV, D).
-    group: the place of the layer's indices and tables among those of a pass.
+    group: the index of the layer's row indices and block table among those of a pass.
     kind: of the layer, "full_attention" or "sliding_attention".
-    window: keys that the pool holds of each request, token p in row ``p % window``; None where it holds all.
-    spare: a page that nobody reads.
+    window: number of keys that the pool keeps for each request, token p in row ``p % window``; None if it keeps all.
+    spare: a page that no request reads.
     """
 
     keys: Tensor
@@ -67,76 +67,59 @@ class Pages(NamedTuple):
 
 
 class PagedPass:
-    """The arguments of a pass of continuous batching, and what its layers keep for each other.
+    """The arguments of a pass of continuous batching, and the pages that its layers share.
 
-    cache: transformers' PagedAttentionCache.
-    cu_seqlens_q: (sequences + 1,) int32; sequences of no tokens come last where lengths are padded for CUDA graphs.
-    max_seqlen_q: the largest number of new tokens of a sequence, or a larger one.
+    given: the arguments of the decoder's forward by name; there must be no obstacle to them.
+    cu_seqlens_q: (sequences + 1,) int32. Lengths that are padded for CUDA graphs end with empty sequences.
+    max_seqlen_q: an upper bound of a sequence's new tokens.
     """
 
-    # No dict: a plain object passes through what takes containers apart to move the tensors in them.
-    __slots__ = (
-        "_block_table",
-        "_cu_seqlens_k",
-        "_found",
-        "_given",
-        "_max_seqlen_k",
-        "_position_ids",
-        "_read",
-        "_write",
-        "cache",
-        "cu_seqlens_q",
-        "max_seqlen_q",
-    )
+    # Not a dict, because accelerate and others take containers apart to move the tensors in them.
+    __slots__ = ("_found", "_given", "cu_seqlens_q", "max_seqlen_q")
 
     def __init__(self, given: dict[str, Any]):
-        """given: the arguments of the decoder's forward by their names, for which there is no obstacle."""
         self._given = given
-        self.cache = given["cache"]
         self.cu_seqlens_q: Tensor = given["cu_seq_lens_q"]
         self.max_seqlen_q: int = _named(given, "max_length_q", "max_seqlen_q")
-        self._cu_seqlens_k = given["cu_seq_lens_k"]
-        self._max_seqlen_k = _named(given, "max_length_k", "max_seqlen_k")
-        self._read, self._write = given["read_index"], given["write_index"]
-        self._block_table: Tensor | None = given.get("block_table")
-        self._position_ids: Tensor = given["position_ids"]
         self._found: dict[int, Pages | None] = {}
 
     def pool(self, layer: int) -> Pool:
-        return pool_of(self.cache, layer)
+        return pool_of(self._given["cache"], layer)
 
     def keys_of(self, kind: str) -> tuple[Tensor, int]:
-        """(sequences + 1,) int32 of the keys of layers of a kind, and a bound of their number in one sequence."""
-        # With one kind of layers some versions leave the dict out.
-        if isinstance(self._cu_seqlens_k, dict):
-            return self._cu_seqlens_k[kind], self._max_seqlen_k[kind]
-        return self._cu_seqlens_k, self._max_seqlen_k
+        """Return cu_seqlens (sequences + 1,) int32 of the keys in layers of a kind, and a bound of their lengths."""
+        cu_seqlens, longest = self._given["cu_seq_lens_k"], _named(self._given, "max_length_k", "max_seqlen_k")
+        # Some versions use no dict if there is only one kind of layers.
+        return (cu_seqlens[kind], longest[kind]) if isinstance(cu_seqlens, dict) else (cu_seqlens, longest)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write new rotated keys and values (1, HKV, N, D); all keys and values (T, HKV, D) of the pass's requests."""
-        if hasattr(self.cache, "layer_to_allocator"):
-            names = ("cu_seq_lens_k", "max_length_k", "read_index", "write_index")
-            keys, values = self.cache.update(k, v, layer, {name: self._given[name] for name in names})
+        """Write new rotated keys and values (1, HKV, N, D); return all (T, HKV, D) of the pass's requests."""
+        cache, indices = self._given["cache"], {name: self._given[name] for name in ("read_index", "write_index")}
+        if hasattr(cache, "layer_to_allocator"):
+            indices |= {name: self._given[name] for name in ("cu_seq_lens_k", "max_length_k")}
+            keys, values = cache.update(k, v, layer, indices)
             return keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        return self.cache.update(k, v, layer, read_index=self._read, write_index=self._write)
+        return cache.update(k, v, layer, **indices)
 
     def pages(self, pool: Pool) -> Pages | None:
-        """The pages of a pass with one new token a request; None where it has more, or pages cannot be told."""
+        """Return the pages of a pass with one new token a request; None if there are more, or pages are unknown."""
         if pool.group not in self._found:
             self._found[pool.group] = self._find(pool)
         return self._found[pool.group]
 
     def _find(self, pool: Pool) -> Pages | None:
-        sequences, tokens = self.cu_seqlens_q.shape[0] - 1, self._position_ids.shape[-1]
+        given = self._given
+        position_ids, block_table = given["position_ids"], given.get("block_table")
+        sequences, tokens = self.cu_seqlens_q.shape[0] - 1, position_ids.shape[-1]
         if self.max_seqlen_q != 1 or sequences != tokens or pool.page_size < FEWEST_ROWS:
             return None
         ends, most = self.keys_of(pool.kind)
         lengths = ends[1:] - ends[:-1] - 1
-        if self._block_table is not None:
-            table = self._block_table[pool.group]
-            # Sequences that pad a CUDA graph's have no pages; their tokens go where nobody reads.
+        if block_table is not None:
+            table = block_table[pool.group]
+            # The empty sequences of a CUDA graph have no pages, so their tokens go to the spare one.
             return Pages(torch.where(table < 0, pool.spare, table), lengths.clamp(min=0))
-        read = self._read[pool.group]
+        read = given["read_index"][pool.group]
         if read.shape[0] == 0:
             return None
         starts, size = ends[:-1, None], pool.page_size
@@ -144,20 +127,20 @@ class PagedPass:
             first_rows = torch.arange(0, most, size, device=read.device)
             rows = read[torch.minimum(starts + first_rows, ends[1:, None] - 1).long()]
             return Pages((rows // size).int(), lengths)
-        if not _RINGS_ARE_READ_IN_ORDER or self._position_ids.ndim != 2:
+        if not _RINGS_ARE_READ_IN_ORDER or position_ids.ndim != 2:
             return None
-        # The indices begin at the oldest key that the new token sees, and lack the row that it is written to.
-        seen = self._position_ids[0, :, None]
+        # The indices begin at the oldest key that the new token sees, and lack the row for the new token.
+        seen = position_ids[0, :, None]
         oldest = torch.where(seen < pool.window, 0, (seen + 1) % pool.window)
         first_rows = torch.arange(0, pool.window, size, device=read.device)
         places = (first_rows - oldest) % pool.window
         held = torch.minimum(starts + places, ends[1:, None] - 1).long()
-        rows = torch.where(places < lengths[:, None], read[held], self._write[pool.group][:, None])
+        rows = torch.where(places < lengths[:, None], read[held], given["write_index"][pool.group][:, None])
         return Pages((rows // size).int(), seen[:, 0].int())
 
 
 def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
-    """``obstacle`` of a pass of continuous batching."""
+    """Return the ``obstacle`` of a pass of continuous batching."""
     reason = obstacle_of_any_kind(attentions, config, given, causal)
     if reason:
         return reason
@@ -181,14 +164,14 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
     for module in attentions:
         window, pool = window_of(module), pool_of(cache, layer_of(module))
         if window != pool.window:
-            return f"a layer with a window of {window} tokens, of which the paged cache holds {pool.window or 'all'},"
+            return f"a layer with a window of {window} tokens, but the paged cache holds {pool.window or 'all'},"
     if given.get("block_table") is not None and pool_of(cache, layer_of(attentions[0])).page_size < FEWEST_ROWS:
         return f"a block table of pages of fewer than {FEWEST_ROWS} tokens"
     return ""
 
 
 def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
-    """What of ``obstacle_to_pages`` holds for every pass, before there is one."""
+    """Return the ``obstacle_to_pages`` that every pass would have, before there is one."""
     causal = is_causal(attentions, config, {})
     reason = obstacle_of_any_kind(attentions, config, {}, causal)
     if reason:
@@ -207,7 +190,7 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
 
 
 def _left_out(attentions: list[nn.Module]) -> str:
-    """What the models have and transformers' own attention leaves out over a paged cache; "" where it computes all."""
+    """Return a feature of the model that transformers' own attention ignores over a paged cache, or ""."""
     implementation = implementation_of(attentions[0].config)
     if any(map(_softcap, attentions)) and not (uses_flash(attentions[0].config) and _FLASH_GETS_THE_SOFTCAP):
         return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
@@ -229,16 +212,16 @@ def _softcap(module: nn.Module) -> bool:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """The window of a patched attention module, None where it has none."""
+    """Return the window of a patched attention module, or None."""
     return state_of(module, PATCH).convention.window(module)
 
 
-# Of a cache: the pools of its layers. They are views of the cache's memory, which stays the same as long as it lives.
+# Cache to the pools of its layers. These are views of the cache's memory, which never moves.
 _pools: weakref.WeakKeyDictionary[Any, dict[int, Pool]] = weakref.WeakKeyDictionary()
 
 
 def pool_of(cache: Any, layer: int) -> Pool:
-    """The pool of a layer of a PagedAttentionCache."""
+    """Return the pool of a layer of a PagedAttentionCache."""
     known = _pools.setdefault(cache, {})
     if layer not in known:
         made = _pool_of_allocator if hasattr(cache, "layer_to_allocator") else _pool_of_groups
@@ -247,7 +230,7 @@ def pool_of(cache: Any, layer: int) -> Pool:
 
 
 def _pool_of_allocator(cache: Any, layer: int) -> Pool:
-    """Of versions that hold all layers' pages in one tensor."""
+    """Return the pool in versions that store all layers' pages in one tensor."""
     allocator = cache.layer_to_allocator[layer]
     size = allocator.tokens_per_page
     pages = [rows[: rows.shape[0] // size * size].unflatten(0, (-1, size)) for rows in allocator._kv_token_views[layer]]
@@ -258,18 +241,18 @@ def _pool_of_allocator(cache: Any, layer: int) -> Pool:
 
 
 def _pool_of_groups(cache: Any, layer: int) -> Pool:
-    """Of versions that hold the pages of each layer of a group in tensors of their own."""
+    """Return the pool in versions that have separate tensors for each layer of a group."""
     group, place = cache.layer_index_to_group_indices[layer]
     size = cache.block_size
     rows = (cache.key_cache[place], cache.value_cache[place])
     keys, values = (x[: x.shape[0] // size * size].unflatten(0, (-1, size)) for x in rows)
     window = cache.sliding_windows[layer]
     kind = "full_attention" if window == 1 else "sliding_attention"
-    # The page is of use where there are block tables, which came with it.
+    # Only passes with block tables use this page. Versions with block tables have the attribute.
     spare = getattr(cache, "write_trash_index", 0) // size
     return Pool(keys, values, group, kind, None if window == 1 else window, spare)
 
 
 def _named(given: dict[str, Any], *names: str) -> Any:
-    """The argument that different versions give different names."""
+    """Return an argument that has different names in different versions."""
     return next(given[name] for name in names if name in given)

@@ -1,4 +1,4 @@
-"""``patch_model`` and ``unpatch_model``: instance attributes and a hook, nothing global, nothing in a state dict."""
+"""``patch_model`` and ``unpatch_model``: instance attributes and hooks, nothing global, nothing in a state dict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from fused_rope_attn.integrations.transformers.families import (
     refusal,
 )
 from fused_rope_attn.integrations.transformers.hooks import (
-    PREPARE,
     Preparation,
     check_labels,
     decoder_in,
@@ -28,7 +27,7 @@ from fused_rope_attn.integrations.transformers.hooks import (
     describe_before_masks,
     makes_masks,
 )
-from fused_rope_attn.integrations.transformers.serving import INIT, Serving, forget_kept_manager
+from fused_rope_attn.integrations.transformers.serving import Serving, forget_kept_manager
 from fused_rope_attn.integrations.transformers.shards import Shards, shards_of
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
@@ -36,6 +35,7 @@ from fused_rope_attn.integrations.transformers.state import (
     PATCH,
     Decoder,
     MaskMaker,
+    Method,
     Patch,
     names_of_parameters,
     state_of,
@@ -43,6 +43,7 @@ from fused_rope_attn.integrations.transformers.state import (
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_METHODS: tuple[type[Method], ...] = (Preparation, Serving)
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -65,17 +66,17 @@ def patch_model(
     Norms of each head of q and k before the rotation (Qwen 3, Gemma 3) are computed by the kernels, with gradients of
     their weights, where they are plain root-mean-square norms; others, and those with hooks, run as they are.
 
-    Bidirectional models (``config.is_causal = False``) are served as such. What the kernels do not serve takes the
+    Bidirectional models (``config.is_causal = False``) are served too. Calls that the kernels do not serve take the
     module's own forward, with a warning that gives the reason: attention weights (``output_attentions``), attention
-    dropout in training, 4-D and punctured attention masks, caches of unknown types, and attention functions that
-    somebody else has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
+    dropout in training, attention masks with four dimensions or with holes, caches of unknown types, and attention
+    functions that a user or a library has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
     Outputs of padding tokens are unspecified, as they are in transformers.
 
     Continuous batching (``generate_batch``) is served. Managers that are made while the model is patched rely on it
-    (transformers 5.17 and later): they build no masks, and unpatching the model ends the one that it keeps.
+    (transformers 5.17 and later): they build no masks, and unpatching the model destroys the one that it keeps.
 
-    Of a vision model the language model is patched, with ``unsupported="skip"``. Passes of Gemma 3 with an image in
-    them take the module's own forward, because the tokens of an image see each other in both directions.
+    In a vision model ``unsupported="skip"`` patches the language model only. Passes of Gemma 3 with an image take the
+    module's own forward, because the tokens of an image see each other in both directions.
 
     Args:
         model: a model of transformers, or a module that contains one (PEFT, torch.compile). Which attention modules are
@@ -85,10 +86,10 @@ def patch_model(
         deterministic: True for gradients that are bitwise equal from run to run, as ``rope_attention`` gives them with
             ``deterministic=True``. Otherwise ``torch.use_deterministic_algorithms`` decides.
         cp_group: a ProcessGroup or a DeviceMesh of one dimension whose ranks share every sequence: each passes its
-            shard of ``input_ids`` and of ``position_ids``, which are required, and ``shift_labels`` beside ``labels``,
-            as ``cp_shard`` and ``cp_shift_labels`` of ``fused_rope_attn.distributed`` cut them. Position ids that begin
-            anew are packed documents. Padding masks and caches are refused, and so is whatever would take the module's
-            own forward, which knows nothing of the other ranks.
+            shard of ``input_ids`` and of ``position_ids``, which are required, and ``shift_labels`` with ``labels``, as
+            ``cp_shard`` and ``cp_shift_labels`` of ``fused_rope_attn.distributed`` cut them. Position ids that restart
+            are packed documents. Padding masks and caches are refused, and so are all calls that need the module's own
+            forward, because it would attend to this rank's shard only.
         cp_sharding: as ``sharding`` in ``cp_shard``. A batch that is cut by its documents brings their plan, which
             ``plan_varlen_cp(..., sharding="balanced")`` makes, as one more argument of the forward pass, ``cp_plan``.
 
@@ -125,29 +126,24 @@ def patch_model(
         others = sum(looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
         others = others or not kinds <= _ATTENTION_LAYERS or hands_padding_on(decoder)
-        setattr(decoder, DECODER, Decoder(decoder, modules, others, shards))
+        setattr(decoder, DECODER, Decoder(names_of_parameters(decoder), modules, others, shards))
     for module in list(model.modules()):
-        if makes_masks(module) and (decoder := decoder_in(module)) is not None:
+        _remove_hooks(module, check_labels)
+        if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)) is None:
+            continue
+        if makes_masks(module):
             if state_of(module, MASK_MAKER) is None:
                 module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
-            setattr(module, MASK_MAKER, MaskMaker(module, decoder))
-        if hasattr(type(module), PREPARE) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
-            previous = module.__dict__.get(PREPARE)
-            if not isinstance(previous, Preparation):
-                setattr(module, PREPARE, Preparation(module, previous))
-        if hasattr(type(module), INIT) and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
-            previous = module.__dict__.get(INIT)
-            if not isinstance(previous, Serving):
-                setattr(module, INIT, Serving(module, previous))
-        _remove_hooks(module, check_labels)
-        if shards is not None and isinstance(module, PreTrainedModel) and decoder_in(module) is not None:
-            if "labels" in names_of_parameters(module):
-                module.register_forward_pre_hook(check_labels, with_kwargs=True)
+            setattr(module, MASK_MAKER, MaskMaker(names_of_parameters(module), decoder))
+        for method in _METHODS:
+            method.install(module)
+        if shards is not None and "labels" in names_of_parameters(module):
+            module.register_forward_pre_hook(check_labels, with_kwargs=True)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
-    """Undo ``patch_model``: every method is the one that it was. A model that is not patched stays as it is.
+    """Undo ``patch_model`` exactly. A model that is not patched stays as it is.
 
     Returns:
         the same model.
@@ -163,10 +159,10 @@ def unpatch_model(model: Model) -> Model:
             if _is_fused(module.__dict__.get(slot)):
                 _restore(module, slot, patch.previous)
             delattr(module, PATCH)
-        for name, kind_of_object in ((PREPARE, Preparation), (INIT, Serving)):
-            ours = module.__dict__.get(name)
-            if isinstance(ours, kind_of_object):
-                _restore(module, name, ours.previous)
+        for method in _METHODS:
+            current = module.__dict__.get(method.name)
+            if isinstance(current, method):
+                _restore(module, method.name, current.previous)
         forget_kept_manager(module)
         for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
             if state_of(module, kind) is not None:
@@ -183,7 +179,7 @@ def _remove_hooks(module: nn.Module, ours: Callable) -> None:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether ``patch_model`` has replaced the attention of any module in a model.
+    """Return whether ``patch_model`` has replaced the attention of any module in a model.
 
     Raises:
         TypeError: model is not a module.
@@ -198,7 +194,7 @@ def _check(model: Any) -> None:
 
 
 def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str, nn.Module]) -> str:
-    """Why a model with these attention modules, by their paths, cannot be patched as it was asked for."""
+    """Return why a model cannot be patched. found, supported: its attention modules by path."""
     if not found:
         return f"model must have attention modules of transformers, but {type(model).__name__} has none"
     others: dict[type, list[str]] = {}
@@ -209,7 +205,7 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
     text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     if not supported:
         return text
-    # Of a multimodal model: where its text is decoded.
+    # Name the text decoders of a multimodal model.
     decoders = {id(decoder): decoder for path in supported if (decoder := _decoder_around(model, path)) is not None}
     paths = [path for path, module in model.named_modules() if id(module) in decoders]
     where = f" of {', '.join(paths)}" if paths and all(paths) else ""
@@ -230,17 +226,17 @@ def _patch_module(module: nn.Module, convention: Convention, deterministic: bool
     if patch is None:
         patch = Patch(convention, present, deterministic)
         setattr(module, PATCH, patch)
-    elif not _is_fused(present):  # somebody has put another forward there since
+    elif not _is_fused(present):  # the forward was replaced after the last patch
         patch.previous = present
     patch.own_forward = _foreign_forward(module, patch.previous)
     patch.deterministic, patch.shards = deterministic, shards
     if not _is_fused(present):
-        # A partial function, because a method in an instance's dict is pickled as its class's own.
+        # A partial function, because pickle stores a method in an instance's dict as its class's own.
         setattr(module, slot, functools.partial(attention.forward, module))
 
 
 def _foreign_forward(module: nn.Module, previous: Any) -> str:
-    """Return why an instance's previous forward is another than its class's, "" if it is the same or None."""
+    """Return how an instance's previous forward differs from its class's; "" if it is the same or None."""
     function = previous
     if isinstance(function, functools.partial) and function.args == (module,) and not function.keywords:
         function = function.func
@@ -256,21 +252,21 @@ def _is_fused(forward: Any) -> bool:
 
 
 def _slot(module: nn.Module) -> str:
-    """The attribute that is the module's forward: accelerate's hooks wrap it and keep it under another name."""
+    """Return the attribute that is the module's forward: accelerate's hooks wrap it and rename the original."""
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
 def _restore(module: nn.Module, slot: str, previous: Callable | None) -> None:
     if previous is not None:
         setattr(module, slot, previous)
-    elif slot == "_old_forward":  # accelerate's hook came after the patch and needs something to call
+    elif slot == "_old_forward":  # accelerate added its hook after the patch, and still needs a forward
         setattr(module, slot, type(module).forward.__get__(module))
     else:
         delattr(module, slot)
 
 
 def _decoder_around(model: nn.Module, path: str) -> nn.Module | None:
-    """The innermost PreTrainedModel on the way from the model to one of its modules."""
+    """Return the innermost PreTrainedModel around the module at a path, or None."""
     module, nearest = model, model if isinstance(model, PreTrainedModel) else None
     for name in path.split(".") if path else ():
         module = getattr(module, name)

@@ -1,4 +1,4 @@
-"""``patch_report``: what became of every attention module of a model, and how often it ran where."""
+"""``patch_report``: for every attention module, whether it is patched, and which forward its calls took."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _HEADER = ("module", "class", "patched", "norms", "calls served here", "calls of
 
 
 class ModuleReport(NamedTuple):
-    """Of one attention module.
+    """The report of one attention module.
 
-    path: within the model; "" where the model is the module.
+    path: within the model; "" if the model is the module.
     name: of its class.
-    patched: whether ``rope_attention`` stands in the place of its attention.
-    reason: why it is not patched; "" where it is.
-    served: calls that ran here since it was patched.
-    own: calls that took the module's own forward since then, by reason.
-    norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` where the kernels did
-        it in the last call that ran here, ``"its own"`` and the reason where the module's norms ran. Before any call,
-        what the norms look like now. "" where there are none.
+    patched: whether ``rope_attention`` replaces its attention.
+    reason: why it is not patched, or "".
+    served: number of calls that ``rope_attention`` served since it was patched.
+    own: number of calls that took the module's own forward since then, by reason.
+    norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` if the kernels did so in
+        the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call it tells
+        which of them would run now. "" without such norms.
     """
 
     path: str
@@ -39,10 +39,10 @@ class ModuleReport(NamedTuple):
 
 
 class PatchReport(tuple[ModuleReport, ...]):
-    """A ModuleReport of every attention module of a model, in the model's order. As a string, a table.
+    """A ModuleReport for every attention module of a model, in the model's order. It prints as a table.
 
-    The table has one line for layers that are all alike, ``model.layers.{0-31}.self_attn``, and a column of norms where
-    some module has any.
+    The table has one line for equal layers, for example ``model.layers.{0-31}.self_attn``, and a column of norms if a
+    module has any.
     """
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class PatchReport(tuple[ModuleReport, ...]):
 
 
 def patch_report(model: nn.Module) -> PatchReport:
-    """What became of every attention module of a model, and how often it ran here or took its own forward, and why.
+    """Report for every attention module of a model whether it is patched, which forward its calls took, and why.
 
     Args:
         model: patched or not.
@@ -91,11 +91,11 @@ def _report(path: str, module: nn.Module) -> ModuleReport:
 
 
 def _norms(module: nn.Module, patch: Patch) -> str:
-    """As ``ModuleReport.norms``."""
+    """Return ``ModuleReport.norms``."""
     pair = patch.convention.norms(module)
     if pair is None:
         return ""
-    # A module alone may look otherwise than in a call: FSDP2 gathers weights for it.
+    # Prefer the last call's answer, because weights may look different then: FSDP2 gathers them for it.
     reason = patch.own_norms
     if reason is None:
         found = head_norms(*pair)
@@ -104,24 +104,18 @@ def _norms(module: nn.Module, patch: Patch) -> str:
 
 
 def _line(rows: list[ModuleReport]) -> tuple[str, ...]:
-    """A line of the table for modules that differ in nothing but the last number of their paths."""
+    """Return the line for modules that differ only in the last number of their paths."""
     row, path = rows[0], rows[0].path or "(model)"
     if len(rows) > 1:
         numbers = [int(re.findall(r"\d+(?=\D*$)", row.path)[0]) for row in rows]
         path = re.sub(r"\d+(?=\D*$)", "{" + _ranges(numbers) + "}", row.path)
     own = "; ".join(f"{count}: {reason}" for reason, count in row.own.items())
-    return (
-        path,
-        row.name,
-        "yes" if row.patched else f"no: {row.reason}",
-        row.norms or "none",
-        str(row.served),
-        own or "0",
-    )
+    patched = "yes" if row.patched else f"no: {row.reason}"
+    return path, row.name, patched, row.norms or "none", str(row.served), own or "0"
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as people write them: 0-3, 5."""
+    """Return sorted numbers as ranges, for example "0-3, 5"."""
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in group] for _, group in groups]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

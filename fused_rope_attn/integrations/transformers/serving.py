@@ -1,9 +1,8 @@
-"""``init_continuous_batching`` of a patched model: transformers' own manager, told that attention reads pages itself.
+"""``init_continuous_batching`` of a patched model: transformers' manager treats the model like flash-attention.
 
-transformers builds masks over all requests for the attention of SDPA and of eager mode, and gives tables of pages, CUDA
-graphs and batches that are prepared while others run to flash-attention alone. Which of the two a manager does it reads
-from the name of the config's attention implementation. A patched model needs no masks, and reads pages: for as long as
-a manager is in use, its config has a name of this project that says so.
+For SDPA and eager attention a manager builds masks over all requests. For flash-attention it provides page tables, CUDA
+graphs, and batches that are prepared while others run. It decides by the name of the config's attention implementation.
+A patched model reads pages and needs no masks, so its config has a special name while a manager is in use.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from packaging.version import Version
@@ -21,33 +20,26 @@ from fused_rope_attn.integrations.transformers.batch import Batch
 from fused_rope_attn.integrations.transformers.families import looks_like_attention
 from fused_rope_attn.integrations.transformers.obstacles import PAGES, implementation_of
 from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle, window_of
-from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of
+from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, Method, state_of
 from fused_rope_attn.runtime.device import has_gpu
 
-INIT = "init_continuous_batching"
-# What managers with masks are made for. Where flash-attention was asked for, all is as it should be.
+# Implementations for which managers build masks. For flash-attention nothing needs to change.
 _MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
-# Before, managers had neither tables of pages nor CUDA graphs, or others than those that are known here.
+# Earlier managers had no page tables and no CUDA graphs, or different ones.
 _KNOWN = Version(transformers.__version__) >= Version("5.17")
-# What is changed of a manager. One that lacks it is another version's, and keeps its masks.
+# Attributes of a manager that are replaced. A manager without them is of another version, and keeps its masks.
 _ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
-# Pages of a request where nobody says how long requests are, as transformers has it for flash-attention.
+# Pages of a request if no length is given: transformers' own default for flash-attention.
 _PAGES_OF_A_REQUEST = 32
 
 
-class Serving:
-    """An object, not a method, because a method of an instance is pickled as its class's own.
+class Serving(Method):
+    """``init_continuous_batching`` of a patched model: it returns a manager that builds no masks, if possible."""
 
-    previous: the instance attribute that was the method before; None where the class's own was in use.
-    """
-
-    def __init__(self, model: nn.Module, previous: Any):
-        self.model = model
-        self.previous = previous
+    name = "init_continuous_batching"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(type(self.model), INIT).__get__(self.model) if self.previous is None else self.previous
-        config: Any = self.model.config
+        own, config = self.own, cast(Any, self.model.config)
         before, kept = implementation_of(config), _kept_manager(self.model)
         made_with_masks = kept is not None and not _is_ours(kept)
         if before == PAGES or made_with_masks or not self._reads_pages(before):
@@ -62,7 +54,7 @@ class Serving:
         if _compiles(manager) or not all(hasattr(manager, name) for name in _ATTRIBUTES):
             config._attn_implementation = before
             return own(*args, **kwargs)
-        manager._original_attn_impl = before  # which the manager gives back when it stops
+        manager._original_attn_impl = before  # the manager restores it when it stops
         if kept is None:
             manager._fused_rope_pages = True
             manager._create_batch_processor = _Creation(manager)
@@ -70,10 +62,10 @@ class Serving:
         return manager
 
     def _reads_pages(self, implementation: str) -> bool:
-        """Whether every pass over a paged cache will be served, as far as can be seen before."""
+        """Return whether every pass over a paged cache will be served, as far as it can be known before."""
         if not _KNOWN or implementation not in _MASKED:
             return False
-        # Without masks, managers take CUDA graphs wherever there is a GPU, also for a model that is not on it.
+        # Without masks a manager uses CUDA graphs if there is a GPU, even if the model is not on it.
         where: Any = self.model.device
         if has_gpu() and where.type != "cuda":
             return False
@@ -93,7 +85,7 @@ class Serving:
         workload_hints: Any = None,
         **_: Any,
     ) -> None:
-        """Tables of pages for passes of single tokens, which managers have for flash-attention 2 and 3 alone."""
+        """Ask for page tables in passes of single tokens. By itself a manager has them for flash-attention only."""
         asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
         config = manager.continuous_batching_config
         size = getattr(config, "page_size", None) or config.block_size
@@ -107,7 +99,7 @@ class Serving:
 
 
 class _Creation:
-    """``_create_batch_processor`` of a manager: the processor goes on where its CUDA graphs fail."""
+    """``_create_batch_processor`` of a manager: the processor continues without CUDA graphs if they fail."""
 
     def __init__(self, manager: Any):
         self.own = manager._create_batch_processor
@@ -121,10 +113,10 @@ class _Creation:
 
 
 class Capture:
-    """``_capture_graph`` of a model runner, after which it runs without graphs where the model cannot be captured.
+    """``_capture_graph`` of a model runner: the runner continues without graphs if the model cannot be captured.
 
-    For attention that needs masks, managers do without graphs unless they are asked for them: a model that synchronises
-    somewhere, in its experts or in tables that grow, is served there, and is to be served here.
+    With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts or
+    in tables that grow. Such models must not fail here.
     """
 
     def __init__(self, runner: Any):
@@ -141,7 +133,7 @@ class Capture:
         try:
             self.own(counted, *args)
         except Exception as error:
-            if not done:  # the pass itself has failed, which runs once before it is captured
+            if not done:  # the pass itself failed, in its run before the capture
                 raise
             self.runner.use_cuda_graph_varlen = self.runner.use_cuda_graph_decode = False
             warnings.warn(
@@ -151,16 +143,16 @@ class Capture:
 
 
 def forget_kept_manager(model: nn.Module) -> None:
-    """Take away a manager that a model keeps for its next batch, and that relies on the model being patched."""
+    """Destroy the manager that a model keeps for its next batch, if it relies on the model being patched."""
     kept: Any = _kept_manager(model)
     if _is_ours(kept):
         model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
 
 
 def refuse_what_lacks_masks(config: Any, given: dict[str, Any], batch: Batch) -> None:
-    """Raise where a pass would need the modules' own forward, and the manager has made it without masks.
+    """Raise if a pass needs the modules' own forward, but its manager made no masks.
 
-    given: the arguments of the decoder's forward by their names.
+    given: the arguments of the decoder's forward by name.
     """
     implementation = implementation_of(config)
     unmasked = given.get("cache") is not None and given.get("attention_mask") is None

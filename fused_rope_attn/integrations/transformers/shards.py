@@ -1,4 +1,4 @@
-"""Models whose sequence several ranks share: what a forward pass of one shard means to its attention modules."""
+"""Sequences that several ranks share: the description of a forward pass over one rank's shard."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_rope_attn import apply_rope_qk
-from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.distributed.cuts import SHARDINGS, check_sharding
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
 from fused_rope_attn.distributed.shards import cp_unshard
-from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_what_nobody_computes
+from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_wrong_calls
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
@@ -24,19 +22,19 @@ _SEVERAL_ROWS = f"a batch of several rows of packed documents {_ON_SHARDS}: pack
 
 
 class Shards(NamedTuple):
-    """Who shares the sequences of a model, and how. The group goes by its name, which can be copied and pickled."""
+    """The ranks that share the sequences of a model. The group is stored by name, to be copied and pickled."""
 
     group: Group
     sharding: str
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of this package's functions."""
+        """The arguments for functions of ``fused_rope_attn.distributed``."""
         return {"group": group_named(self.group.name).processes, "sharding": self.sharding}
 
 
 def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
-    """The ``Shards`` of ``patch_model``'s arguments. Raises TypeError and ValueError naming them."""
+    """Return the ``Shards`` of ``patch_model``'s arguments. Raise TypeError or ValueError naming them."""
     if cp_group is None:
         if cp_sharding not in SHARDINGS:
             refuse_choice("cp_sharding", cp_sharding, SHARDINGS)
@@ -50,7 +48,7 @@ def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
 
 
 class Shared(NamedTuple):
-    """What the ranks' batch means to attention. plan: of packed documents, or None."""
+    """The batch of all ranks. plan: of packed documents, or None."""
 
     shards: Shards
     causal: bool
@@ -58,13 +56,13 @@ class Shared(NamedTuple):
 
 
 def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, Any], shards: Shards) -> Shared:
-    """The ``Shared`` of a forward pass of a decoder with these arguments.
+    """Return the ``Shared`` of a decoder's forward pass with these arguments.
 
-    All ranks exchange their position ids, of which packed documents begin wherever one is not the one before plus one;
-    a plan of the documents, which a batch may bring, saves this and says how the batch is cut.
-    Raises what cannot be computed on shards: there is nobody to hand it to.
+    All ranks exchange their position ids: a document begins at every id that is not the one before it plus one. A batch
+    may have a plan of its documents, which makes this unnecessary and tells how the batch is cut. Raise if the pass
+    cannot be computed on shards, because the modules' own forward cannot either.
     """
-    refuse_what_nobody_computes(attentions, given, on_shards=True)
+    refuse_wrong_calls(attentions, given, on_shards=True)
     causal = is_causal(attentions, config, given)
     reason = obstacle(attentions, config, given, causal)
     if reason:
@@ -86,8 +84,8 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
     mask = given.get("attention_mask")
     if mask is not None and not bool((mask != 0).all()):
         raise NotImplementedError(
-            f"an attention_mask with padding {_ON_SHARDS}: pad behind the sequence, of which causal "
-            "attention sees nothing, leave the mask out and give the padding the label -100"
+            f"an attention_mask with padding {_ON_SHARDS}: pad after the sequence, where causal attention does not "
+            "see it, leave the mask out and give the padding the label -100"
         )
     plan = given.get(PLAN)
     if plan is None:
@@ -99,7 +97,7 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
 
 def _check_plan(plan: Any, position_ids: Tensor, shards: Shards) -> None:
     if not isinstance(plan, DocumentPlan):
-        raise TypeError(f"{PLAN} must be what plan_varlen_cp returns, but is {kind_of(plan)}")
+        raise TypeError(f"{PLAN} must be a DocumentPlan from plan_varlen_cp, but is {kind_of(plan)}")
     if plan.group != shards.group:
         raise ValueError(f"{PLAN} must be of the ranks of the model's cp_group")
     if position_ids.shape[1] != plan.local:
@@ -123,7 +121,7 @@ def _plan(position_ids: Tensor, shards: Shards) -> DocumentPlan | None:
 
 
 def _check_cut(whole: Tensor, begins: Tensor, shards: Shards) -> None:
-    """Raise where torch's context_parallel, or somebody before it, has cut sequences otherwise than these shards."""
+    """Raise if torch's context_parallel, or the caller, has cut the sequences differently than these shards."""
     firsts = torch.cat((whole[:, :1], torch.where(begins, whole[:, 1:], 0)), 1)
     if bool((firsts != 0).any()):
         raise ValueError(
@@ -133,31 +131,11 @@ def _check_cut(whole: Tensor, begins: Tensor, shards: Shards) -> None:
         )
 
 
-def attend_shard(
-    shared: Shared, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, rotation: dict[str, Any],
-    options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """o (B, HQ, N / P, D) of this rank's rows, cos and sin (1|B, N / P, R/2) of these.
-
-    rotation: the options of the tables and of the norms. options: those of attention.
-    """
-    if shared.plan is None:
-        return rope_attention_cp(q, k, v, cos, sin, **shared.shards.options, **rotation, **options)
-    # Each rank has its own rows of the tables, whatever the documents' positions: they rotate before attention.
-    q, k = apply_rope_qk(q, k, cos, sin, **rotation)
-    rows = shared.plan.max_seqlen
-    unturned = q.new_ones((1, 1), dtype=torch.float32).expand(rows, 1)
-    nothing = q.new_zeros((1, 1), dtype=torch.float32).expand(rows, 1)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    o = rope_attention_varlen_cp(q, k, v, unturned, nothing, shared.plan, rotary_dim=2, **options)
-    return o.transpose(0, 1).unsqueeze(0)
-
-
 def refuse_unshifted_labels(names: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise where a loss would shift labels within the shard. names: of the parameters of the model's forward."""
+    """Raise if the loss would shift labels within the shard. names: of the parameters of the model's forward."""
     given = dict(zip(names, args)) | kwargs
     if given.get("labels") is not None and given.get("shift_labels") is None:
         raise ValueError(
-            "shift_labels must be given beside labels to a model that has a cp_group: the token after a chunk's last "
+            "shift_labels must be given with labels to a model that has a cp_group: the token after a chunk's last "
             "one is another rank's; pass shift_labels=cp_shift_labels(labels of the whole sequence, group=, sharding=)"
         )

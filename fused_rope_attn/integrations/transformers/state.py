@@ -1,4 +1,4 @@
-"""What ``patch_model`` leaves on the modules of a model. Plain objects: they are copied and pickled with the model."""
+"""State that ``patch_model`` stores on the modules of a model: plain objects, copied and pickled with the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,44 +17,42 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 if TYPE_CHECKING:  # shards asks `obstacles`, which reads what is here
     from fused_rope_attn.integrations.transformers.shards import Shards
 
-# Where a patched attention module has its Patch, a decoder with such modules its Decoder, and a model that makes a
-# decoder's masks itself its MaskMaker.
+# Attributes: the Patch of an attention module, the Decoder of a decoder with such modules, and the MaskMaker of a model
+# that makes its decoder's masks itself.
 PATCH = "_fused_rope_patch"
 DECODER = "_fused_rope_decoder"
 MASK_MAKER = "_fused_rope_mask_maker"
-# A reason is told at its first forward pass, and again at every power of ten from here on.
+# Warn of a reason at its first forward pass, and again at every power of ten from this one on.
 _TELL_AGAIN = 100
 
 
+@dataclass(eq=False)
 class Patch:
-    """Of one attention module.
+    """State of one patched attention module.
 
     convention: of its class.
-    previous: the instance attribute that was its forward before; None where the class's own forward was in use.
-    deterministic, shards: as ``patch_model`` was told.
-    served: calls that fused attention has served.
-    own: calls that the module's own forward has served, by reason.
-    own_norms: why its own norms of heads ran in the last call that fused attention has served, "" where they did not;
-        None before such a call, and where there are no norms of heads.
+    previous: the instance attribute that was its forward before; None if the class's own forward was in use.
+    deterministic, shards: from the arguments of ``patch_model``.
+    served: number of calls that fused attention served.
+    own: number of calls that the module's own forward served, by reason.
+    own_norms: the reason why its own norms of heads ran in the last call that fused attention served, or "". None
+        before such a call, and without norms of heads.
+    own_forward: the reason why ``previous`` may compute something else than the class's forward, or "".
 
-    own_forward: why ``previous`` does something else than the class's forward; "" where it does not.
-
-    Calls within a graph of torch.compile are not counted: the graph would be made anew for each of them.
+    Calls within a graph of torch.compile are not counted, because the graph would be compiled again for each of them.
     """
 
+    convention: Convention
+    previous: Callable | None
+    deterministic: bool
+    shards: Shards | None = None
+    served: int = 0
+    own: Counter[str] = field(default_factory=Counter)
     own_norms: str | None = None
-    own_forward = ""
-
-    def __init__(self, convention: Convention, previous: Callable | None, deterministic: bool):
-        self.convention = convention
-        self.previous = previous
-        self.deterministic = deterministic
-        self.shards: Shards | None = None
-        self.served = 0
-        self.own: Counter[str] = Counter()
+    own_forward: str = ""
 
     def count(self, reason: str) -> None:
-        """Count a call that was served, with "" for a reason, or that its own forward takes."""
+        """Count a call. reason: why the module's own forward takes it; "" if fused attention serves it."""
         if torch.compiler.is_compiling():
             return
         if reason:
@@ -62,45 +61,70 @@ class Patch:
             self.served += 1
 
 
+@dataclass(eq=False)
 class Decoder:
-    """Of one decoder.
+    """State of one decoder.
 
     names: of its forward's parameters.
     attentions: its patched modules.
-    reads_masks: something in it besides them reads the mask that it hands to its layers.
-    passes: forward passes that took the modules' own attention, by reason.
-    shards: who shares its sequences, or None.
+    reads_masks: other modules in it also read the mask that it passes to its layers.
+    shards: the ranks that share its sequences, or None.
+    passes: number of forward passes that took the modules' own attention, by reason.
     """
 
-    def __init__(
-        self, decoder: nn.Module, attentions: list[nn.Module], reads_masks: bool, shards: Shards | None = None
-    ):
-        self.names = names_of_parameters(decoder)
-        self.attentions = attentions
-        self.shards = shards
-        self.reads_masks = reads_masks
-        self.passes: Counter[str] = Counter()
+    names: list[str]
+    attentions: list[nn.Module]
+    reads_masks: bool
+    shards: Shards | None = None
+    passes: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(eq=False)
 class MaskMaker:
-    """Of one model that makes the masks of its decoder.
+    """State of one model that makes the masks of its decoder.
 
     names: of its forward's parameters.
     decoder: the patched decoder within it.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module):
-        self.names = names_of_parameters(model)
-        self.decoder = decoder
+    names: list[str]
+    decoder: nn.Module
+
+
+class Method:
+    """An instance attribute that replaces the method ``name`` of a model.
+
+    An object, because pickle stores a method of an instance as its class's own.
+
+    previous: the instance attribute that was the method before; None if the class's own was in use.
+    """
+
+    name: str
+
+    def __init__(self, model: nn.Module, previous: Any):
+        self.model = model
+        self.previous = previous
+
+    @property
+    def own(self) -> Any:
+        """The method that this one replaces."""
+        return getattr(type(self.model), self.name).__get__(self.model) if self.previous is None else self.previous
+
+    @classmethod
+    def install(cls, model: nn.Module) -> None:
+        """Replace the method of a model, unless it is replaced already or the model lacks it."""
+        previous = model.__dict__.get(cls.name)
+        if hasattr(type(model), cls.name) and not isinstance(previous, cls):
+            setattr(model, cls.name, cls(model, previous))
 
 
 def names_of_parameters(model: nn.Module) -> list[str]:
-    """The names of the parameters of a model's forward, in their order."""
+    """Return the names of the parameters of a model's forward, in their order."""
     return [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
 
 
 def tell(passes: Counter[str], reason: str) -> None:
-    """Count a pass that takes the modules' own attention, and warn of it: the first time, and now and then."""
+    """Count a pass that takes the modules' own attention, and warn of it at the first and at some later ones."""
     if torch.compiler.is_compiling():
         return
     passes[reason] += 1
@@ -116,5 +140,5 @@ def tell(passes: Counter[str], reason: str) -> None:
 
 
 def state_of(module: nn.Module, kind: str) -> Any:
-    """A module's PATCH, DECODER or MASK_MAKER; None where it has none."""
+    """Return a module's PATCH, DECODER or MASK_MAKER, or None."""
     return module.__dict__.get(kind)

@@ -16,12 +16,12 @@ _LLAMA = "transformers.models.llama.modeling_llama"
 def rope_tables_from_config(
     config: Any, seq_len: int, *, layer_type: str | None = None, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin ``(seq_len, R/2)`` float32 with the frequencies and the scaling of a Hugging Face config.
+    """Return cos and sin ``(seq_len, R/2)`` float32 with the frequencies and the scaling of a Hugging Face config.
 
     Args:
         config: a ``PreTrainedConfig`` with rope parameters: ``default``, ``linear``, ``dynamic``, ``yarn``, ``llama3``,
-            ``longrope``, or whatever else the installed transformers knows.
-        seq_len: number of rows; what ``dynamic`` and ``longrope`` adapt their frequencies to.
+            ``longrope``, or any other type that the installed transformers knows.
+        seq_len: number of rows; ``dynamic`` and ``longrope`` adapt their frequencies to it.
         layer_type: for configs that have other parameters for each type of layer (Gemma 3): which of them.
         device: of the tables; default the current default device.
 
@@ -30,7 +30,7 @@ def rope_tables_from_config(
         ValueError: a config of a model without rotary embedding, a rope type that the installed transformers does not
             know, a layer_type that the config does not have, or a negative seq_len.
 
-    The frequencies come from transformers' own initialisers. As in ``rope_tables`` the angles are formed in float64.
+    The frequencies are those of transformers' own initialisers. As in ``rope_tables`` the angles are float64.
     """
     seq_len = check_int("seq_len", seq_len)
     if seq_len < 0:
@@ -48,7 +48,7 @@ def rope_tables_from_config(
 
 
 def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The rope parameters of a config, of the one type of layers that is meant; empty for the defaults."""
+    """Return the rope parameters of a config, or of one type of its layers; empty for the defaults."""
     # Transformers 4 has rope_theta, and rope_scaling where there is a scaling; 5 has rope_parameters.
     names = ("rope_parameters", "rope_scaling", "rope_theta")
     if not any(hasattr(config, name) for name in names):
@@ -80,7 +80,7 @@ def _initialiser(kind: str, config: Any) -> Callable[..., tuple[torch.Tensor, fl
         raise ValueError(
             f"config must have a rope_type of {', '.join(ROPE_INIT_FUNCTIONS)} or default, but has {kind!r}"
         )
-    # Since transformers 5 a method of each model's embedding: partial rotation and types of layers differ.
+    # Since transformers 5 each model's embedding has the method, because models differ in partial rotation and layers.
     for name in (type(config).__module__.replace(".configuration_", ".modeling_"), _LLAMA):
         try:
             members = vars(importlib.import_module(name)).values()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import patch_model, rooms, rotations
+from fused_rope_attn.integrations.transformers import buffers, patch_model, rotations
 from tests.support.hf_caches import make_cache, steps
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -30,7 +30,7 @@ def test_a_dynamic_cache_grows_in_place():
             seen += [(x, x.clone()) for x in (layer.keys, layer.values)]
             places.add(layer.keys.untyped_storage().data_ptr())
     assert_close(torch.cat(logits, dim=1), expected, 1e-5)
-    assert 2 <= len(places) <= 2 * 5  # rooms of 16 rows more
+    assert 2 <= len(places) <= 2 * 5  # buffers of 16 rows more
     assert all(torch.equal(x, kept) for x, kept in seen)
     for layer, other in zip(past.layers, plain.layers):
         assert vars(layer).keys() == vars(other).keys()
@@ -112,7 +112,7 @@ def test_inference_mode_and_back():
 
 @torch.no_grad()
 def test_nothing_outlives_its_pass(monkeypatch):
-    """Tables die with their pass, rooms with the tensors in them."""
+    """Tables die with their pass, buffers with the tensors in them."""
     model, ids = patch_model(make_model("gemma3")), make_ids(2, 14)
     tables, own = [], rotations._tables_of
 
@@ -129,43 +129,43 @@ def test_nothing_outlives_its_pass(monkeypatch):
     gc.collect()
     assert all(x() is None for pair in tables for x in pair)
     layer = past.layers[1]
-    # Nobody but the layer has tensors in the room, so that it gives the memory back when it lets go of them.
-    assert not any(isinstance(x, torch.Tensor) for x in rooms._rooms[layer])
+    # Only the layer has tensors in the buffers, so dropping them frees the memory.
+    assert not any(isinstance(x, torch.Tensor) for x in buffers._known[layer])
     keys = weakref.ref(layer.keys)
     layer.keys = layer.values = None
     gc.collect()
     assert keys() is None
-    known = len(rooms._rooms)
+    known = len(buffers._known)
     del past, layer
     gc.collect()
-    assert len(rooms._rooms) < known
+    assert len(buffers._known) < known
 
 
-def test_rooms_grow_by_a_fraction_of_what_they_hold():
+def test_buffers_grow_by_a_fraction_of_their_rows():
     """By 16 rows at first, by an eighth at most twice over, and never by more than 256."""
     x = torch.zeros(2, 3, 1, 4, dtype=torch.float16)
     lengths = (0, 15, 16, 127, 128, 255, 256, 400, 1000, 1024, 3000, 5000)
-    shapes = [rooms.new_room(x, length).shape for length in lengths]
+    shapes = [buffers.new_buffer(x, length).shape for length in lengths]
     assert [shape[2] for shape in shapes] == [16, 16, 32, 128, 160, 256, 320, 448, 1024, 1280, 3072, 5120]
     assert {(*shape[:2], shape[3]) for shape in shapes} == {(2, 3, 4)}
-    room = rooms.new_room(x, 20)
-    assert room.dtype is torch.float16 and room.is_contiguous()
-    first = rooms.first_rows(room, 20)
-    assert first.shape == (2, 3, 20, 4) and first.stride() == room.stride() and first.data_ptr() == room.data_ptr()
+    buffer = buffers.new_buffer(x, 20)
+    assert buffer.dtype is torch.float16 and buffer.is_contiguous()
+    first = buffers.first_rows(buffer, 20)
+    assert first.shape == (2, 3, 20, 4) and first.stride() == buffer.stride() and first.data_ptr() == buffer.data_ptr()
 
 
 def test_a_room_is_used_to_its_last_row():
     layer = transformers.cache_utils.DynamicLayer()
-    room, values = (torch.zeros(1, 1, 16, 2) for _ in range(2))
-    rooms.begin(layer, rooms.first_rows(room, 12), rooms.first_rows(values, 12), room)
-    assert layer.is_initialized and layer.dtype is torch.float32 and layer.device == room.device
+    buffer, values = (torch.zeros(1, 1, 16, 2) for _ in range(2))
+    buffers.begin(layer, buffers.first_rows(buffer, 12), buffers.first_rows(values, 12), buffer)
+    assert layer.is_initialized and layer.dtype is torch.float32 and layer.device == buffer.device
     for tokens, kept in ((1, True), (4, True), (5, False)):
-        keys, others = rooms.room_for(layer, tokens)
-        assert (keys.data_ptr() == room.data_ptr()) is (others.data_ptr() == values.data_ptr()) is kept
+        keys, others = buffers.buffers_of(layer, tokens)
+        assert (keys.data_ptr() == buffer.data_ptr()) is (others.data_ptr() == values.data_ptr()) is kept
         assert keys.shape == others.shape == ((1, 1, 16, 2) if kept else (1, 1, 32, 2))
     layer.values = layer.values.clone()  # one of the two is another's
-    keys, others = rooms.room_for(layer, 1)
-    assert keys.data_ptr() != room.data_ptr() and torch.equal(others[:, :, :12], layer.values)
+    keys, others = buffers.buffers_of(layer, 1)
+    assert keys.data_ptr() != buffer.data_ptr() and torch.equal(others[:, :, :12], layer.values)
 
 
 @pytest.mark.parametrize("part", ["other", "shorter", "fewer", "transposed"])

@@ -17,7 +17,7 @@ from fused_rope_attn.integrations.transformers.obstacles import (
     is_causal,
     layer_of,
     obstacle,
-    refuse_what_nobody_computes,
+    refuse_wrong_calls,
 )
 
 # transformers 4.57 makes masks of all position ids, unless it makes a cache.
@@ -34,10 +34,10 @@ def attention(implementation="sdpa", **attributes):
 def test_block_masks_are_for_flex_attention():
     blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
     for implementation in ("flex_attention", "paged|flex_attention"):
-        refuse_what_nobody_computes(attention(implementation), {"attention_mask": blocks})
+        refuse_wrong_calls(attention(implementation), {"attention_mask": blocks})
     for implementation in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"attention_mask is a BlockMask.*model's is '{implementation}'"):
-            refuse_what_nobody_computes(attention(implementation), {"attention_mask": blocks})
+            refuse_wrong_calls(attention(implementation), {"attention_mask": blocks})
 
 
 @pytest.mark.parametrize(
