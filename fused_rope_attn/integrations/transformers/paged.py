@@ -31,9 +31,9 @@ def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, A
     tokens = tokens.rotated(identity_row(tokens.q.device, batch))
     keys, values = paged.update(tokens.k, tokens.v, layer)
     cu_seqlens_k, longest = paged.keys_of(pool.kind)
-    arrays, cu_seqlens_q = tokens.tables.long(longest), paged.cu_seqlens_q
-    sizes = cu_seqlens_q, cu_seqlens_k, paged.max_seqlen_q, longest
-    o = rope_attention_varlen(tokens.q[0].transpose(0, 1), keys, values, *arrays, *sizes, **features | tokens.options)
+    q, (cos, sin) = tokens.q[0].transpose(0, 1), tokens.tables.long(longest)
+    sizes = paged.cu_seqlens_q, cu_seqlens_k, paged.max_seqlen_q, longest
+    o = rope_attention_varlen(q, keys, values, cos, sin, *sizes, **features | tokens.options)
     return cast(Tensor, o).transpose(0, 1).unsqueeze(0)
 
 
@@ -42,7 +42,7 @@ def _step(tokens: Tokens, pool: Pool, pages: Pages, features: dict[str, Any], ba
     caches = pool.keys.transpose(1, 2), pool.values.transpose(1, 2)
     rows = pages.table.shape[1] * pool.page_size
     arrays, options = tokens.tables.long(rows), features | tokens.options | {"block_table": pages.table}
-    lengths, new = pages.lengths, tokens[1:3]
+    lengths, new = pages.lengths, cast(tuple, tokens[1:3])
     if pool.window is not None:
         # The pages hold the last ``window`` keys, and the new token replaces the oldest. The query sees all of them in
         # any order, because they are rotated.

@@ -74,8 +74,8 @@ FULL = [1, 1, 1, 1, 1]
         (([0, 0, 0, 0, 1], [3, 3, -3, 3, 3]), {"kv_starts": [4, 0]}),
         (([1, 0, 1, 1, 1], FULL), {"original": "an attention_mask with holes"}),
         ((FULL, [0, 1, 0, 1, 1]), {"original": "an attention_mask with holes"}),
-        (([1, 1, 1, 1], [1, 1, 1, 1]), {"original": "an attention_mask that has not one column for every key"}),
-        (([*FULL, 1], [*FULL, 1]), {"original": "an attention_mask that has not one column for every key"}),
+        (([1, 1, 1, 1], [1, 1, 1, 1]), {"original": "an attention_mask without exactly one column for every key"}),
+        (([*FULL, 1], [*FULL, 1]), {"original": "an attention_mask without exactly one column for every key"}),
     ],
     ids=str,
 )
@@ -300,7 +300,7 @@ def test_the_first_attention_module_says_what_its_cache_has_seen():
     model = patch_model(make_model("gemma3"))
     past = static(model, 3)
     wrong = described(model, 2, 1, past_key_values=past, attention_mask=torch.ones(2, 5))
-    assert wrong == {"original": "an attention_mask that has not one column for every key"}
+    assert wrong == {"original": "an attention_mask without exactly one column for every key"}
     assert "original" not in described(model, 2, 1, past_key_values=past, attention_mask=torch.ones(2, 4))
 
 

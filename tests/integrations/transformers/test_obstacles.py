@@ -48,7 +48,7 @@ def test_block_masks_are_for_flex_attention():
         (torch.ones(5), "an attention_mask that is not (B, keys)"),
         (torch.ones(2, 1, 5, 5), "an attention_mask that is not (B, keys)"),
         ("causal", "an attention_mask that is not (B, keys)"),
-        ({"full_attention": None}, "a mask for each type of layer, made outside of what is patched,"),
+        ({"full_attention": None}, "a mask for each type of layer, made outside of the patched model,"),
     ],
     ids=str,
 )

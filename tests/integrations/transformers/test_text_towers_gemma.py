@@ -115,7 +115,7 @@ def test_the_decoder_alone_is_given_masks_that_it_cannot_read(calls):
     model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=False)
     expected = model(**inputs).logits
     patch_model(model.model.language_model)
-    with pytest.warns(UserWarning, match="made outside of what is patched"):
+    with pytest.warns(UserWarning, match="made outside of the patched model"):
         assert_close(model(**inputs).logits, expected, 1e-6)
     patch_model(model, unsupported="skip")
     assert_close(model(**inputs).logits, expected, 1e-5)
@@ -126,7 +126,7 @@ def test_nobody_looks_into_a_graph():
     types = torch.zeros((2, 5), dtype=torch.int64)
     assert blocks_of_images({"token_type_ids": types}) == "" == blocks_of_images({"token_type_ids": types[:, :1]})
     assert IN_IMAGES in blocks_of_images({"token_type_ids": types + 1})
-    assert "which nobody can look through" in blocks_of_images({"token_type_ids": types.to("meta")})
+    assert "where the tokens of images cannot be found" in blocks_of_images({"token_type_ids": types.to("meta")})
 
 
 def test_unpatching_leaves_no_trace():
