@@ -19,6 +19,7 @@ from fused_rope_attn.integrations.transformers.batch import (
     Batch,
     count_written,
     describe_layer,
+    kept_of,
     may_be_written,
     tokens_seen,
 )
@@ -26,13 +27,7 @@ from fused_rope_attn.integrations.transformers.conventions import AttentionModul
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
 from fused_rope_attn.integrations.transformers.obstacles import layer_of
 from fused_rope_attn.integrations.transformers.paged import attend_paged
-from fused_rope_attn.integrations.transformers.rotations import (
-    Tokens,
-    identity_row,
-    identity_tables,
-    kept_of,
-    tables_for,
-)
+from fused_rope_attn.integrations.transformers.rotations import Tokens, identity_row, identity_tables, tables_for
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
 

@@ -91,6 +91,11 @@ class Batch(NamedTuple):
 PLAIN = Batch()
 
 
+def kept_of(batch: Batch) -> Kept | None:
+    # A compiled graph that read the values that eager passes keep would be compiled again for each of them.
+    return None if torch.compiler.is_compiling() else batch.kept
+
+
 def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> Batch:
     """Return the Batch of a forward pass. given: the arguments of the decoder's forward by name.
 

@@ -106,8 +106,8 @@ def _clip(rows: Tensor, limit: float | None) -> Tensor:
     return rows if limit is None else rows.clamp(-limit, limit)
 
 
-def no_norms(module: AttentionModule) -> None:
-    return None
+def none(module: AttentionModule) -> None:
+    """Return None: the module has no such thing."""
 
 
 def q_and_k_norm(module: AttentionModule) -> Norms:
@@ -138,10 +138,6 @@ def pairs(table: Tensor) -> Tensor:
 
 def as_is(table: Tensor) -> Tensor:
     return table
-
-
-def no_window(module: AttentionModule) -> None:
-    return None
 
 
 def window_of_layer(module: AttentionModule) -> int | None:
@@ -241,10 +237,6 @@ def attention_dropout(module: AttentionModule) -> float:
     return dropout.p if isinstance(dropout, nn.Dropout) else dropout
 
 
-def no_sections(module: AttentionModule) -> None:
-    return None
-
-
 def mrope_sections(module: AttentionModule) -> tuple[int, ...]:
     """Return the columns of a half-width table for positions in time, in height and in width (Qwen2-VL)."""
     # transformers 4.57 reads the module's own parameters, 5 its config's.
@@ -299,16 +291,16 @@ class Convention:
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
-    norms: Callable[[AttentionModule], Norms | None] = no_norms
+    norms: Callable[[AttentionModule], Norms | None] = none
     half_width: Callable[[Tensor], Tensor] = halves
     interleaved: bool = False
-    window: Callable[[AttentionModule], int | None] = no_window
+    window: Callable[[AttentionModule], int | None] = none
     softcap: bool = False
     sinks: bool = False
     rotates: Callable[[AttentionModule, Any], bool] = always
     after_rotation: Callable[[AttentionModule, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     query_scale: Callable[[AttentionModule, Tensor], Tensor] | None = None
     finish: Callable[..., Tensor] = o_proj
-    sections: Callable[[AttentionModule], tuple[int, ...] | None] = no_sections
+    sections: Callable[[AttentionModule], tuple[int, ...] | None] = none
     text_positions: Callable[[Tensor], Tensor | None] = text_positions
     documents_in_masks: bool = True

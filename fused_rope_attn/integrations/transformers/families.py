@@ -176,13 +176,9 @@ def convention_of_class(cls: type[nn.Module]) -> Convention | None:
     """Return ``convention_of`` a module of this class."""
     entry = _found.get(cls)
     if entry is None or entry[0] is not cls.forward:
-        entry = _found[cls] = (cls.forward, _look_up(cls))
+        base = unchanged_base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
+        entry = _found[cls] = (cls.forward, None if base is None else SUPPORTED.get(name_of(base)))
     return entry[1]
-
-
-def _look_up(cls: type) -> Convention | None:
-    base = unchanged_base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
-    return None if base is None else SUPPORTED.get(name_of(base))
 
 
 def unchanged_base(cls: type, names: Container[str]) -> type | None:

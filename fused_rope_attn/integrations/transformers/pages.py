@@ -141,7 +141,7 @@ class PagedPass:
 
 def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
     """Return the ``obstacle`` of a pass of continuous batching."""
-    reason = obstacle_of_any_kind(attentions, config, given, causal)
+    reason = _obstacle_to_any_pass(attentions, config, given, causal)
     if reason:
         return reason
     if torch.compiler.is_compiling():
@@ -151,16 +151,11 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
     cache = given["cache"]
     if torch.is_autocast_enabled(torch.device(cache.device).type):
         return "continuous batching under autocast"
-    if not causal:
-        return "bidirectional attention in continuous batching"
     if not _is_known(cache):
         return f"a paged cache of type {type(cache).__name__}, as transformers {transformers.__version__} makes it,"
     missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index") if name not in given]
     if missing:
         return f"continuous batching without {', '.join(missing)}"
-    reason = _left_out(attentions)
-    if reason:
-        return reason
     for module in attentions:
         window, pool = window_of(module), pool_of(cache, layer_of(module))
         if window != pool.window:
@@ -172,13 +167,7 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
 
 def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
     """Return the ``obstacle_to_pages`` that every pass would have, before there is one."""
-    causal = is_causal(attentions, config, {})
-    reason = obstacle_of_any_kind(attentions, config, {}, causal)
-    if reason:
-        return reason
-    if not causal:
-        return "bidirectional attention in continuous batching"
-    reason = _left_out(attentions)
+    reason = _obstacle_to_any_pass(attentions, config, {}, is_causal(attentions, config, {}))
     if reason:
         return reason
     held, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -187,6 +176,13 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
         if window_of(module) != expected:
             return "windows that are not those of the paged cache"
     return ""
+
+
+def _obstacle_to_any_pass(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
+    reason = obstacle_of_any_kind(attentions, config, given, causal)
+    if reason or causal:
+        return reason or _left_out(attentions)
+    return "bidirectional attention in continuous batching"
 
 
 def _left_out(attentions: list[nn.Module]) -> str:

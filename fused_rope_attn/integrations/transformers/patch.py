@@ -37,6 +37,7 @@ from fused_rope_attn.integrations.transformers.state import (
     MaskMaker,
     Method,
     Patch,
+    check_model,
     names_of_parameters,
     state_of,
 )
@@ -103,7 +104,7 @@ def patch_model(
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not;
             nothing has been changed then.
     """
-    _check(model)
+    check_model(model)
     if unsupported not in ("raise", "skip"):
         raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
     if not (deterministic is None or isinstance(deterministic, bool)):
@@ -151,7 +152,7 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         TypeError: model is not a module.
     """
-    _check(model)
+    check_model(model)
     for module in model.modules():
         patch = state_of(module, PATCH)
         if patch is not None:
@@ -184,13 +185,8 @@ def is_patched(model: nn.Module) -> bool:
     Raises:
         TypeError: model is not a module.
     """
-    _check(model)
+    check_model(model)
     return any(state_of(module, PATCH) is not None for module in model.modules())
-
-
-def _check(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
 
 
 def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str, nn.Module]) -> str:

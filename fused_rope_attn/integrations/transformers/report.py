@@ -10,7 +10,7 @@ from torch import nn
 
 from fused_rope_attn.integrations.transformers.families import convention_of, looks_like_attention, refusal
 from fused_rope_attn.integrations.transformers.norms import head_norms
-from fused_rope_attn.integrations.transformers.state import PATCH, Patch, state_of
+from fused_rope_attn.integrations.transformers.state import PATCH, Patch, check_model, state_of
 
 _HEADER = ("module", "class", "patched", "norms", "calls served here", "calls of its own forward")
 
@@ -75,8 +75,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     Raises:
         TypeError: model is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    check_model(model)
     return PatchReport(_report(path, m) for path, m in model.named_modules() if looks_like_attention(m))
 
 

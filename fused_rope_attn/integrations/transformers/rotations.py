@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn import apply_rope_qk
-from fused_rope_attn.integrations.transformers.batch import Batch, Kept
+from fused_rope_attn.integrations.transformers.batch import Batch, Kept, kept_of
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
 from fused_rope_attn.integrations.transformers.norms import HeadNorms
 from fused_rope_attn.rotation.api import rotate_checked
@@ -123,11 +123,6 @@ def identity_tables(rows: int, device: torch.device) -> Tables:
     """Return tables that rotate one pair by the angle 0, which is exact in every dtype."""
     cos, sin = torch.ones((1, 1, 1), device=device), torch.zeros((1, 1, 1), device=device)
     return Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
-
-
-def kept_of(batch: Batch) -> Kept | None:
-    # A compiled graph that read the values that eager passes keep would be compiled again for each of them.
-    return None if torch.compiler.is_compiling() else batch.kept
 
 
 def identity_row(device: torch.device, batch: Batch) -> Tables:

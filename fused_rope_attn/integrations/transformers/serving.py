@@ -86,10 +86,11 @@ class Serving(Method):
         **_: Any,
     ) -> None:
         """Ask for page tables in passes of single tokens. By itself a manager has them for flash-attention only."""
+        patched = [module for module in self.model.modules() if state_of(module, PATCH) is not None]
         asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
         config = manager.continuous_batching_config
         size = getattr(config, "page_size", None) or config.block_size
-        if asked == 0 or size < FEWEST_ROWS or any(window_of(module) for module in _attentions(self.model)):
+        if asked == 0 or size < FEWEST_ROWS or any(map(window_of, patched)):
             return
         longest = 0
         if workload_hints is not None:
@@ -161,10 +162,6 @@ def refuse_what_lacks_masks(config: Any, given: dict[str, Any], batch: Batch) ->
             f"{batch.original} is not served by the fused kernels, and this continuous batching was begun without the "
             "masks of the model's own attention: call unpatch_model(model) before it begins"
         )
-
-
-def _attentions(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if state_of(module, PATCH) is not None]
 
 
 def _kept_manager(model: nn.Module) -> Any:

@@ -118,6 +118,11 @@ class Method:
             setattr(model, cls.name, cls(model, previous))
 
 
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+
+
 def names_of_parameters(model: nn.Module) -> list[str]:
     """Return the names of the parameters of a model's forward, in their order."""
     return [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
