@@ -29,7 +29,7 @@ from fused_rope_attn.integrations.transformers.obstacles import layer_of
 from fused_rope_attn.integrations.transformers.paged import attend_paged
 from fused_rope_attn.integrations.transformers.rotations import Tokens, identity_row, identity_tables, tables_for
 from fused_rope_attn.integrations.transformers.shards import Shared
-from fused_rope_attn.integrations.transformers.state import PATCH, Patch, tell
+from fused_rope_attn.integrations.transformers.state import PATCH, Patch, warn_of
 
 # The keyword by which a decoder's Batch reaches its attention modules: transformers passes unknown keywords on.
 BATCH = "fused_rope_batch"
@@ -49,7 +49,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     if batch is None:
         batch = describe_layer(module, kwargs, bool(args) or past is not None)
         if batch.original:
-            tell(_passes_of_layers, batch.original)
+            warn_of(_passes_of_layers, batch.original)
     patch: Patch = getattr(module, PATCH)
     if (patch.shards is None) != (batch.shared is None):
         raise NotImplementedError(

@@ -22,7 +22,7 @@ from fused_rope_attn.integrations.transformers.state import (
     Method,
     names_of_parameters,
     state_of,
-    tell,
+    warn_of,
 )
 
 # Models that make the masks of their decoder. The masks are causal, except within the tokens of an image.
@@ -53,7 +53,7 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         batch = describe(state.attentions, decoder.config, given)
     if batch.original:
         refuse_what_lacks_masks(decoder.config, given, batch)
-        tell(state.passes, batch.original)
+        warn_of(state.passes, batch.original)
         return args, kwargs | {BATCH: batch}
     if state.reads_masks:
         return args, kwargs | {BATCH: batch}

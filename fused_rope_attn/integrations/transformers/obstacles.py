@@ -1,4 +1,4 @@
-"""Reasons why a forward pass takes the modules' own attention, or is refused, as far as the host can tell before it."""
+"""Reasons why a forward pass takes the modules' own attention, or is refused, as far as the host can know them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[s
     if any(module.training and attention_dropout(module) for module in attentions):
         return "attention dropout in training"
     if causal is None and asked_is_causal(config, given) is None and not any(m.is_causal for m in attentions):
-        return "is_causal = False of the attention modules, which SDPA heeds only where it gets no mask,"
+        return "is_causal = False of the attention modules, which SDPA reads only without a mask,"
     if causal is None:
         return "attention that is causal in some modules and not in others"
     return ""
@@ -142,7 +142,7 @@ def blocks_of_images(given: dict[str, Any]) -> str:
     Attention is bidirectional among the tokens of an image. ``token_type_ids`` is 1 for these.
     """
     types = given.get("token_type_ids")
-    # A single token is the last one of all: attention to the rest of its image is causal.
+    # A single token is the last one, so attention to the rest of its image is causal.
     if types is None or types.shape[-1] == 1:
         return ""
     if is_blind(types):
@@ -151,7 +151,7 @@ def blocks_of_images(given: dict[str, Any]) -> str:
 
 
 def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
-    """Return the ``is_causal`` of a call, or else of its config; None where neither has one."""
+    """Return the ``is_causal`` of a call, or else of its config; None if neither has one."""
     wanted = getattr(config, "is_causal", None)
     # In continuous batching the call's value only tells whether the mask contains the causal mask.
     return wanted if given.get("cache") is not None else given.get("is_causal", wanted)
@@ -162,7 +162,7 @@ def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -
 
     A call's ``is_causal`` takes precedence over the config's, and the config's over the modules'. If only the modules
     have one, eager and flex attention ignore it, because they follow the mask that the decoder makes. flash-attention
-    follows the modules, because it gets no causal mask. SDPA follows them only where it gets no mask.
+    follows the modules, because it gets no causal mask. SDPA follows them only without a mask.
     """
     wanted = asked_is_causal(config, given)
     own = {bool(module.is_causal) for module in attentions}
@@ -180,9 +180,9 @@ def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -
 
 
 def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | None:
-    """Return whether SDPA gets a mask in this call of a decoder or a layer; None if only making it would tell.
+    """Return whether SDPA gets a mask in this call of a decoder or a layer; None if this is not known before.
 
-    Synchronises with the device if a padding mask or positions are given. is_causal: of the masks that are made.
+    Synchronise with the device if a padding mask or positions are given. is_causal: of the masks that are made.
     """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -207,7 +207,7 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
 
 
 def _foreign_function(module: nn.Module, name: str) -> str:
-    """Return a description of a module's attention or mask function if it is not transformers' own, or "".
+    """Return a description of a module's attention or mask function if it is not transformers' own; else "".
 
     Users and libraries register functions with ``AttentionInterface``, under new names or in place of known ones (for
     example sequence parallelism wraps the registered function). These may compute anything, so they are never replaced.
@@ -257,7 +257,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
         function = modeling.get(name)
         if function is None or getattr(function, "__globals__", None) is modeling:
             continue
-        # The package kernels turns functions that its hub has kernels for into modules.
+        # The package ``kernels`` replaces functions by modules if its hub has kernels for them.
         if type(function).__module__.partition(".")[0] == "kernels":
             continue
         if not (described(function) in _LIGER and not convention.interleaved):

@@ -25,8 +25,8 @@ class ModuleReport(NamedTuple):
     served: number of calls that ``rope_attention`` served since it was patched.
     own: number of calls that took the module's own forward since then, by reason.
     norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` if the kernels did so in
-        the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call it tells
-        which of them would run now. "" without such norms.
+        the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call, the
+        choice for the norms as they are now. "" without such norms.
     """
 
     path: str

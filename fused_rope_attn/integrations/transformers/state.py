@@ -23,7 +23,7 @@ PATCH = "_fused_rope_patch"
 DECODER = "_fused_rope_decoder"
 MASK_MAKER = "_fused_rope_mask_maker"
 # Warn of a reason at its first forward pass, and again at every power of ten from this one on.
-_TELL_AGAIN = 100
+_WARN_AGAIN = 100
 
 
 @dataclass(eq=False)
@@ -128,13 +128,13 @@ def names_of_parameters(model: nn.Module) -> list[str]:
     return [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
 
 
-def tell(passes: Counter[str], reason: str) -> None:
+def warn_of(passes: Counter[str], reason: str) -> None:
     """Count a pass that takes the modules' own attention, and warn of it at the first and at some later ones."""
     if torch.compiler.is_compiling():
         return
     passes[reason] += 1
     count = passes[reason]
-    if count > 1 and (count < _TELL_AGAIN or str(count).strip("0") != "1"):
+    if count > 1 and (count < _WARN_AGAIN or str(count).strip("0") != "1"):
         return
     again = "" if count == 1 else f", for the {count}th time"
     warnings.warn(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn.integrations.transformers import is_patched, patch_model, patch_report, unpatch_model
-from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of, tell
+from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of, warn_of
 from tests.support.hf_models import attentions_of, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -106,7 +106,7 @@ def test_what_goes_on_is_told_again():
     for _ in range(1000):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tell(passes, "holes")
+            warn_of(passes, "holes")
         told += [str(warning.message) for warning in caught]
     assert len(told) == 3 and all("holes is not served" in text for text in told)
     assert "time" not in told[0] and "for the 100th time" in told[1] and "for the 1000th time" in told[2]
