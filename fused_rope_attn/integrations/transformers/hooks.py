@@ -13,14 +13,13 @@ from fused_rope_attn.integrations.transformers.batch import Batch, Kept, describ
 from fused_rope_attn.integrations.transformers.families import name_of
 from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
 from fused_rope_attn.integrations.transformers.serving import refuse_what_lacks_masks
-from fused_rope_attn.integrations.transformers.shards import PLAN, describe_shard, refuse_unshifted_labels
+from fused_rope_attn.integrations.transformers.shards import PLAN, describe_shard
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
     MASK_MAKER,
     Decoder,
     MaskMaker,
     Method,
-    names_of_parameters,
     state_of,
     warn_of,
 )
@@ -58,11 +57,6 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if state.reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
-
-
-def check_labels(model: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Refuse labels that the model would shift. A forward pre-hook of models with a loss and shared sequences."""
-    refuse_unshifted_labels(names_of_parameters(model), args, kwargs)
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -123,7 +117,7 @@ class Preparation(Method):
         inputs = self.own(*args, **kwargs)
         given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
         past = inputs.get("past_key_values")
-        decoder, maker = _decoder_and_mask_maker_in(self.model)
+        decoder, maker = decoder_in(self.model)
         # With a static cache the method replaces the 2-D mask by one of four dimensions, which cannot be described.
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
         if decoder is None or past is None or not made:
@@ -133,13 +127,11 @@ class Preparation(Method):
         return inputs | {BATCH: _describe_before_masks(decoder, inputs | {"attention_mask": given})}
 
 
-def decoder_in(model: nn.Module) -> nn.Module | None:
-    """Return the only patched decoder in a model; None if there is none or more than one."""
-    return _decoder_and_mask_maker_in(model)[0]
+def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return (the patched decoder in a model, the model around it that makes its masks); None for an absent one.
 
-
-def _decoder_and_mask_maker_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return ``decoder_in`` and the model around it that makes its masks. Each static step calls this: walk once."""
+    The decoder is None too if there are several.
+    """
     decoders, maker = [], None
     for module in model.modules():
         if state_of(module, DECODER) is not None:

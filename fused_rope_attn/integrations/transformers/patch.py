@@ -21,14 +21,13 @@ from fused_rope_attn.integrations.transformers.families import (
 )
 from fused_rope_attn.integrations.transformers.hooks import (
     Preparation,
-    check_labels,
     decoder_in,
     describe_batch,
     describe_before_masks,
     makes_masks,
 )
 from fused_rope_attn.integrations.transformers.serving import Serving, forget_kept_manager
-from fused_rope_attn.integrations.transformers.shards import Shards, shards_of
+from fused_rope_attn.integrations.transformers.shards import Shards, check_labels, shards_of
 from fused_rope_attn.integrations.transformers.state import (
     DECODER,
     MASK_MAKER,
@@ -130,7 +129,7 @@ def patch_model(
         setattr(decoder, DECODER, Decoder(names_of_parameters(decoder), modules, others, shards))
     for module in list(model.modules()):
         _remove_hooks(module, check_labels)
-        if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)) is None:
+        if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:
             continue
         if makes_masks(module):
             if state_of(module, MASK_MAKER) is None:

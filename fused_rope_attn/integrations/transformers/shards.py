@@ -12,6 +12,7 @@ from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_wrong_calls
+from fused_rope_attn.integrations.transformers.state import names_of_parameters
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
@@ -131,9 +132,9 @@ def _check_cut(whole: Tensor, begins: Tensor, shards: Shards) -> None:
         )
 
 
-def refuse_unshifted_labels(names: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if the loss would shift labels within the shard. names: of the parameters of the model's forward."""
-    given = dict(zip(names, args)) | kwargs
+def check_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if the loss would shift labels within the shard. A forward pre-hook of models with a loss."""
+    given = dict(zip(names_of_parameters(model), args)) | kwargs
     if given.get("labels") is not None and given.get("shift_labels") is None:
         raise ValueError(
             "shift_labels must be given with labels to a model that has a cp_group: the token after a chunk's last "
