@@ -183,9 +183,9 @@ class HopperBackwardConfig:
     in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
     loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
     that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
-    of the pre-process rotates; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the
-    post-process with norms, which reads twice as much of a row and sums it. skips_masked_half: the second warpgroup skips
-    the query block that sees none of its keys, if queries and keys are aligned as ``hopper.shapes.is_aligned`` asks.
+    of the pre-process rotates; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
+    with norms, which reads twice as much of a row and sums it. skips_masked_half: the second warpgroup skips the query
+    block that sees none of its keys, if queries and keys are aligned as ``hopper.shapes.is_aligned`` asks.
     pdl: as in ``ForwardConfig``.
 
     Raises:
