@@ -1,12 +1,11 @@
 """``python -m verification``: every backend and strategy, rotation alone, generation step and Co-RoPE against float64.
 
-On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the sm_90 backend where the GPU is one, in
-what it serves. Without one the real kernels run in
-Triton's interpreter on the small cases, in float16 and float32. Exit status 0: all within tolerance; 1: some are not;
-2: usage.
+On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the sm_90 backend if the GPU has one. Without
+a GPU the real kernels run in Triton's interpreter on the small cases, in float16 and float32. Exit status 0: all within
+tolerance; 1: some are not; 2: usage.
 
-``--random N`` draws N calls over the whole contract instead, illegal ones among them, and runs each on the backends
-that serve it. A failure prints the command that runs its call alone.
+``--random N`` draws N calls over the whole contract instead, illegal ones among them, and runs each on the backends that
+serve it. A call that fails is shrunk, and printed as the command that repeats it: ``--call``.
 
 ``--cp`` runs context parallelism instead, in processes of its own, every rank against float64.
 """
@@ -17,13 +16,14 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 BACKENDS = ("reference", "triton", "hopper")
+STRATEGIES = ("inline", "prepass")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -33,12 +33,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default here: %(default)s")
     add("--backend", action="append", choices=BACKENDS, help="may be repeated; default: all that run here")
-    add(
-        "--strategy",
-        action="append",
-        choices=("inline", "prepass"),
-        help="may be repeated; default: all (hopper: prepass)",
-    )
+    add("--strategy", action="append", choices=STRATEGIES, help="may be repeated; default: all (hopper: prepass)")
     add("--dtype", action="append", choices=DTYPES, help="may be repeated; default: all that the device computes")
     add("--small", action="store_true", help="only the small cases (all that there are without a GPU)")
     add("--large", action="store_true", help="only the large cases")
@@ -47,14 +42,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--json", metavar="FILE", help="default: out/verification.json (out/random.json with --random); '' for none")
     add("--list", action="store_true", help="name the cases and run nothing")
     add("--cp", action="store_true", help="context parallelism instead: 2 to 4 processes, on a GPU each or by gloo")
-    drawn = parser.add_argument_group("random calls")
-    drawn.add_argument("--random", type=int, metavar="N", help="draw and run the calls 0 to N - 1 instead of the cases")
-    drawn.add_argument("--seed", type=int, default=0, metavar="S", help="of the drawing; default: %(default)s")
-    drawn.add_argument("--only", type=int, metavar="I", help="run the call I alone, in this process")
-    drawn.add_argument("--minutes", type=float, metavar="M", help="stop after M minutes, and say how many calls ran")
+    add = parser.add_argument_group("random calls").add_argument
+    add("--random", type=int, metavar="N", help="draw and run the calls 0 to N - 1 instead of the cases")
+    add("--seed", type=int, default=0, metavar="S", help="of the drawing; default: %(default)s")
+    add("--only", type=int, metavar="I", help="run the call I of a seed alone, in this process")
+    add("--minutes", type=float, metavar="M", help="stop after M minutes, and say how many calls ran")
+    add("--call", metavar="TEXT", help="run one call, as a failure prints it, in this process")
     options = parser.parse_args(argv)
-    check_random(parser, options)
 
+    if options.random is not None and options.random < 1:
+        parser.error(f"--random: must be 1 or more, but is {options.random}")
+    for name in ("only", "minutes"):
+        if options.random is None and getattr(options, name) is not None:
+            parser.error(f"--{name}: needs --random")
+    for name in ("strategy", "small", "large", "filter", "list"):
+        if (options.random is not None or options.call is not None) and getattr(options, name):
+            parser.error(f"--{name}: is for the cases, not for --random or --call")
     on_gpu = options.device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: this machine has no GPU that torch can use")
@@ -82,58 +85,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def check_random(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """What goes with ``--random`` and what does not; notes in ``options.given`` what the user chose."""
-    options.given = {
-        name for name in ("device", "backend", "dtype") if getattr(options, name) != parser.get_default(name)
-    }
-    if options.random is None:
-        for name in ("only", "minutes"):
-            if getattr(options, name) is not None:
-                parser.error(f"--{name}: needs --random")
-        return
-    if options.random < 1:
-        parser.error(f"--random: must be 1 or more, but is {options.random}")
-    for name in ("strategy", "small", "large", "filter", "list"):
-        if getattr(options, name):
-            parser.error(f"--{name}: is for the cases, not for --random")
+def make_checks(options: argparse.Namespace) -> list:
+    """Return the cases that the options name, each in every dtype, those of attention with their variants."""
+    from verification.matrix import ATTENTION, CHECKS
 
-
-def make_tasks(options: argparse.Namespace) -> list:
-    from verification.corope import CHECKS as COROPE_CHECKS
-    from verification.decode import CHECKS as DECODE_CHECKS
-    from verification.matrix import CHECKS
-    from verification.rotation import CHECKS as ROPE_CHECKS
-    from verification.runner import CheckTask, Task, hopper_serves
-
-    scales = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
-    scales = ("large", "huge") if options.large else scales
-    backends = options.backend
-    strategies = options.strategy or ("inline", "prepass")
-    kernels = tuple(("triton", strategy) for strategy in strategies)
-    tasks = []
+    sizes = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
+    sizes = ("large", "huge") if options.large else sizes
+    strategies = options.strategy or STRATEGIES
+    found = []
     for check in CHECKS:
-        if check.scale not in scales or options.filter.lower() not in check.name.lower():
+        if check.size not in sizes or options.filter.lower() not in check.name.lower():
             continue
-        # The reference materialises every score: beyond the small cases it is no backend but the yardstick.
-        variants = (("reference", "auto"),) if "reference" in backends and check.scale == "small" else ()
-        variants += kernels if "triton" in backends else ()
         for name in options.dtype:
-            if check.only and DTYPES[name] not in check.only:
+            in_dtype = replace(check, dtype=DTYPES[name])
+            if check not in ATTENTION:
+                # These have no strategies of attention.
+                found += [in_dtype] if "triton" in options.backend and options.strategy is None else []
                 continue
-            mine = variants
-            if "hopper" in backends and "prepass" in strategies and hopper_serves(check, DTYPES[name]):
-                mine += (("hopper", "auto"),)
-            if mine:
-                tasks.append(Task(check, DTYPES[name], mine, options.device))
-    if "triton" in backends and options.strategy is None:  # none of these has strategies of attention
-        tasks += [
-            CheckTask(check, DTYPES[name], options.device)
-            for check in ROPE_CHECKS + DECODE_CHECKS + COROPE_CHECKS
-            if check.scale in scales and options.filter.lower() in check.name.lower()
-            for name in options.dtype
-        ]
-    return tasks
+            # The reference materialises every score: beyond the small cases it is not a backend but the yardstick.
+            variants = [("reference", "auto")] if "reference" in options.backend and check.size == "small" else []
+            variants += [("triton", strategy) for strategy in strategies if "triton" in options.backend]
+            if "hopper" in options.backend and "prepass" in strategies:
+                variants += [("hopper", "auto")] if in_dtype.obstacle("sm_90", ("hopper", "auto")) is None else []
+            if variants and (not check.only or DTYPES[name] in check.only):
+                found.append(replace(in_dtype, variants=tuple(variants)))
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,41 +119,50 @@ def main(argv: list[str] | None = None) -> int:
 
         return run_context_parallel(options)
     if options.device == "cpu":
-        # Read when triton is imported, by this process and by those it starts.
+        # Triton reads it when it is imported, in this process and in those that it starts.
         os.environ["TRITON_INTERPRET"] = "1"
-    if options.random is not None:
-        from verification.random.command import run
+    if options.random is not None or options.call is not None:
+        from verification import search
 
-        return run(options)
+        return search.run_call(options) if options.random is None or options.only is not None else search.run(options)
+    return run_cases(options)
+
+
+def run_cases(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from verification import report
-    from verification.runner import Row, run_tasks
+    from verification.calls import Machine, dtype_name
+    from verification.matrix import SIZES
+    from verification.workers import Outcome, run_checks
 
-    tasks = make_tasks(options)
+    checks = make_checks(options)
+    names = [f"{check.name} {dtype_name(check.dtype)}" for check in checks]
     if options.list:
-        print("\n".join(task.name for task in tasks))
+        print("\n".join(names))
         return 0
-    if not tasks:
+    if not checks:
         print(f"no case matches --filter {options.filter!r}", file=sys.stderr)
         return 2
 
-    start = time.perf_counter()
-    found: dict = {}
-    with tqdm(total=len(tasks), unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
+    start, found = time.perf_counter(), {}
+    with tqdm(total=len(checks), unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
 
-        def on_done(task, rows: list[Row]) -> None:
-            found[task] = rows
+        def on_done(number: int, outcome: Outcome) -> None:
+            found[number] = rows = report.rows_of(outcome)
             # At once, because a run that is stopped prints no table.
             if failed := sum(row.verdict == "FAIL" for row in rows):
-                bar.write(f"{task.name}: {failed} of {len(rows)} tensors not within tolerance", file=sys.stderr)
-            bar.set_postfix_str(task.name[:50])
+                bar.write(f"{names[number]}: {failed} of {len(rows)} tensors not within tolerance", file=sys.stderr)
+            bar.set_postfix_str(names[number][:50])
             bar.update()
 
-        run_tasks(tasks, options.jobs, on_done)
+        # Two large cases at a time, and huge ones alone, fit the memory of the card.
+        for size, most in zip(SIZES, (options.jobs, min(options.jobs, 2), min(options.jobs, 1))):
+            batches = [[(i, check)] for i, check in enumerate(checks) if check.size == size]
+            run_checks(batches, Machine.of(options.device), min(most, len(batches)), on_done)
     seconds = time.perf_counter() - start
 
-    rows = [row for task in tasks for row in found[task]]
+    rows = [row for number in range(len(checks)) for row in found[number]]
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP")}
     environment = report.environment(options.device)
     print(report.table(rows))
@@ -185,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     where = environment.get("gpu", "Triton's interpreter" if environment["interpreter"] else "CPU")
     print(
         f"{counts['ok']} of {len(rows)} tensors within tolerance, {counts['FAIL']} not, {counts['SKIP']} skipped; "
-        f"{len(tasks)} cases in {seconds:.0f} s on {where}, torch {environment['torch']}, "
+        f"{len(checks)} cases in {seconds:.0f} s on {where}, torch {environment['torch']}, "
         f"triton {environment['triton']}"
     )
     if options.json:

@@ -1,14 +1,20 @@
-"""Co-RoPE against float64: on a GPU through the public function, else its kernels in Triton's interpreter."""
+"""Checks of ``experimental.corope_attention``: on a GPU the public function, else its kernels in the interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fused_rope_attn import testing
+from fused_rope_attn.experimental.corope import api, corope_attention, reference
+from verification.calls import Finding, Machine, References, copies, guarded, normal, untouched
+from verification.memory import lay
+
+NAMES = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -21,46 +27,60 @@ class CoRopeCheck:
     heads_kv: int
     length: int
     head_dim: int
-    scale: str = "small"
+    size: str = "small"
+    dtype: torch.dtype = torch.float16
+    base: float = 10000.0
+    softmax_scale: float | None = None
+    memory: tuple[str, str, str, str] = ("bnhd", "bnhd", "bnhd", "bnhd")  # of q, k, v and do
+    wanted: tuple[str, ...] = NAMES
+    public: bool = False  # the public function, which takes the reference for CPU tensors
+    seed: int = 0
     backend: ClassVar[str] = "corope"
+    function: ClassVar[str] = "corope_attention"
 
-    def compared(self, dtype: torch.dtype, device: str) -> Iterator[testing.Comparison]:
-        """o, dq, dk and dv, as ``runner.OwnCheck``."""
-        from fused_rope_attn.experimental.corope import corope_attention, reference
-        from fused_rope_attn.experimental.corope.api import CoRopeAttention
+    def make(self, device: str) -> dict[str, Tensor]:
+        generator, found = torch.Generator(device).manual_seed(self.seed), {}
+        for name, layout in zip((*NAMES, "do"), self.memory):
+            heads = self.heads_kv if name in ("k", "v") else self.heads_q
+            x = normal(generator, self.batch, heads, self.length, self.head_dim, dtype=self.dtype)
+            found[name] = lay(x, layout)
+        return found
 
-        generator, scale = torch.Generator(device).manual_seed(0), self.head_dim**-0.5
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        made = self.make(device)
+        return corope_attention, {name: made[name] for name in NAMES} | self._options()
 
-        def normal(heads: int) -> torch.Tensor:
-            shape = (self.batch, self.length, heads, self.head_dim)
-            return torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2)
+    def _options(self) -> dict[str, Any]:
+        return {"base": self.base, "softmax_scale": self.softmax_scale}
 
-        inputs, do = (normal(self.heads_q), normal(self.heads_kv), normal(self.heads_kv)), normal(self.heads_q)
+    def run(self, machine: Machine) -> Iterator[Finding]:
+        made = self.make(machine.device)
+        do = made.pop("do")
+        scale = self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
-        def results(function, dtype: torch.dtype) -> list[torch.Tensor]:
-            leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
-            o = function(*leaves)
-            return [o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))]
+        def results(function: Callable[..., Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+            dtype = self.dtype if dtype is None else dtype
+            tensors = {name: x.detach() if x.dtype == dtype else x.to(dtype) for name, x in made.items()}
+            leaves = {name: tensors[name].requires_grad_() for name in self.wanted}
+            o = function(**(tensors | leaves))
+            found = torch.autograd.grad(o, list(leaves.values()), do.to(dtype)) if leaves else ()
+            return {"o": o.detach()} | {f"d{name}": x for name, x in zip(self.wanted, found)}
 
-        def kernels(q, k, v):
-            # On CPU tensors the public function takes the reference.
-            return corope_attention(q, k, v) if q.is_cuda else CoRopeAttention.apply(q, k, v, 10000.0, scale)
+        def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return reference.attention(q, k, v, base=float(self.base), softmax_scale=scale)
 
-        def right(q, k, v):
-            return reference.attention(q, k, v, base=10000.0, softmax_scale=scale)
+        def tested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.is_cuda or self.public:
+                return corope_attention(q, k, v, **self._options())
+            return api.CoRopeAttention.apply(q, k, v, float(self.base), scale)
 
-        with testing.poison_empty():
-            out = results(kernels, dtype)
-        ref64, eager = results(right, torch.float64), results(right, dtype)
-        for name, *tensors in zip(("o", "dq", "dk", "dv"), out, ref64, eager):
-            yield testing.compare(name, *tensors, grad=name != "o", dtype=dtype)
+        def held() -> Iterator[Finding]:
+            before = copies(made)
+            with testing.poison_empty():
+                out = results(tested, self.dtype)
+            for name, x in out.items():
+                yield Finding(self.backend, expected.compare(name, x, self.dtype))
+            yield untouched(self.backend, made, before)
 
-
-CHECKS = (
-    CoRopeCheck("Co-RoPE, GQA of 3", 1, 3, 1, 35, 32),
-    CoRopeCheck("Co-RoPE, D 64", 1, 1, 1, 33, 64),
-    CoRopeCheck("Co-RoPE, a single token", 2, 2, 1, 1, 32),
-    CoRopeCheck("Co-RoPE, heads 32/8, 1024 tokens", 1, 32, 8, 1024, 128, "large"),
-    CoRopeCheck("Co-RoPE, heads 16/1, 1000 tokens, D 64", 1, 16, 1, 1000, 64, "large"),
-    CoRopeCheck("Co-RoPE, heads 4/1, 8192 tokens", 1, 4, 1, 8192, 128, "large"),
-)
+        expected = References(lambda dtype: results(right, dtype), machine.device)
+        yield from guarded(self.backend, held())

@@ -1,31 +1,46 @@
-"""The generation step against float64: its output, and what it wrote into the caches."""
+"""Checks of ``rope_attention_with_kvcache`` and ``write_kvcache``: results, and every row of the caches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+import fused_rope_attn
 from fused_rope_attn import rope_tables, testing
+from fused_rope_attn.attention import planning
 from fused_rope_attn.generation import reference
-from fused_rope_attn.generation.api import run_step
+from fused_rope_attn.generation.api import run_step, run_write
 from fused_rope_attn.generation.cache_reference import quantise
-from verification.pages import in_pages, like, rows_in_pool, same_float8
+from fused_rope_attn.generation.configs import FLOAT8
+from verification.calls import (
+    Finding,
+    Machine,
+    References,
+    copies,
+    form,
+    guarded,
+    normal,
+    refusal,
+    same_bits,
+    untouched,
+)
+from verification.memory import SHARED, in_pages, lay, lay_table, rows_in_pool, same_float8
+
+CACHES = ("k_cache", "v_cache")
 
 
 @dataclass(frozen=True)
 class DecodeCheck:
-    """q of (B, HQ, len_q, D) against caches of (B, HKV, capacity, D) that hold ``lengths`` keys, one for each sequence.
+    """A step: q (B, HQ, len_q, D) and caches (B, HKV, capacity, D) with ``lengths`` keys, one for each sequence.
 
-    layout: how the caches lie in memory: "bnhd", "bhnd", or "odd" (unaligned, no even stride); "expanded": one batch
-    entry for all, which only a call without new tokens can have.
-
-    page_size: rows of a page; the caches are pools then, in ``layout``. float8: "tensor" or "head", what has a scale of
-    its own, of caches in float8_e4m3fn.
+    layout: of both caches in memory, ``memory.LAYOUTS``; v_layout: of v_cache if it has another. memory: of q, k and v.
+    page_size: rows of a page; the caches are pools then. float8: "tensor" or "head", what has a scale of its own, of
+    caches in float8_e4m3fn. backends: "auto" is the public function, others choose the backend.
     """
 
     name: str
@@ -50,16 +65,28 @@ class DecodeCheck:
     page_size: int | None = None
     float8: str | None = None
     norms: float | None = None  # norm_offset of norms of q and of the new keys; None: no norms
-    scale: str = "small"
-    backend: ClassVar[str] = "decode"
-
-    def compared(self, dtype: torch.dtype, device: str) -> Iterator[testing.Comparison]:
-        """Run the kernels once and hold o, lse and what was written into the caches."""
-        yield from hold(self, dtype, device)
+    size: str = "small"
+    v_layout: str | None = None
+    memory: tuple[str, str, str] = ("bnhd", "bnhd", "bnhd")
+    table_memory: str = "plain"
+    dtype: torch.dtype = torch.float16
+    table_dtype: torch.dtype = torch.float32
+    sinks_dtype: torch.dtype = torch.float32
+    norm_dtype: torch.dtype = torch.float32
+    norm_eps: float = 1e-5
+    kv_starts: tuple[int, ...] | None = None
+    extra_rows: int = 0
+    infers_rotary_dim: bool = False
+    return_lse: bool = True
+    bshd: bool = False
+    seed: int = 0
+    backends: tuple[str, ...] = ("triton",)
+    function: ClassVar[str] = "rope_attention_with_kvcache"
+    backend: ClassVar[str] = "decode"  # in the table
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments that the public function and the reference share."""
+        """The keyword arguments that are no tensors, for the function and for the reference."""
         return {
             "cache_is_rotated": self.rotated,
             "causal": self.causal,
@@ -68,93 +95,88 @@ class DecodeCheck:
             "softcap": self.softcap,
         }
 
-    def norms_of(self, device: torch.device) -> dict[str, Any]:
-        """The norms as keyword arguments of both; weights (D,) float32 around 1, offset included."""
+    @property
+    def copies_keys(self) -> bool:
+        """Whether new keys are written as they came."""
+        return not self.rotated and self.norms is None
+
+    def norms_of(self, device: torch.device | str) -> dict[str, Any]:
+        """Return the norms as keyword arguments; weights (D,) around 1, offset included."""
         if self.norms is None:
             return {}
-        generator = torch.Generator().manual_seed(1)
-        weights = 1.0 + 0.25 * torch.randn((2, self.head_dim), generator=generator) - self.norms
-        q_norm, k_norm = weights.to(device).unbind(0)
-        return {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-5, "norm_offset": self.norms}
+        weights = 1.0 + 0.25 * torch.randn((2, self.head_dim), generator=torch.Generator().manual_seed(1)) - self.norms
+        q_norm, k_norm = weights.to(device, self.norm_dtype).unbind(0)
+        return {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": self.norm_eps, "norm_offset": self.norms}
 
+    def starts_of(self, device: torch.device | str) -> Tensor | None:
+        return None if self.kv_starts is None else torch.tensor(self.kv_starts, dtype=torch.int32, device=device)
 
-CHECKS = (
-    DecodeCheck("decode, GQA, lengths differ", (4, 2), 1, 70, 32, (37, 0, 69)),
-    DecodeCheck("decode, a head shared by many", (2, 1), 1, 200, 16, (190,)),
-    DecodeCheck("decode, many short sequences", (2, 2), 1, 20, 16, (0, 3, 19, 16, 17, 1, 5)),
-    DecodeCheck("decode, keys rotated in the loop", (4, 2), 1, 70, 32, (37, 64), rotated=False),
-    DecodeCheck("decode, keys rotated in the loop, R 10 of D 24, interleaved", (3, 1), 2, 70, 24, (37, 64),
-                rotated=False, rotary_dim=10, interleaved=True, layout="odd"),
-    DecodeCheck("decode, R 10 of D 24", (3, 1), 2, 70, 24, (37, 64), rotary_dim=10, layout="odd"),
-    DecodeCheck("decode, R 12 of D 16, interleaved, any tables", (2, 1), 1, 40, 16, (33, 20), rotary_dim=12,
-                interleaved=True, random_tables=True, table_batch=True, layout="bhnd"),
-    DecodeCheck("decode, any tables, full-width", (2, 1), 3, 40, 16, (33, 20), random_tables=True, full_width=True),
-    DecodeCheck("decode, window", (2, 1), 3, 100, 16, (90, 10), window=(20, 0)),
-    DecodeCheck("decode, window, new tokens see one another", (2, 1), 5, 100, 16, (70, 10), window=(20, 2),
-                causal=False),
-    DecodeCheck("decode, softcap and sinks", (4, 2), 2, 70, 16, (50, 0), softcap=2.0, sinks=True, rotated=False),
-    DecodeCheck("decode, window and sinks", (4, 2), 1, 70, 16, (60, 3), window=(32, 0), sinks=True),
-    DecodeCheck("decode, 17 new tokens, GQA of 5", (5, 1), 17, 40, 16, (20, 0), layout="bhnd"),
-    DecodeCheck("decode, scale negative", (8, 4), 1, 40, 16, (33, 20, 7, 39), softmax_scale=-0.7),
-    DecodeCheck("decode, nothing new", (4, 2), 2, 70, 16, (50, 1, 0), append=False, layout="expanded"),
-    DecodeCheck("decode, nothing new, window, all queries see all", (2, 1), 3, 70, 16, (50, 2), append=False,
-                causal=False, window=(20, 1), rotated=False),
-    DecodeCheck("decode, the cache is full", (2, 1), 3, 33, 16, (31, 33, 40, 20)),
-    DecodeCheck("decode, pages of 16", (4, 2), 1, 64, 32, (37, 0, 63), page_size=16),
-    DecodeCheck("decode, pages of 24, window, 5 tokens, sinks", (4, 2), 5, 96, 16, (70, 3, 91), page_size=24,
-                window=(20, 0), sinks=True, layout="bhnd"),
-    DecodeCheck("decode, pages of 16, keys rotated in the loop", (4, 2), 2, 64, 24, (37, 60), page_size=16,
-                rotated=False, rotary_dim=10, layout="odd"),
-    DecodeCheck("decode, pages of 32, nothing new, softcap", (2, 1), 2, 96, 16, (50, 1, 0), page_size=32, append=False,
-                softcap=2.0),
-    DecodeCheck("decode, pages of 16, the table is full", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
-    DecodeCheck("decode, a chunk of 33 tokens in pages of 16, window", (8, 1), 33, 96, 16, (50,), page_size=16,
-                window=(60, 0)),
-    DecodeCheck("decode, a chunk of 33 tokens in pages of 32", (8, 1), 33, 128, 16, (70, 0), page_size=32),
-    DecodeCheck("decode, a chunk of 33 tokens, for some of which there is no room", (8, 1), 33, 100, 16, (80,)),
-    DecodeCheck("decode, a chunk of 33 tokens, read only", (8, 1), 33, 64, 16, (64,), append=False),
-    DecodeCheck("decode, float8", (4, 2), 2, 70, 32, (37, 0), float8="head"),
-    DecodeCheck("decode, float8, keys rotated in the loop", (4, 2), 2, 70, 16, (37, 64), rotated=False,
-                float8="tensor"),
-    DecodeCheck("decode, float8 in pages of 16, softcap", (2, 1), 1, 48, 16, (37, 4), page_size=16, float8="tensor",
-                softcap=2.0),
-    DecodeCheck("decode, norms", (4, 2), 2, 70, 24, (37, 0), rotary_dim=10, norms=0.0),
-    DecodeCheck("decode, norms, keys rotated in the loop, interleaved", (4, 2), 2, 64, 16, (37, 60), page_size=16,
-                rotated=False, interleaved=True, norms=1.0),
-    DecodeCheck("decode, norms, float8", (4, 2), 2, 70, 32, (37, 0), float8="head", norms=0.0),
-    DecodeCheck("decode Qwen3-8B, norms", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), norms=0.0, scale="large"),
-    DecodeCheck("decode Llama3-8B, 4096", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), scale="large"),
-    DecodeCheck("decode Llama3-8B, 4096, keys rotated in the loop", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777),
-                rotated=False, scale="large"),
-    DecodeCheck("decode Llama3-8B, 131072", (32, 8), 1, 131072, 128, (131071,), scale="large"),
-    DecodeCheck("decode 64 sequences", (32, 8), 4, 1024, 128, tuple(range(5, 965, 15)), scale="large"),
-    DecodeCheck("decode, D 256, window, softcap", (16, 8), 1, 8192, 256, (8000, 5000), window=(4095, 0), softcap=50.0,
-                scale="large"),
-    DecodeCheck("decode, D 64, sinks, window", (64, 8), 1, 4096, 64, (4000, 100), window=(128, 0), sinks=True,
-                scale="large"),
-    DecodeCheck("decode, D 80, MQA, 40 new tokens", (16, 1), 40, 3000, 80, (2960, 1), rotary_dim=32, scale="large"),
-    *(
-        DecodeCheck(f"decode Llama3-8B, pages of {page_size}{words}", (32, 8), len_q, 4096, 128, (4090, 1, 2048, 777),
-                    page_size=page_size, scale="large", **options)
-        for page_size in (16, 64, 128)
-        for words, len_q, options in (
-            ("", 1, {}),
-            (", raw keys", 1, {"rotated": False}),
-            (", float8", 1, {"float8": "head"}),
-            (", window, sinks, 4 tokens", 4, {"window": (1000, 0), "sinks": True}),
-        )
-    ),
-    DecodeCheck("decode, float8, raw keys, D 64, pages of 48", (16, 8), 3, 4080, 64, (4000, 5), rotated=False,
-                float8="tensor", page_size=48, interleaved=True, scale="large"),
-    DecodeCheck("decode, a chunk of 300 tokens, pages of 16", (8, 2), 300, 4096, 128, (3000, 0), page_size=16,
-                scale="large"),
-    DecodeCheck("decode, a chunk of 300 tokens, float8 in pages of 128", (8, 2), 300, 4096, 128, (3000, 3700),
-                page_size=128, float8="head", scale="large"),
-    DecodeCheck("decode, a chunk of 300 tokens, pages of 128, window", (8, 2), 300, 4096, 128, (3000, 0),
-                page_size=128, window=(700, 0), scale="large"),
-    DecodeCheck("decode, a chunk of 300 tokens, float8 in pages of 64, window", (8, 2), 300, 4096, 128, (3000, 3700),
-                page_size=64, float8="head", window=(700, 0), scale="large"),
-)  # fmt: skip
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        given = self.named(make_inputs(self, self.dtype, device))
+        return fused_rope_attn.rope_attention_with_kvcache, given | {"return_lse": self.return_lse}
+
+    def named(self, inputs: Inputs) -> dict[str, Any]:
+        """Return the arguments by name, in the layout that the call has."""
+        is_ambiguous = self.full_width and self.rotary_dim is not None and 2 * self.rotary_dim <= self.head_dim
+        absent = {"q_norm": None, "k_norm": None, "norm_eps": 1e-6, "norm_offset": 0.0}
+        given = {
+            **inputs._asdict(),
+            **self.options,
+            "softmax_scale": self.softmax_scale,
+            "rotary_dim": None if self.infers_rotary_dim and not is_ambiguous else self.rotary_dim,
+            "kv_starts": self.starts_of(inputs.q.device),
+            **(self.norms_of(inputs.q.device) or absent),
+        }
+        if self.bshd:
+            turned = {name: given[name] for name in ("q", *CACHES, "k", "v") if given[name] is not None}
+            given |= {name: x.transpose(1, 2) for name, x in turned.items()} | {"layout": "bshd"}
+        return given
+
+    def obstacle(self, arch: str, backend: str) -> planning.Obstacle | None:
+        """Return what an explicit backend must raise, or None."""
+        return _obstacle(arch, backend, self.dtype, self.head_dim, self.float8 is not None)
+
+    def run(self, machine: Machine) -> Iterator[Finding]:
+        inputs = make_inputs(self, self.dtype, machine.device)
+        written = self._written(inputs)
+
+        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            found = run_reference(self, inputs, self.dtype if dtype is None else dtype)
+            return dict(zip(("o", "lse", *CACHES), found)) | {"keys": _rows(found[2], written)}
+
+        expected = References(references, machine.device)
+        for backend in self.backends:
+            fresh = {name: lay(getattr(inputs, name).clone(), self._layout(name)) for name in CACHES}
+            given = inputs._replace(**fresh)
+            obstacle = self.obstacle(machine.arch, backend)
+            if obstacle is not None:
+                before, words = copies(given._asdict()), (obstacle[1].split(",")[0],)
+                call = replace(self, backends=(backend,))
+                yield refusal(backend, "refusal", run_kernels, {"check": call, "inputs": given}, obstacle[:1], words)
+                yield untouched(backend, given._asdict(), before)
+            else:
+                yield from guarded(backend, self._held(backend, given, written, expected))
+
+    def _held(self, backend: str, given: Inputs, written: Tensor, expected: References) -> Iterator[Finding]:
+        before = copies(given._asdict())
+        with testing.poison_empty():
+            out = run_kernels(replace(self, backends=(backend,)), given)
+        for name, x in zip(("o", "lse"), out):
+            if x is not None:
+                yield form(backend, name, x, expected.eager[name].shape, x.dtype if name == "lse" else self.dtype)
+                yield Finding(backend, expected.compare(name, x, self.dtype))
+        yield from _cache_findings(backend, self, given._asdict(), before, written, expected)
+        yield untouched(backend, given._asdict(), before, but=CACHES)
+
+    def _layout(self, name: str) -> str:
+        return self.v_layout if name == "v_cache" and self.v_layout is not None else self.layout
+
+    def _written(self, inputs: Inputs) -> Tensor:
+        """Return (B, S_max), or (num_pages, page_size): True in the rows of the caches that the step writes."""
+        row = torch.arange(self.capacity, device=inputs.q.device)
+        first = inputs.cache_seqlens.long().clamp(0, self.capacity)[:, None]
+        written = (row >= first) & (row < first + (self.len_q if self.append else 0))
+        return written if inputs.block_table is None else rows_in_pool(written, inputs.block_table, inputs.k_cache)
 
 
 class Inputs(NamedTuple):
@@ -183,134 +205,245 @@ def make_inputs(check: DecodeCheck, dtype: torch.dtype, device: torch.device | s
     Pages lie in a random order among others, which hold NaN, and entries that are not needed are outside the pool.
     """
     c, batch = check, len(check.lengths)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    def cache() -> Tensor:
-        rows, heads, head_dim = c.capacity, c.heads[1], c.head_dim
-        if c.layout == "bhnd":
-            return normal(batch, heads, rows, head_dim)
-        if c.layout == "odd":
-            return normal(batch, rows, heads + 5, head_dim + 3)[:, :, 2 : heads + 2, 1 : head_dim + 1].transpose(1, 2)
-        if c.layout == "expanded":
-            return normal(1, heads, rows, head_dim).expand(batch, -1, -1, -1)
-        return normal(batch, rows, heads, head_dim).transpose(1, 2)
-
+    generator = torch.Generator(device).manual_seed(c.seed)
     rotary_dim = c.head_dim if c.rotary_dim is None else c.rotary_dim
-    cos, sin = rope_tables(c.capacity, rotary_dim, device=device)
+    cos, sin = rope_tables(c.capacity + c.extra_rows, rotary_dim, device=device)
     if c.random_tables:
-        angle = 2 * math.pi * torch.rand((batch, *cos.shape), generator=generator, device=device)
-        radius = 0.5 + torch.rand(angle.shape, generator=generator, device=device)
-        cos, sin = (radius * angle.cos(), radius * angle.sin()) if c.table_batch else (angle[0].cos(), angle[0].sin())
+        shape = (batch, *cos.shape) if c.table_batch else cos.shape
+        angle, radius = 2 * math.pi * torch.rand((2, *shape), generator=generator, device=device)
+        radius = 0.5 + radius / (2 * math.pi)
+        cos, sin = radius * angle.cos(), radius * angle.sin()
     if c.full_width:
         cos, sin = ((t.repeat_interleave(2, -1) if c.interleaved else torch.cat((t, t), -1)) for t in (cos, sin))
-    q = normal(batch, c.len_q, c.heads[0], c.head_dim).transpose(1, 2)
-    new = [normal(batch, c.len_q, c.heads[1], c.head_dim).transpose(1, 2) if c.append else None for _ in range(2)]
-    caches = [cache(), cache()]
-    rows = torch.arange(c.capacity, device=device)
-    for b, length in enumerate(c.lengths) if c.layout != "expanded" else ():
-        gone = rows >= length
-        if c.window is not None and c.window[0] >= 0:
-            gone |= rows < length - (0 if c.append else c.len_q) - c.window[0]
-        for x in caches:
-            x[b, :, gone] = math.nan
-    scales: list[Tensor | None] = [None, None]
+    cos, sin = (lay_table(t.to(c.table_dtype), c.table_memory) for t in (cos, sin))
+    new = [normal(generator, batch, heads, c.len_q, c.head_dim, dtype=dtype) for heads in (*c.heads, c.heads[1])]
+    q, k, v = (lay(x, layout) for x, layout in zip(new, c.memory))
+    caches = [normal(generator, batch, c.heads[1], c.capacity, c.head_dim, dtype=dtype) for _ in CACHES]
+    seqlens = torch.tensor(c.lengths, dtype=torch.int32, device=device)
+    sinks = normal(generator, c.heads[0], dtype=c.sinks_dtype) if c.sinks else None
+    lengths = seqlens.long().clamp(0, c.capacity)[:, None]
+    lowest = torch.zeros_like(lengths) if c.kv_starts is None else c.starts_of(device).long()[:, None]
+    if c.window is not None and c.window[0] >= 0:
+        lowest = torch.maximum(lowest, lengths - (0 if c.append else c.len_q) - c.window[0])
+    if not any(c._layout(name) in SHARED for name in CACHES):
+        row = torch.arange(c.capacity, device=device)
+        gone = (row >= lengths) | (row < lowest)
+        caches = [x.masked_fill(gone[:, None, :, None], math.nan) for x in caches]
+    scales: tuple[Tensor | None, ...] = (None, None)
     if c.float8 is not None:
-        shape = (c.heads[1],) if c.float8 == "head" else ()
-        scales = [0.002 + 0.01 * torch.rand(shape, generator=generator, device=device) for _ in caches]
-        caches = [like(quantise(x, scale), x) for x, scale in zip(caches, scales)]
+        caches, scales = _in_float8(caches, c.float8, generator)
     table = None
     if c.page_size is not None:
-        caches, table = _pages(c, caches, generator)
-    seqlens = torch.tensor(c.lengths, dtype=torch.int32, device=device)
-    sinks = normal(c.heads[0], dtype=torch.float32) if c.sinks else None
-    return Inputs(q, *caches, cos, sin, *new, seqlens, sinks, table, *scales)
-
-
-def _pages(check: DecodeCheck, caches: list[Tensor], generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
-    """(pools, block_table) of a check's caches, in its layout."""
-    size, device = cast(int, check.page_size), caches[0].device
-    first = torch.arange(check.capacity // size, device=device) * size
-    lengths = torch.tensor(check.lengths, device=device)[:, None].clamp(max=check.capacity)
-    needed = first < lengths + (check.len_q if check.append else 0)
-    if check.window is not None and check.window[0] >= 0:
-        needed &= first + size > lengths - (0 if check.append else check.len_q) - check.window[0]
-
-    def lay(pool: Tensor) -> Tensor:
-        if check.layout == "bnhd":
-            return like(pool, torch.empty(pool.transpose(1, 2).shape, device=device).transpose(1, 2))
-        if check.layout == "odd":
-            return like(pool, torch.empty(*pool.shape[:3], pool.shape[3] + 3, device=device)[..., 1:-2])
-        return pool
-
-    return in_pages(caches, size, needed, generator, lay)
+        first, end = torch.arange(0, c.capacity, c.page_size, device=device), lengths + (c.len_q if c.append else 0)
+        is_written = (first + c.page_size > lengths) & (first < end)
+        caches, table = in_pages(
+            caches, c.page_size, is_written | ((first + c.page_size > lowest) & (first < end)), generator
+        )
+    caches = [lay(x, c._layout(name)) for x, name in zip(caches, CACHES)]
+    return Inputs(q, *caches, cos, sin, *((k, v) if c.append else (None, None)), seqlens, sinks, table, *scales)
 
 
 def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, k_cache, v_cache) of the reference computed in ``dtype``; the inputs stay as they are."""
-    q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks, *paged = inputs
-    wide = dtype == torch.float64
-    cos, sin = (t.double() if wide else t for t in (cos, sin))
-    q, k, v = (x if x is None else x.to(dtype, copy=True) for x in (q, k, v))
-    k_cache, v_cache = (x.clone() if check.float8 else x.to(dtype, copy=True) for x in (k_cache, v_cache))
+    given = inputs._asdict() | check.options | check.norms_of(inputs.q.device) | _in_dtype(inputs._asdict(), dtype)
     o, lse = reference.attention_with_kvcache(
-        q, k_cache, v_cache, cos, sin, k, v, seqlens, **check.options, sinks=sinks,
+        **given, kv_starts=check.starts_of(inputs.q.device),
         softmax_scale=check.head_dim**-0.5 if check.softmax_scale is None else check.softmax_scale,
         rotary_dim=check.head_dim if check.rotary_dim is None else check.rotary_dim,
-        block_table=paged[0], k_scale=paged[1], v_scale=paged[2], **check.norms_of(q.device),
     )  # fmt: skip
-    return o, lse, k_cache, v_cache
+    return o, lse, given["k_cache"], given["v_cache"]
 
 
-def run_kernels(check: DecodeCheck, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(o, lse) of the kernels, here or in Triton's interpreter; writes the caches of ``inputs``."""
-    q, k_cache, v_cache, cos, sin, k, v, seqlens, sinks, block_table, k_scale, v_scale = inputs
-    return run_step(  # the public function takes the reference for CPU tensors
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=seqlens, **check.options, sinks=sinks,
-        softmax_scale=check.softmax_scale, rotary_dim=check.rotary_dim, block_table=block_table, k_scale=k_scale,
-        v_scale=v_scale, **check.norms_of(q.device), backend="triton",
-    )  # fmt: skip
+def run_kernels(check: DecodeCheck, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """(o, lse) of the check's first backend, "triton" by default; writes the caches of ``inputs``."""
+    (backend, *_), given = check.backends, check.named(inputs)
+    if backend == "auto":
+        returned = fused_rope_attn.rope_attention_with_kvcache(**given, return_lse=check.return_lse)
+        o, lse = returned if check.return_lse else (returned, None)
+    else:  # the choice of a backend is not public: the public function takes the reference for CPU tensors
+        o, lse = run_step(backend=backend, **given)
+    return (o.transpose(1, 2) if check.bshd else o), lse
 
 
-def hold(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[testing.Comparison]:
+def hold(check: DecodeCheck, dtype: torch.dtype, device: str = "cpu") -> list[testing.Comparison]:
     """Run the kernels once and compare: o, lse, the keys that were written; values and all other rows to the bit."""
-    inputs = make_inputs(check, dtype, device)
-    ref64, eager = run_reference(check, inputs, torch.float64), run_reference(check, inputs, dtype)
-    before = [x.clone() for x in inputs[1:3]]
-    with testing.poison_empty():
-        o, lse = run_kernels(check, inputs)
-    found = [
-        testing.compare(name, out, exact, near, grad=False, dtype=dtype)
-        for name, out, exact, near in zip(("o", "lse"), (o, lse), ref64, eager)
-    ]
-    index = torch.arange(check.capacity, device=device)
-    cached = inputs.cache_seqlens.long().clamp(0, check.capacity)[:, None]
-    written = (index >= cached) & (index < cached + check.len_q) if check.append else torch.zeros_like(index + cached)
-    written = written.bool()
-    if inputs.block_table is not None:
-        written = rows_in_pool(written, inputs.block_table, inputs.k_cache)
-    keys, exact, near = (
-        x.transpose(1, 2)[written].transpose(0, 1) for x in (inputs.k_cache, ref64[2], eager[2])
-    )  # (HKV, written rows, D)
-    if check.float8:
-        found.append(same_float8("k_cache", keys, near))
+    return [finding.found for finding in replace(check, dtype=dtype).run(Machine.of(device))]
+
+
+@dataclass(frozen=True)
+class WriteCheck:
+    """cached: rows in use of each sequence; new: tokens of each; length: of the padded or packed tensor.
+
+    memory: of k, v, k_cache and v_cache.
+    """
+
+    name: str
+    heads: int
+    capacity: int
+    head_dim: int
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    length: int
+    dtype: torch.dtype = torch.float16
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    table_dtype: torch.dtype = torch.float32
+    rotated: bool = True
+    packed: bool = False
+    page_size: int | None = None
+    float8: str | None = None
+    memory: tuple[str, str, str, str] = ("bnhd", "bnhd", "bnhd", "bnhd")
+    table_memory: str = "plain"
+    bshd: bool = False
+    seed: int = 0
+    backends: tuple[str, ...] = ("triton",)
+    size: str = "small"
+    function: ClassVar[str] = "write_kvcache"
+
+    @property
+    def copies_keys(self) -> bool:
+        return not self.rotated
+
+    def make(self, device: str) -> dict[str, Any]:
+        """Return arguments by name, tensors (B, H, N, D) or packed (T, H, D); NaN in tokens that do not exist."""
+        generator, batch = torch.Generator(device).manual_seed(self.seed), len(self.cached)
+        new = torch.tensor(self.new, dtype=torch.int32, device=device)
+        counts = new.sum()[None] if self.packed else new
+        past = torch.arange(self.length, device=device) >= counts[:, None]
+        found: dict[str, Any] = {"cu_seqlens": None, "new_lens": None, "block_table": None}
+        for name, layout in zip(("k", "v"), self.memory):
+            x = normal(generator, len(counts), self.heads, self.length, self.head_dim, dtype=self.dtype)
+            x = lay(x.masked_fill(past[:, None, :, None], math.nan), layout)
+            found[name] = x[0].transpose(0, 1) if self.packed else x
+        if self.packed:
+            found["cu_seqlens"] = torch.nn.functional.pad(new.cumsum(0).int(), (1, 0))
+        else:
+            found["new_lens"] = new
+        caches = [normal(generator, batch, self.heads, self.capacity, self.head_dim, dtype=self.dtype) for _ in CACHES]
+        scales: tuple[Tensor | None, ...] = (None, None)
+        if self.float8 is not None:
+            caches, scales = _in_float8(caches, self.float8, generator)
+        if self.page_size is not None:
+            needed = self._written(device).unflatten(1, (-1, self.page_size)).any(-1)
+            caches, found["block_table"] = in_pages(caches, self.page_size, needed, generator)
+        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        angle = 2 * math.pi * torch.rand((self.capacity, rotary_dim // 2), generator=generator, device=device)
+        return {
+            **found,
+            **{name: lay(x, layout) for name, x, layout in zip(CACHES, caches, self.memory[2:])},
+            "cos": lay_table(angle.cos().to(self.table_dtype), self.table_memory),
+            "sin": lay_table(angle.sin().to(self.table_dtype), self.table_memory),
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+            "cache_seqlens": torch.tensor(self.cached, dtype=torch.int32, device=device),
+            "cache_is_rotated": self.rotated,
+            "rotary_dim": rotary_dim,
+            "interleaved": self.interleaved,
+        }
+
+    def _written(self, device: str) -> Tensor:
+        """Return (B, S_max): the rows that are written."""
+        row = torch.arange(self.capacity, device=device)
+        first, new = (torch.tensor(x, device=device)[:, None] for x in (self.cached, self.new))
+        first = first.clamp(0, self.capacity)
+        return (row >= first) & (row < first + new)
+
+    def _as_passed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if not self.bshd:
+            return arguments
+        turned = CACHES if self.packed else (*CACHES, "k", "v")
+        return arguments | {name: arguments[name].transpose(1, 2) for name in turned} | {"layout": "bshd"}
+
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        return fused_rope_attn.write_kvcache, self._as_passed(self.make(device))
+
+    def run(self, machine: Machine) -> Iterator[Finding]:
+        arguments = self.make(machine.device)
+        written = self._written(machine.device)
+        if arguments["block_table"] is not None:
+            written = rows_in_pool(written, arguments["block_table"], arguments["k_cache"])
+
+        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            given = arguments | _in_dtype(arguments, self.dtype if dtype is None else dtype)
+            if self.packed:
+                given |= {name: given[name].transpose(0, 1).unsqueeze(0) for name in ("k", "v")}
+            reference.write_kvcache(**given)
+            return {name: given[name] for name in CACHES} | {"keys": _rows(given["k_cache"], written)}
+
+        expected = References(references, machine.device)
+        for backend in self.backends:
+            fresh = {name: lay(arguments[name].clone(), layout) for name, layout in zip(CACHES, self.memory[2:])}
+            given = arguments | fresh
+            passed, before = self._as_passed(given) | {"backend": backend}, copies(given)
+            obstacle = _obstacle(machine.arch, backend, self.dtype, self.head_dim, self.float8 is not None)
+            if obstacle is not None:
+                words = (obstacle[1].split(",")[0],)
+                yield refusal(backend, "refusal", run_write, passed, obstacle[:1], words)
+            else:
+                yield from guarded(backend, self._held(backend, passed, given, before, written, expected))
+
+    def _held(self, backend, passed, given, before, written, expected) -> Iterator[Finding]:
+        run_write(**passed)
+        yield from _cache_findings(backend, self, given, before, written, expected)
+        yield untouched(backend, given, before, but=CACHES)
+
+
+def _in_float8(
+    caches: list[Tensor], scale_of: str, generator: torch.Generator
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Quantise caches, with a scale of each head or of the tensor."""
+    shape = (caches[0].shape[1],) if scale_of == "head" else (1,)
+    scales = [0.003 + 0.01 * torch.rand(shape, generator=generator, device=generator.device) for _ in caches]
+    return [quantise(x, scale) for x, scale in zip(caches, scales)], tuple(scales)
+
+
+def _in_dtype(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return copies of q, k, v and the caches in ``dtype``, caches in float8 as they are, and float64 tables for it."""
+    found = {}
+    for name in ("q", "k", "v", *CACHES):
+        if (x := given.get(name)) is not None:
+            to = x.dtype if x.dtype == torch.float8_e4m3fn else dtype
+            found[name] = x.to(to, copy=True, memory_format=torch.contiguous_format)
+    return found | ({name: given[name].double() for name in ("cos", "sin")} if dtype == torch.float64 else {})
+
+
+def _rows(cache: Tensor, written: Tensor) -> Tensor:
+    """Return the ``written`` rows of a cache, (HKV, rows, D)."""
+    return cache.transpose(1, 2)[written].transpose(0, 1)
+
+
+def _cache_findings(
+    backend: str,
+    check: DecodeCheck | WriteCheck,
+    given: dict[str, Any],
+    before: dict[str, Tensor],
+    written: Tensor,
+    expected: References,
+) -> Iterator[Finding]:
+    """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""
+    new = {name: _rows(given[name], written) for name in CACHES}
+    eager = {name: _rows(expected.eager[name], written) for name in CACHES}
+    keys = new["k_cache"]
+    if check.float8 is not None:
+        yield Finding(backend, same_float8("k_cache", keys, eager["k_cache"]))
     else:
-        found.append(testing.compare("k_cache", keys, exact, near, grad=False, dtype=dtype))
-    left_alone = all(
-        _same_bits(x.transpose(1, 2)[~written], y.transpose(1, 2)[~written])
-        for x, y in zip(inputs[1:3], before)
-    )  # fmt: skip
-    if not check.rotated and check.norms is None:
-        left_alone &= _same_bits(keys, near)
-    values = _same_bits(*(x.transpose(1, 2)[written] for x in (inputs.v_cache, eager[3])))
-    detail = ["a row of the caches that is not new was written"] * (not left_alone) + ["v is no copy"] * (not values)
-    found.append(testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not detail, "; ".join(detail)))
-    return found
+        yield Finding(backend, replace(expected.compare("keys", keys, check.dtype), tensor="k_cache"))
+    faults = []
+    if check.copies_keys and not same_bits(keys, eager["k_cache"]):
+        faults.append("k is no copy")
+    if not same_bits(new["v_cache"], eager["v_cache"]):
+        faults.append("v is no copy")
+    if not all(same_bits(_rows(given[name], ~written), _rows(before[name], ~written)) for name in CACHES):
+        faults.append("a row of the caches that is not new was written")
+    yield Finding(backend, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
 
 
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Equal to the bit, NaN included."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
+def _obstacle(
+    arch: str, backend: str, dtype: torch.dtype, head_dim: int, is_float8: bool
+) -> planning.Obstacle | None:
+    """Return what an explicit backend of a cached call must raise, or None."""
+    if backend in ("auto", "reference"):
+        return None
+    if is_float8 and arch not in FLOAT8 and backend == "triton":
+        return NotImplementedError, "float8_e4m3fn caches need one of"
+    return planning.obstacle(backend, planning.Needs(arch, dtype, head_dim, cached=True))

@@ -7,12 +7,15 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from fused_rope_attn.env import driver_version, run_quietly
-from verification.runner import Row
+from verification.calls import dtype_name
 from verification.table import format_table
+from verification.workers import Outcome
 
 COLUMNS = ("case", "dtype", "backend", "tensor", "error", "eager", "ratio", "rows", "verdict")
 LEGEND = (
@@ -20,6 +23,41 @@ LEGEND = (
     "ratio: error / eager, at most 2 for o and 3 for gradients. rows: the worst row's rms error over eager's, at most\n"
     "2.5. Both allow an eps: half a unit in the last place, and in float32 1e-5 of the tensor's rms."
 )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one case from one backend. ``ratio`` is error / eager_error, and 2.0 (3.0 for gradients) is the
+    limit; ``row_ratio`` the worst row's rms error over eager's, 2.5 is the limit. Errors are maxima over the tensor."""
+
+    case: str
+    dtype: str
+    backend: str
+    tensor: str
+    error: float
+    eager: float
+    ratio: float
+    row_ratio: float
+    verdict: str  # "ok", "FAIL", or "SKIP" if the case does not fit this GPU
+    detail: str = ""
+
+
+def rows_of(outcome: Outcome) -> list[Row]:
+    """Return a row of each tensor, and of each statement that does not hold."""
+    check, nan = outcome.check, float("nan")
+    case, backend = (check.name, dtype_name(check.dtype)), getattr(check, "backend", None)
+    rows = []
+    for finding in outcome.findings:
+        found, label = finding.found, backend or finding.backend
+        verdict = "ok" if found.ok else "FAIL"
+        if finding.is_tensor:
+            figures = (found.error, found.eager_error, found.ratio, found.row_ratio)
+            rows.append(Row(*case, label, found.tensor, *figures, verdict, found.detail))
+        elif not found.ok:
+            rows.append(Row(*case, label, found.tensor, nan, nan, nan, nan, verdict, found.detail))
+    if outcome.skipped:
+        rows.append(Row(*case, backend or "-", "-", nan, nan, nan, nan, "SKIP", outcome.skipped))
+    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -68,6 +106,8 @@ def environment(device: str) -> dict:
         "device": device,
         "interpreter": os.environ.get("TRITON_INTERPRET", "0") == "1",
     }
+    if find_spec("hypothesis"):  # the calls of a seed depend on it
+        facts["hypothesis"] = version("hypothesis")
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["driver"] = driver_version() or ""

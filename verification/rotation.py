@@ -1,26 +1,35 @@
-"""The rotation alone against float64: rows for q and k, their gradients, in the layouts that users have."""
+"""Checks of ``apply_rope`` and ``apply_rope_qk``: rows, their gradients and those of norms, in every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+import fused_rope_attn
 from fused_rope_attn import testing
+from verification.calls import Finding, Machine, References, copies, form, guarded, normal, untouched
+from verification.memory import lay, lay_table
 
-_FROM_BHND = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
+NORMS = ("q_norm", "k_norm")
+# Where the axes of (B, H, N, D) go; packed tokens have no batch.
+AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (0, 2, 1, 3)}
 
 
 @dataclass(frozen=True)
 class RopeCheck:
-    """q and k of (B, H, N, D). positions: ``index``, ``ids`` or ``two ids``; ``thd`` packs the batch into one row.
-    norms: their weights' dtype, ``float32`` or ``input``; "" for none. norm_offset comes with them."""
+    """q and k, or the tensors of ``names``, of (B, H, N, D).
+
+    positions: "index", "ids", "row ids" (one row for the batch) or "two ids". lengths: of packed sequences, in layout
+    "thd". norms: their weights' dtype, ``float32`` or ``input``; "" for none.
+    """
 
     name: str
     batch: int = 2
-    heads: tuple[int, int] = (3, 1)
+    heads: tuple[int, ...] = (3, 1)
     length: int = 37
     head_dim: int = 32
     rotary_dim: int = 32
@@ -29,120 +38,170 @@ class RopeCheck:
     positions: str = "index"
     full_width: bool = False
     random_tables: bool = False
-    in_place: bool = False
-    scale: str = "small"
+    out: str = "none"  # "new" or "in place": a forward pass with ``out`` in addition to the differentiable one
+    size: str = "small"
     norms: str = ""
     norm_offset: float = 0.0
+    norm_eps: float = 1e-6
+    strided_norms: bool = False  # the weights are columns of something wider
+    names: tuple[str, ...] = ("q", "k")  # ("x",) is apply_rope
+    lengths: tuple[int, ...] | None = None
+    rows: int | None = None  # of the tables; None: as many as there are positions
+    outside: bool = False  # some position ids have no row in the tables
+    inverse: bool = False
+    table_form: str = "plain"  # "lead": a leading 1; "batch": a leading B
+    table_memory: str = "plain"
+    table_dtype: torch.dtype = torch.float32
+    memory: tuple[str, ...] | None = None  # of the tensors, then of their gradients; None: contiguous as passed
+    wanted: tuple[str, ...] = ("x", "q", "k", "v", *NORMS)
+    infers_rotary_dim: bool = False
+    dtype: torch.dtype = torch.float16
+    seed: int = 0
     backend: ClassVar[str] = "rotation"
 
-    def compared(self, dtype: torch.dtype, device: str) -> Iterator[testing.Comparison]:
-        """q, k, dq and dk, with norms dq_norm and dk_norm too, as ``runner.OwnCheck``."""
-        import fused_rope_attn
+    @property
+    def function(self) -> str:
+        return "apply_rope" if self.names == ("x",) else "apply_rope_qk"
 
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-        ids = ends = None
-        rows = max(self.length, 1)
-        if self.positions != "index":
-            shape = (self.batch, 2, self.length) if self.positions == "two ids" else (self.batch, self.length)
-            ids = torch.randint(0, rows, shape, generator=generator, device=device)
-        sections = 2 if self.positions == "two ids" else 1
-        cos, sin = fused_rope_attn.rope_tables(rows, self.rotary_dim // sections, device=device)
+    def make(self, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and their gradients (B, H, N, D) by name, and the other arguments by name."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+        rows = max(self.length, 1) if self.rows is None else self.rows
+        xs, dos = ({} for _ in range(2))
+        layouts = self.memory or (None,) * (2 * len(self.names))
+        for found, memory in ((xs, layouts), (dos, layouts[len(self.names) :])):
+            for name, heads, layout in zip(self.names, self.heads, memory):
+                x = normal(generator, self.batch, heads, self.length, self.head_dim, dtype=self.dtype)
+                found[name] = self._back(self._as_passed(x).contiguous()) if layout is None else lay(x, layout)
+        two = 2 if self.positions == "two ids" else 1
+        width = self.rotary_dim // two
+        tables = fused_rope_attn.rope_tables(rows, width, device=device)
         if self.full_width:
-            cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+            tables = [torch.cat((table, table), -1) for table in tables]
+        lead = {"plain": (), "lead": (1,), "batch": (self.batch,)}[self.table_form]
+        tables = [table.expand(*lead, *table.shape) for table in tables]
         if self.random_tables:
-            cos, sin = (normal(*t.shape, dtype=torch.float32) for t in (cos, sin))
-        if self.layout == "thd":
-            ends = torch.arange(self.batch + 1, device=device, dtype=torch.int32) * self.length
-
-        def lay(x: torch.Tensor) -> torch.Tensor:
-            """(B, H, N, D) in the memory of the layout."""
-            if self.layout == "thd":
-                return x.transpose(1, 2).flatten(0, 1).contiguous()
-            return x.permute(_FROM_BHND[self.layout]).contiguous()
-
-        def back(x: torch.Tensor) -> torch.Tensor:
-            if self.layout == "thd":
-                return x.unflatten(0, (self.batch, self.length)).transpose(1, 2)
-            axes = _FROM_BHND[self.layout]
-            return x.permute([axes.index(axis) for axis in range(4)])
-
-        options = {
-            "rotary_dim": self.rotary_dim,
+            tables = [normal(generator, *table.shape) for table in tables]
+        ids = None
+        if self.positions != "index":
+            low, high = (-2, rows + 3) if self.outside else (0, max(rows, 1))
+            shape = () if self.positions == "row ids" else (self.batch, 2) if two == 2 else (self.batch,)
+            ids = torch.randint(low, high, (*shape, self.length), generator=generator, device=device)
+            ids = ids.int() if self.seed % 2 else ids
+        half = self.head_dim // two
+        is_ambiguous = self.full_width and 2 * width <= half
+        others = {
+            "cos": lay_table(tables[0].to(self.table_dtype), self.table_memory),
+            "sin": lay_table(tables[1].to(self.table_dtype), self.table_memory),
+            "rotary_dim": None if self.infers_rotary_dim and not is_ambiguous else self.rotary_dim,
             "interleaved": self.interleaved,
+            "inverse": self.inverse,
+            "layout": self.layout,
             "position_ids": ids,
-            "cu_seqlens": ends,
+            "cu_seqlens": self._ends(device),
         }
-        xs = [normal(self.batch, heads, self.length, self.head_dim) for heads in self.heads]
-        dos = [normal(*x.shape) for x in xs]
-        weights: list[torch.Tensor] = []
-        if self.norms:
-            weight_dtype = dtype if self.norms == "input" else torch.float32
-            weights = [normal(self.head_dim, dtype=weight_dtype).requires_grad_() for _ in xs]
-            options |= {"q_norm": weights[0], "k_norm": weights[1], "norm_offset": self.norm_offset}
-        with testing.poison_empty():
-            leaves = [lay(x).requires_grad_() for x in xs]
-            outs = fused_rope_attn.apply_rope_qk(*leaves, cos, sin, layout=self.layout, **options)
-            gradients = torch.autograd.grad(outs, leaves + weights, [lay(do) for do in dos])
-            if self.in_place:
-                outs = tuple(x.detach().clone() for x in leaves)
-                with torch.no_grad():
-                    fused_rope_attn.apply_rope_qk(*outs, cos, sin, layout=self.layout, out=outs, **options)
-        eager_options: dict[str, Any] = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved}
+        if self.function == "apply_rope_qk":
+            others |= {"norm_eps": self.norm_eps, "norm_offset": self.norm_offset} | self._weights(generator)
+        return xs, dos, others
+
+    def _weights(self, generator: torch.Generator) -> dict[str, Tensor | None]:
+        step = 3 if self.strided_norms else 1
+        dtype = self.dtype if self.norms == "input" else torch.float32
+        return {
+            name: normal(generator, step * self.head_dim, dtype=dtype)[::step] if self.norms else None for name in NORMS
+        }
+
+    def _ends(self, device: str) -> Tensor | None:
+        if self.lengths is None:
+            return None
+        return torch.tensor((0, *self.lengths)).cumsum(0).int().to(device)
+
+    def _as_passed(self, x: Tensor) -> Tensor:
+        x = x.permute(AXES[self.layout])
+        return x[0] if self.layout == "thd" else x
+
+    def _back(self, x: Tensor) -> Tensor:
+        """Undo ``_as_passed``; a vector becomes one row."""
+        if x.ndim == 1:
+            return x[None]
+        axes = AXES[self.layout]
+        return (x[None] if self.layout == "thd" else x).permute([axes.index(axis) for axis in range(4)])
+
+    def _outs(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the argument ``out``, if the call has one."""
+        if self.out == "none":
+            return {}
+        xs = [given[name] for name in self.names]
+        outs = xs if self.out == "in place" else [torch.zeros_like(x) for x in xs]
+        return {"out": outs[0] if len(outs) == 1 else tuple(outs)}
+
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        xs, _, others = self.make(device)
+        given = {name: self._as_passed(x) for name, x in xs.items()} | others
+        return getattr(fused_rope_attn, self.function), given | self._outs(given)
+
+    def run(self, machine: Machine) -> Iterator[Finding]:
+        xs, dos, others = self.make(machine.device)
+        given = {name: self._as_passed(x) for name, x in xs.items()} | others
+        values = {name: x.clone() for name, x in xs.items()}  # of what may be written in place
+        ids = others["position_ids"]
         if ids is not None:
-            eager_options["position_ids"] = ids if ids.ndim == 3 else ids[:, None]
-        if weights:
-            eager_options |= {"norm_eps": 1e-6, "norm_offset": self.norm_offset}
-        for i, (name, x, do) in enumerate(zip(("q", "k"), xs, dos)):
-            weight = weights[i] if weights else None
-            ref64, eager = (
-                testing.run_rotation_reference(x, do, cos, sin, wide, weight=weight, **eager_options)
-                for wide in (torch.float64, None)
-            )
-            forward, backward = back(outs[i]).detach(), back(gradients[i])
-            yield testing.compare(name, forward, ref64.y, eager.y, grad=False, dtype=dtype)
-            yield testing.compare(f"d{name}", backward, ref64.dx, eager.dx, grad=True, dtype=dtype)
-            if weight is not None and ref64.dweight is not None and eager.dweight is not None:
-                found = (x[None] for x in (gradients[len(xs) + i], ref64.dweight, eager.dweight))
-                yield testing.compare(f"d{name}_norm", *found, grad=True, dtype=weight.dtype)
+            ids = ids if ids.ndim == 3 else ids[None, None] if ids.ndim == 1 else ids[:, None]
+        options = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved, "position_ids": ids,
+                   "cu_seqlens": others["cu_seqlens"]}  # fmt: skip
+
+        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for name, x in values.items():
+                weight = others.get(f"{name}_norm")
+                norm = {} if weight is None else {"norm_eps": self.norm_eps, "norm_offset": self.norm_offset}
+                results = testing.run_rotation_reference(
+                    x, dos[name], others["cos"], others["sin"], dtype, weight=weight, inverse=self.inverse, **norm,
+                    **options,
+                )  # fmt: skip
+                found |= {name: results.y, f"d{name}": results.dx}
+                if results.dweight is not None:
+                    found[f"d{name}_norm"] = results.dweight[None]
+            return found
+
+        expected = References(references, machine.device)
+        yield from guarded(self.backend, self._held(given, dos, expected))
+
+    def _held(self, given: dict[str, Any], dos: dict[str, Tensor], expected: References) -> Iterator[Finding]:
+        before, label = copies(given), self.backend
+        function = getattr(fused_rope_attn, self.function)
+        with testing.poison_empty():
+            out = self._results(function, given, dos)
+            yield untouched(label, given, before)
+            if outs := self._outs(given):
+                returned = function(**(given | outs))
+                yield Finding.that(label, "out", _same(returned, outs["out"]), "another tensor was returned")
+                written = returned if isinstance(returned, tuple) else (returned,)
+                out |= {name: self._back(x) for name, x in zip(self.names, written)}
+        for name, x in out.items():
+            dtype = given[name[1:]].dtype if name.endswith("_norm") else self.dtype
+            yield form(label, name, x, expected.eager[name].shape, dtype)
+            nothing = expected.exact[name].isnan()  # positions outside the tables
+            yield Finding.that(label, f"NaN of {name}", torch.equal(x.isnan(), nothing), "NaN in other places")
+            yield Finding(label, expected.compare(name, x, dtype, hidden=nothing))
+        yield untouched(label, given, before, but=self.names if self.out == "in place" else ())
+
+    def _results(
+        self, function: Callable[..., Any], given: dict[str, Any], dos: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        leaves = {name: given[name].detach() for name in self.wanted if given.get(name) is not None}
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        returned = function(**(given | leaves))
+        turned = dict(zip(self.names, returned if isinstance(returned, (tuple, list)) else (returned,)))
+        found = {name: self._back(x.detach()) for name, x in turned.items()}
+        of = [name for name in self.names if {name, f"{name}_norm"} & leaves.keys()]
+        if of:
+            dys = [self._as_passed(dos[name]) for name in of]
+            gradients = torch.autograd.grad([turned[name] for name in of], list(leaves.values()), dys)
+            found |= {f"d{name}": self._back(x) for name, x in zip(leaves, gradients)}
+        return found
 
 
-CHECKS = (
-    RopeCheck("rotation"),
-    RopeCheck("rotation, interleaved", interleaved=True),
-    RopeCheck("rotation (B, N, H, D), R 10 of D 24", layout="bshd", head_dim=24, rotary_dim=10),
-    RopeCheck(
-        "rotation (N, B, H, D), interleaved, R 6 of D 7", layout="sbhd", head_dim=7, rotary_dim=6, interleaved=True
-    ),
-    RopeCheck("rotation of packed sequences", layout="thd", batch=3, length=11),
-    RopeCheck("rotation with position ids", positions="ids", random_tables=True),
-    RopeCheck("rotation with two ids a token", positions="two ids", interleaved=True, rotary_dim=24),
-    RopeCheck("rotation with full-width tables, two angles a pair", full_width=True, random_tables=True),
-    RopeCheck("rotation in place, interleaved, R 16 of D 32", in_place=True, interleaved=True, rotary_dim=16),
-    RopeCheck("rotation of a single token", length=1, random_tables=True),
-    RopeCheck("rotation of nothing", length=0),
-    RopeCheck("norm and rotation", norms="input"),
-    RopeCheck(
-        "norm and rotation (B, N, H, D), interleaved, R 10 of D 24, offset 1", layout="bshd", head_dim=24,
-        rotary_dim=10, interleaved=True, norms="float32", norm_offset=1.0,
-    ),
-    RopeCheck("norm and rotation of packed sequences", layout="thd", batch=3, length=11, norms="float32"),
-    RopeCheck(
-        "norm and rotation, two ids a token, R 24 of D 32, in place", positions="two ids", rotary_dim=24,
-        norms="input", in_place=True, length=11,
-    ),
-    RopeCheck("norm and rotation of nothing", length=0, norms="float32"),
-    RopeCheck("rotation Wide-1K", 10, (96, 8), 1024, 128, 128, layout="bshd", scale="large"),
-    RopeCheck("rotation Llama3-8B-4K, interleaved", 2, (32, 8), 4096, 128, 128, True, scale="large"),
-    RopeCheck(
-        "norm and rotation Qwen3-8B-4K", 2, (32, 8), 4096, 128, 128, layout="bshd", scale="large", norms="input"
-    ),
-    RopeCheck(
-        "norm and rotation D256, interleaved, offset 1", 2, (16, 8), 1000, 256, 256, True, scale="large",
-        norms="float32", norm_offset=1.0,
-    ),
-    RopeCheck("rotation of 128K positions", 1, (4, 4), 131072, 128, 128, layout="bshd", positions="ids", scale="large"),
-)  # fmt: skip
+def _same(x: Any, y: Any) -> bool:
+    """Whether these are the same tensors."""
+    return all(a is b for a, b in zip(x, y)) if isinstance(x, tuple) else x is y

@@ -1,0 +1,107 @@
+"""How tensors lie in memory: every way that strides, alignment, shared elements and pages can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_rope_attn import testing
+from fused_rope_attn.generation.cache_reference import stored
+
+# Layouts in which several elements share memory: no such tensor can be written, or hold NaN in some rows only.
+SHARED = ("one batch", "one head", "one token", "one number")
+LAYOUTS = (
+    "bnhd", "bhnd", "nbhd", "columns", "odd", "offset", "wide", "fused", "skipped", *SHARED,
+)  # fmt: skip
+NOWHERE = 10**9 + 7  # an entry outside every pool, for pages that no call needs
+
+
+def lay(x: Tensor, layout: str) -> Tensor:
+    """Return the values of x (B, H, N, D) in memory as ``layout``, of ``LAYOUTS``, says; (B, H, N, D) again.
+
+    NaN fills the memory between the elements. In the layouts of ``SHARED`` the values are those of x's first batch
+    entry, head, token or element.
+    """
+    b, h, n, d = x.shape
+    store = stored(x)
+
+    def gaps(*shape: int) -> Tensor:
+        return torch.full(shape, math.nan, device=x.device).to(x.dtype)
+
+    if layout == "odd":  # one element in, so that no row is aligned, and no stride is even
+        view = gaps(b, n, h + 5, d + 3)[:, :, 2 : h + 2, 1 : d + 1].transpose(1, 2)
+    elif layout == "offset":  # even strides, at an address that is not
+        view = gaps(b * n * h * d + 1)[1:].view(b, n, h, d).transpose(1, 2)
+    elif layout == "wide":
+        view = gaps(b, n, h, 2 * d)[..., :d].transpose(1, 2)
+    elif layout == "fused":  # a third of what one projection makes
+        view = gaps(b, n, 3 * h, d)[:, :, h : 2 * h].transpose(1, 2)
+    elif layout == "skipped":
+        view = gaps(b, 2 * n, h, d)[:, ::2].transpose(1, 2)
+    else:
+        views = {
+            "bhnd": lambda: store.contiguous(),
+            "bnhd": lambda: store.transpose(1, 2).contiguous().transpose(1, 2),
+            "nbhd": lambda: store.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+            "columns": lambda: store.mT.contiguous().mT,  # the columns of a row are not adjacent
+            "one batch": lambda: store[:1].contiguous().expand_as(store),
+            "one head": lambda: store[:, :1].contiguous().expand_as(store),
+            "one token": lambda: store[:, :, :1].contiguous().expand_as(store),
+            "one number": lambda: store.reshape(-1)[:1].expand_as(store) if store.numel() else store,
+        }
+        return views[layout]().view(x.dtype)
+    stored(view).copy_(store)
+    return view
+
+
+def lay_table(x: Tensor, layout: str) -> Tensor:
+    """Return the values of a table (..., S, W) in memory that is "plain", "columns" (not adjacent), or "odd" (a part of
+    a wider one, unaligned)."""
+    if layout == "columns":
+        return x.mT.contiguous().mT
+    if layout == "odd":
+        wider = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype, device=x.device)
+        return wider[..., 1:-2].copy_(x)
+    return x.contiguous()
+
+
+def in_pages(
+    caches: Sequence[Tensor], page_size: int, needed: Tensor, generator: torch.Generator
+) -> tuple[list[Tensor], Tensor]:
+    """Return (pools, block_table) of contiguous caches (B, HKV, pages * page_size, D), the pages in a random order.
+
+    Three pages belong to no sequence and hold NaN. Entries that are not ``needed`` (B, pages) are outside the pool.
+    """
+    batch, pages = needed.shape
+    order = torch.randperm(batch * pages + 3, generator=generator, device=needed.device)
+    table = order[: batch * pages].view(batch, pages)
+    pools = []
+    for cache in caches:
+        own = stored(cache).unflatten(2, (pages, page_size)).transpose(1, 2).flatten(0, 1)
+        pool = torch.full((order.numel(), *own.shape[1:]), math.nan, device=own.device).to(cache.dtype)
+        stored(pool)[table.flatten()] = own
+        pools.append(pool)
+    return pools, torch.where(needed, table, NOWHERE).int()
+
+
+def rows_in_pool(rows: Tensor, block_table: Tensor, pool: Tensor) -> Tensor:
+    """Return which rows (num_pages, page_size) of a pool are ``rows`` (B, S_max) of its sequences."""
+    found = torch.zeros(pool.shape[0], pool.shape[2], dtype=torch.bool, device=pool.device)
+    of_pages = rows.unflatten(1, (block_table.shape[1], -1))
+    for entries, page_rows in zip(block_table.long(), of_pages):
+        there = (entries >= 0) & (entries < pool.shape[0])
+        found[entries[there]] |= page_rows[there]
+    return found
+
+
+def same_float8(name: str, x: Tensor, y: Tensor) -> testing.Comparison:
+    """Compare numbers of float8: equal but for one in a thousand, which another float32 rounding moves by one step."""
+    wide, other = x.float(), y.float()
+    off = torch.where(wide.isnan() & other.isnan(), 0.0, (wide - other).abs())
+    moved = int((off != 0).sum())
+    ok = bool((off <= 0.13 * other.abs() + 2e-3).all()) and moved <= 1 + 1e-3 * off.numel()
+    detail = "" if ok else f"{moved} of {off.numel()} numbers differ"
+    return testing.Comparison(name, 0.0, float(moved), 0.0, 0.0, ok, detail)
