@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -93,6 +94,8 @@ def literal(value: Any) -> str:
         return dtype_name(value)
     if isinstance(value, tuple):
         return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, str):
+        return json.dumps(value)  # a shell needs no quotes for these quotes
     if not is_dataclass(value):
         return repr(value)
     words = []

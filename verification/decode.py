@@ -134,7 +134,11 @@ class DecodeCheck:
 
     def obstacle(self, arch: str, backend: str) -> planning.Obstacle | None:
         """Return what an explicit backend must raise, or None."""
-        return _obstacle(arch, backend, self.dtype, self.head_dim, self.float8 is not None)
+        if backend in ("auto", "reference"):
+            return None
+        if self.float8 is not None and arch not in FLOAT8 and backend == "triton":
+            return NotImplementedError, "float8_e4m3fn caches need one of"
+        return planning.obstacle(backend, planning.Needs(arch, self.dtype, self.head_dim, cached=True))
 
     def run(self, machine: Machine) -> Iterator[Finding]:
         inputs = make_inputs(self, self.dtype, machine.device)
@@ -204,43 +208,64 @@ def make_inputs(check: DecodeCheck, dtype: torch.dtype, device: torch.device | s
 
     Pages lie in a random order among others, which hold NaN, and entries that are not needed are outside the pool.
     """
-    c, batch = check, len(check.lengths)
+    c = check
     generator = torch.Generator(device).manual_seed(c.seed)
-    rotary_dim = c.head_dim if c.rotary_dim is None else c.rotary_dim
-    cos, sin = rope_tables(c.capacity + c.extra_rows, rotary_dim, device=device)
-    if c.random_tables:
-        shape = (batch, *cos.shape) if c.table_batch else cos.shape
-        angle, radius = 2 * math.pi * torch.rand((2, *shape), generator=generator, device=device)
-        radius = 0.5 + radius / (2 * math.pi)
-        cos, sin = radius * angle.cos(), radius * angle.sin()
-    if c.full_width:
-        cos, sin = ((t.repeat_interleave(2, -1) if c.interleaved else torch.cat((t, t), -1)) for t in (cos, sin))
-    cos, sin = (lay_table(t.to(c.table_dtype), c.table_memory) for t in (cos, sin))
-    new = [normal(generator, batch, heads, c.len_q, c.head_dim, dtype=dtype) for heads in (*c.heads, c.heads[1])]
+    new = [
+        normal(generator, len(c.lengths), heads, c.len_q, c.head_dim, dtype=dtype) for heads in (*c.heads, c.heads[1])
+    ]
     q, k, v = (lay(x, layout) for x, layout in zip(new, c.memory))
-    caches = [normal(generator, batch, c.heads[1], c.capacity, c.head_dim, dtype=dtype) for _ in CACHES]
-    seqlens = torch.tensor(c.lengths, dtype=torch.int32, device=device)
     sinks = normal(generator, c.heads[0], dtype=c.sinks_dtype) if c.sinks else None
-    lengths = seqlens.long().clamp(0, c.capacity)[:, None]
+    lengths = torch.tensor(c.lengths, device=device).clamp(0, c.capacity)[:, None]
     lowest = torch.zeros_like(lengths) if c.kv_starts is None else c.starts_of(device).long()[:, None]
     if c.window is not None and c.window[0] >= 0:
         lowest = torch.maximum(lowest, lengths - (0 if c.append else c.len_q) - c.window[0])
+    end = lengths + (c.len_q if c.append else 0)
+    first = torch.arange(0, c.capacity, c.page_size or 1, device=device)
+    last = first + (c.page_size or 1)
+    needed = ((last > lengths) | (last > lowest)) & (first < end)
+    k_cache, v_cache, *stores = _caches(c, dtype, generator, lengths, lowest, needed)
+    k, v = (k, v) if c.append else (None, None)
+    seqlens = torch.tensor(c.lengths, dtype=torch.int32, device=device)
+    return Inputs(q, k_cache, v_cache, *_tables(c, generator), k, v, seqlens, sinks, *stores)
+
+
+def _tables(check: DecodeCheck, generator: torch.Generator) -> list[Tensor]:
+    """Return cos and sin as the call takes them."""
+    c, device = check, generator.device
+    rotary_dim = c.head_dim if c.rotary_dim is None else c.rotary_dim
+    tables = rope_tables(c.capacity + c.extra_rows, rotary_dim, device=device)
+    if c.random_tables:
+        shape = (len(c.lengths), *tables[0].shape) if c.table_batch else tables[0].shape
+        uniform = torch.rand((2, *shape), generator=generator, device=device)
+        angle, radius = 2 * math.pi * uniform[0], 0.5 + uniform[1]
+        tables = radius * angle.cos(), radius * angle.sin()
+    if c.full_width:
+        tables = ((t.repeat_interleave(2, -1) if c.interleaved else torch.cat((t, t), -1)) for t in tables)
+    return [lay_table(table.to(c.table_dtype), c.table_memory) for table in tables]
+
+
+def _caches(
+    check: DecodeCheck, dtype: torch.dtype, generator: torch.Generator, lengths: Tensor, lowest: Tensor, needed: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return caches or pools, block_table, k_scale and v_scale. Rows outside [lowest, lengths), (B, 1) both, hold NaN.
+
+    needed: (B, pages), True for pages that must be in the pool.
+    """
+    c, device = check, generator.device
+    shape = (len(c.lengths), c.heads[1], c.capacity, c.head_dim)
+    caches = [normal(generator, *shape, dtype=dtype) for _ in CACHES]
     if not any(c._layout(name) in SHARED for name in CACHES):
         row = torch.arange(c.capacity, device=device)
-        gone = (row >= lengths) | (row < lowest)
-        caches = [x.masked_fill(gone[:, None, :, None], math.nan) for x in caches]
-    scales: tuple[Tensor | None, ...] = (None, None)
+        gone = ((row >= lengths) | (row < lowest))[:, None, :, None]
+        caches = [x.masked_fill(gone, math.nan) for x in caches]
+    table, scales = None, (None, None)
     if c.float8 is not None:
-        caches, scales = _in_float8(caches, c.float8, generator)
-    table = None
+        count = c.heads[1] if c.float8 == "head" else 1
+        scales = [0.003 + 0.01 * torch.rand(count, generator=generator, device=device) for _ in CACHES]
+        caches = [quantise(x, scale) for x, scale in zip(caches, scales)]
     if c.page_size is not None:
-        first, end = torch.arange(0, c.capacity, c.page_size, device=device), lengths + (c.len_q if c.append else 0)
-        is_written = (first + c.page_size > lengths) & (first < end)
-        caches, table = in_pages(
-            caches, c.page_size, is_written | ((first + c.page_size > lowest) & (first < end)), generator
-        )
-    caches = [lay(x, c._layout(name)) for x, name in zip(caches, CACHES)]
-    return Inputs(q, *caches, cos, sin, *((k, v) if c.append else (None, None)), seqlens, sinks, table, *scales)
+        caches, table = in_pages(caches, c.page_size, needed, generator)
+    return *(lay(x, c._layout(name)) for x, name in zip(caches, CACHES)), table, *scales
 
 
 def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -271,80 +296,47 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: str = "cpu") -> list[te
 
 
 @dataclass(frozen=True)
-class WriteCheck:
-    """cached: rows in use of each sequence; new: tokens of each; length: of the padded or packed tensor.
+class WriteCheck(DecodeCheck):
+    """k and v of ``len_q`` rows, padded or packed, of which each sequence has ``new``; lengths: cached rows of each."""
 
-    memory: of k, v, k_cache and v_cache.
-    """
-
-    name: str
-    heads: int
-    capacity: int
-    head_dim: int
-    cached: tuple[int, ...]
-    new: tuple[int, ...]
-    length: int
-    dtype: torch.dtype = torch.float16
-    rotary_dim: int | None = None
-    interleaved: bool = False
-    table_dtype: torch.dtype = torch.float32
-    rotated: bool = True
+    new: tuple[int, ...] = ()
     packed: bool = False
-    page_size: int | None = None
-    float8: str | None = None
-    memory: tuple[str, str, str, str] = ("bnhd", "bnhd", "bnhd", "bnhd")
-    table_memory: str = "plain"
-    bshd: bool = False
-    seed: int = 0
-    backends: tuple[str, ...] = ("triton",)
-    size: str = "small"
     function: ClassVar[str] = "write_kvcache"
-
-    @property
-    def copies_keys(self) -> bool:
-        return not self.rotated
 
     def make(self, device: str) -> dict[str, Any]:
         """Return arguments by name, tensors (B, H, N, D) or packed (T, H, D); NaN in tokens that do not exist."""
-        generator, batch = torch.Generator(device).manual_seed(self.seed), len(self.cached)
+        generator = torch.Generator(device).manual_seed(self.seed)
         new = torch.tensor(self.new, dtype=torch.int32, device=device)
         counts = new.sum()[None] if self.packed else new
-        past = torch.arange(self.length, device=device) >= counts[:, None]
-        found: dict[str, Any] = {"cu_seqlens": None, "new_lens": None, "block_table": None}
+        past = torch.arange(self.len_q, device=device) >= counts[:, None]
+        found: dict[str, Any] = {"cu_seqlens": None, "new_lens": None}
         for name, layout in zip(("k", "v"), self.memory):
-            x = normal(generator, len(counts), self.heads, self.length, self.head_dim, dtype=self.dtype)
+            x = normal(generator, len(counts), self.heads[1], self.len_q, self.head_dim, dtype=self.dtype)
             x = lay(x.masked_fill(past[:, None, :, None], math.nan), layout)
             found[name] = x[0].transpose(0, 1) if self.packed else x
         if self.packed:
             found["cu_seqlens"] = torch.nn.functional.pad(new.cumsum(0).int(), (1, 0))
         else:
             found["new_lens"] = new
-        caches = [normal(generator, batch, self.heads, self.capacity, self.head_dim, dtype=self.dtype) for _ in CACHES]
-        scales: tuple[Tensor | None, ...] = (None, None)
-        if self.float8 is not None:
-            caches, scales = _in_float8(caches, self.float8, generator)
-        if self.page_size is not None:
-            needed = self._written(device).unflatten(1, (-1, self.page_size)).any(-1)
-            caches, found["block_table"] = in_pages(caches, self.page_size, needed, generator)
-        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        angle = 2 * math.pi * torch.rand((self.capacity, rotary_dim // 2), generator=generator, device=device)
+        lengths = torch.full_like(new, self.capacity)[:, None]
+        needed = self._written(device).unflatten(1, (-1, self.page_size or 1)).any(-1)
+        stores = _caches(self, self.dtype, generator, lengths, torch.zeros_like(lengths), needed)
+        cos, sin = _tables(self, generator)
         return {
             **found,
-            **{name: lay(x, layout) for name, x, layout in zip(CACHES, caches, self.memory[2:])},
-            "cos": lay_table(angle.cos().to(self.table_dtype), self.table_memory),
-            "sin": lay_table(angle.sin().to(self.table_dtype), self.table_memory),
-            "k_scale": scales[0],
-            "v_scale": scales[1],
-            "cache_seqlens": torch.tensor(self.cached, dtype=torch.int32, device=device),
+            **dict(zip((*CACHES, "block_table", "k_scale", "v_scale"), stores)),
+            "cos": cos,
+            "sin": sin,
+            "cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=device),
             "cache_is_rotated": self.rotated,
-            "rotary_dim": rotary_dim,
+            "rotary_dim": self.head_dim if self.rotary_dim is None else self.rotary_dim,
             "interleaved": self.interleaved,
         }
 
     def _written(self, device: str) -> Tensor:
         """Return (B, S_max): the rows that are written."""
         row = torch.arange(self.capacity, device=device)
-        first, new = (torch.tensor(x, device=device)[:, None] for x in (self.cached, self.new))
+        first, new = (torch.tensor(x, device=device)[:, None] for x in (self.lengths, self.new))
         first = first.clamp(0, self.capacity)
         return (row >= first) & (row < first + new)
 
@@ -372,29 +364,20 @@ class WriteCheck:
 
         expected = References(references, machine.device)
         for backend in self.backends:
-            fresh = {name: lay(arguments[name].clone(), layout) for name, layout in zip(CACHES, self.memory[2:])}
+            fresh = {name: lay(arguments[name].clone(), self._layout(name)) for name in CACHES}
             given = arguments | fresh
             passed, before = self._as_passed(given) | {"backend": backend}, copies(given)
-            obstacle = _obstacle(machine.arch, backend, self.dtype, self.head_dim, self.float8 is not None)
+            obstacle = self.obstacle(machine.arch, backend)
             if obstacle is not None:
                 words = (obstacle[1].split(",")[0],)
                 yield refusal(backend, "refusal", run_write, passed, obstacle[:1], words)
             else:
-                yield from guarded(backend, self._held(backend, passed, given, before, written, expected))
+                yield from guarded(backend, self._after(backend, passed, given, before, written, expected))
 
-    def _held(self, backend, passed, given, before, written, expected) -> Iterator[Finding]:
+    def _after(self, backend, passed, given, before, written, expected) -> Iterator[Finding]:
         run_write(**passed)
         yield from _cache_findings(backend, self, given, before, written, expected)
         yield untouched(backend, given, before, but=CACHES)
-
-
-def _in_float8(
-    caches: list[Tensor], scale_of: str, generator: torch.Generator
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Quantise caches, with a scale of each head or of the tensor."""
-    shape = (caches[0].shape[1],) if scale_of == "head" else (1,)
-    scales = [0.003 + 0.01 * torch.rand(shape, generator=generator, device=generator.device) for _ in caches]
-    return [quantise(x, scale) for x, scale in zip(caches, scales)], tuple(scales)
 
 
 def _in_dtype(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -414,7 +397,7 @@ def _rows(cache: Tensor, written: Tensor) -> Tensor:
 
 def _cache_findings(
     backend: str,
-    check: DecodeCheck | WriteCheck,
+    check: DecodeCheck,
     given: dict[str, Any],
     before: dict[str, Tensor],
     written: Tensor,
@@ -436,14 +419,3 @@ def _cache_findings(
     if not all(same_bits(_rows(given[name], ~written), _rows(before[name], ~written)) for name in CACHES):
         faults.append("a row of the caches that is not new was written")
     yield Finding(backend, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
-
-
-def _obstacle(
-    arch: str, backend: str, dtype: torch.dtype, head_dim: int, is_float8: bool
-) -> planning.Obstacle | None:
-    """Return what an explicit backend of a cached call must raise, or None."""
-    if backend in ("auto", "reference"):
-        return None
-    if is_float8 and arch not in FLOAT8 and backend == "triton":
-        return NotImplementedError, "float8_e4m3fn caches need one of"
-    return planning.obstacle(backend, planning.Needs(arch, dtype, head_dim, cached=True))

@@ -1,7 +1,7 @@
 """The cases of ``python -m verification`` as data: each names the feature it is there for.
 
-Small ones fit Triton's interpreter, large ones need a GPU, and of these huge ones are alone on it. The command runs each
-in every dtype that it was asked for, and those of attention by every backend and strategy.
+Small ones fit Triton's interpreter, large ones need a GPU, and of these huge ones are alone on it. The command runs
+each in every dtype that it was asked for, and those of attention by every backend and strategy.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ _SMALL = (
 )  # fmt: skip
 
 
-def _large(
-    name: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int, **changes
-) -> AttentionCheck:
+def _large(name: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int, **changes) -> AttentionCheck:
     changes = {"size": "large", **changes}
     return AttentionCheck(batch, heads_q, heads_kv, length, length, head_dim, name=name, **changes)
 
@@ -169,7 +167,10 @@ ROTATION = (
         "norm and rotation (B, N, H, D), interleaved, R 10 of D 24, offset 1", layout="bshd", head_dim=24,
         rotary_dim=10, interleaved=True, norms="float32", norm_offset=1.0,
     ),
-    RopeCheck("norm and rotation of packed sequences", layout="thd", batch=1, length=33, lengths=(11, 11, 11), norms="float32"),
+    RopeCheck(
+        "norm and rotation of packed sequences", layout="thd", batch=1, length=33, lengths=(11, 11, 11),
+        norms="float32",
+    ),
     RopeCheck(
         "norm and rotation, two ids a token, R 24 of D 32, in place", positions="two ids", rotary_dim=24,
         norms="input", out="in place", length=11,

@@ -57,7 +57,9 @@ def _changed(
     return Mutation(f"{name} {how}", change, error, words or (name,), is_seen_on_gpu)
 
 
-def _set(name: str, value: Any, error: type[Exception], needs: Callable[[Arguments], bool] = lambda a: True) -> Mutation:
+def _set(
+    name: str, value: Any, error: type[Exception], needs: Callable[[Arguments], bool] = lambda a: True
+) -> Mutation:
     """Set an argument that the function has, whatever it was."""
 
     def change(arguments: Arguments) -> Arguments | None:
@@ -228,9 +230,10 @@ def _tangent_of(name: str) -> Mutation:
     def changed(a: Arguments) -> Arguments | None:
         if a.get(name) is None or a.get("out") is not None:
             return None
-        return {name: forward_ad.make_dual(a[name], torch.ones_like(a[name]))}
+        return {name: forward_ad.make_dual(a[name].clone(), torch.ones_like(a[name]))}
 
-    functions = ("rope_attention", "rope_attention_varlen", "apply_rope", "apply_rope_qk", "corope_attention")
+    functions = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache")
+    functions += ("apply_rope", "apply_rope_qk", "corope_attention")
     return Mutation(f"a tangent of {name}", changed, NotImplementedError, functions)
 
 
@@ -384,7 +387,7 @@ MUTATIONS = tuple(_mutations())
 
 @dataclass(frozen=True)
 class IllegalCheck:
-    """A legal call, and the name of what makes it illegal; where this does not apply, the next in the list that does."""
+    """A legal call, and the name of its mutation; where this does not apply, the next in the list that does."""
 
     legal: Check
     mutation: str

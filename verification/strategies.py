@@ -1,7 +1,7 @@
 """Hypothesis strategies of calls over the whole contract, for tests and for ``python -m verification --random``.
 
-A call is drawn in two steps: a prototype, which fixes what compiled kernels depend on, and a call of this prototype, which
-adds sizes and data. A run makes many calls of a prototype, because each prototype compiles for seconds on a GPU.
+A call is drawn in two steps: a prototype, which fixes what compiled kernels depend on, and a call of this prototype,
+which adds sizes and data. A run makes many calls of a prototype, because each prototype compiles for seconds on a GPU.
 ``calls(machine)`` does both steps. The first of several choices is the simplest, to which a failing call shrinks.
 """
 
@@ -395,12 +395,13 @@ def _decode_call(draw: Draw, prototype: DecodeCheck, machine: Machine) -> Decode
 
 def _write_prototype(draw: Draw, machine: Machine) -> WriteCheck:
     dtype, head_dim = DTYPES[one_of(draw, *reversed(machine.dtypes))], _head_dim(draw, machine)
+    heads = _number(draw, 1, 9 if machine.has_gpu else 5)
     return WriteCheck(
-        "", _number(draw, 1, 9 if machine.has_gpu else 5), 1, head_dim, (), (), 1, dtype=dtype,
-        rotary_dim=_rotary_dim(draw, head_dim), interleaved=chance(draw, 0.35), rotated=not chance(draw, 0.3),
+        "", (heads, heads), 1, 1, head_dim, (), dtype=dtype, rotary_dim=_rotary_dim(draw, head_dim),
+        interleaved=chance(draw, 0.35), rotated=not chance(draw, 0.3), random_tables=True,
         table_dtype=dtype if chance(draw, 0.2) else torch.float32, packed=chance(draw, 0.5),
         page_size=_page_size(draw), float8=pick(draw, {None: 6, "tensor": 1, "head": 2}),
-        memory=tuple(pick(draw, memory) for memory in (_MEMORY, _MEMORY, _ALONE, _ALONE)),
+        memory=tuple(pick(draw, _MEMORY) for _ in range(3)), layout=pick(draw, _ALONE), v_layout=pick(draw, _ALONE),
         table_memory=pick(draw, _TABLE_MEMORY), backends=_write_backends(draw, machine),
     )  # fmt: skip
 
@@ -418,8 +419,8 @@ def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteChe
     new = tuple(pick(draw, {st.integers(0, capacity): 6, 0: 1, capacity + 5: 0.5}) for _ in range(batch))
     cached = {0: 4, st.integers(0, capacity): 4, -2: 0.3, capacity + 3: 0.3}
     return replace(
-        prototype, cached=tuple(pick(draw, cached) for _ in new), new=new, capacity=capacity,
-        length=(sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1}), bshd=chance(draw, 0.4),
+        prototype, lengths=tuple(pick(draw, cached) for _ in new), new=new, capacity=capacity,
+        len_q=(sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1}), bshd=chance(draw, 0.4),
         seed=draw(_SEED),
     )  # fmt: skip
 
@@ -490,8 +491,8 @@ def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRope
     batch, heads_kv, length, _ = _fitted(machine, max(batch, 1), heads_kv, cost, length, length)
     return replace(
         prototype, batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, length=length,
-        base=one_of(draw, 10000.0, 500.0, 500000, 10.0), softmax_scale=pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5}),
-        wanted=_some(draw, NAMES), seed=draw(_SEED),
+        base=one_of(draw, 10000.0, 500.0, 500000, 10.0),
+        softmax_scale=pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5}), wanted=_some(draw, NAMES), seed=draw(_SEED),
     )  # fmt: skip
 
 
