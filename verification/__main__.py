@@ -1,8 +1,8 @@
 """``python -m verification``: every backend and strategy, rotation alone, generation step and Co-RoPE against float64.
 
 On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the sm_90 backend if the GPU has one.
-Without a GPU the real kernels run in Triton's interpreter on the small cases, in float16 and float32. Exit status 0: all
-within tolerance; 1: some are not; 2: usage.
+Without a GPU the real kernels run in Triton's interpreter on the small cases, in float16 and float32. Exit status 0:
+all within tolerance; 1: some are not; 2: usage.
 
 ``--random N`` draws N calls over the whole contract instead, illegal ones among them, and runs each on the backends
 that serve it. A call that fails is shrunk, and printed as the command that repeats it: ``--call``.

@@ -170,7 +170,7 @@ class AttentionCheck(testing.Case):
 
     def run(self, machine: Machine) -> Iterator[Finding]:
         inputs, masks = self.make(machine.device)
-        parts = [self._part(inputs, heads) for heads in self._compared_heads()]
+        parts = [self._part(inputs, heads) for heads in self.compared_heads()]
 
         def run_part(case: AttentionCheck, part: testing.Inputs) -> References:
             return References(lambda dtype: _by_name(testing.run_reference(part, case, dtype)), machine.device)
@@ -199,7 +199,7 @@ class AttentionCheck(testing.Case):
             like = arguments[weight][None] if weight else inputs.k if name in ("dk", "dv") else inputs.q
             yield form(label, name, x, like.shape[:3] if name == "lse" else like.shape, dtype)
             found = []
-            for heads, (case, part), reference_of in zip(self._compared_heads(), parts, references):
+            for heads, (case, part), reference_of in zip(self.compared_heads(), parts, references):
                 held = x if weight else self._of_heads(x, heads, of_keys=name in ("dk", "dv"))
                 zero = testing.noise_of_zero(name, case, part)
                 found.append(reference_of.compare(name, held, self.dtype, zero))
@@ -232,7 +232,7 @@ class AttentionCheck(testing.Case):
             results["lse"] = lse[0].detach() if self.seqlens is None else lse[0].detach()[None]
         return results | {f"d{name}": self._back(x) for name, x in zip(leaves, gradients)}
 
-    def _compared_heads(self) -> list[Heads]:
+    def compared_heads(self) -> list[Heads]:
         every = self.batch * self.heads_kv
         scores = max(1, self.heads_q // self.heads_kv * self.len_q * self.len_k)
         if every * scores <= MOST_SCORES:

@@ -38,42 +38,27 @@ class Mutation:
     is_seen_on_gpu: bool = True
 
 
-def _changed(
-    name: str,
-    how: str,
-    make: Callable[[Tensor], Any],
-    error: type[Exception],
-    needs: Callable[[Arguments], bool] = lambda arguments: True,
-    words: tuple[str, ...] = (),
-    is_seen_on_gpu: bool = True,
-) -> Mutation:
-    """Change one argument, if the call has it and ``needs`` holds; the message must name it."""
+def _of(name: str, change: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments | None]:
+    """Change one tensor, if the call has it; ``change`` returns None where it does not apply."""
 
-    def change(arguments: Arguments) -> Arguments | None:
-        if arguments.get(name) is None or not needs(arguments):
-            return None
-        return {name: make(arguments[name])}
+    def changed(a: Arguments) -> Arguments | None:
+        value = None if a.get(name) is None else change(a[name])
+        return None if value is None else {name: value}
 
-    return Mutation(f"{name} {how}", change, error, words or (name,), is_seen_on_gpu)
+    return changed
 
 
-def _set(
-    name: str, value: Any, error: type[Exception], needs: Callable[[Arguments], bool] = lambda a: True
-) -> Mutation:
+def _set(name: str, value: Any) -> Callable[[Arguments], Arguments | None]:
     """Set an argument that the function has, whatever it was."""
-
-    def change(arguments: Arguments) -> Arguments | None:
-        return {name: value} if name in arguments and needs(arguments) else None
-
-    return Mutation(f"{name}={value!r}"[:40], change, error, (name,))
+    return lambda a: {name: value} if name in a else None
 
 
-def is_rotation(arguments: Arguments) -> bool:
+def _is_rotation(arguments: Arguments) -> bool:
     return "inverse" in arguments
 
 
 def _is_attention(arguments: Arguments) -> bool:
-    return "q" in arguments and not is_rotation(arguments)
+    return "q" in arguments and not _is_rotation(arguments)
 
 
 def _first(arguments: Arguments) -> str:
@@ -100,7 +85,7 @@ def _longer(x: Tensor) -> Tensor:
 
 def _axis(arguments: Arguments, of: str) -> int:
     """Return the axis of q's, k's and v's "heads" or "rows"."""
-    if is_rotation(arguments):
+    if _is_rotation(arguments):
         return {"bhsd": 2, "bshd": 1, "sbhd": 0, "thd": 0}[arguments["layout"]]
     if arguments["q"].ndim == 3:
         return {"heads": 1, "rows": 0}[of]
@@ -146,7 +131,7 @@ def _short_tables(a: Arguments) -> Arguments | None:
     if "max_seqlen_k" in a:
         rows = a["max_seqlen_k"]
     else:
-        rows = a[_first(a) if is_rotation(a) else _keys(a)].shape[_axis(a, "rows")]
+        rows = a[_first(a) if _is_rotation(a) else _keys(a)].shape[_axis(a, "rows")]
     return {name: a[name][..., : rows - 1, :] for name in ("cos", "sin")} if rows else None
 
 
@@ -160,6 +145,30 @@ def _negative_positions(a: Arguments) -> Arguments | None:
 
 def _writes_cache(a: Arguments) -> bool:
     return "k_cache" in a and a["k"] is not None
+
+
+def _shared_cache(name: str) -> Callable[[Arguments], Arguments | None]:
+    def change(a: Arguments) -> Arguments | None:
+        return {name: a[name][..., :1].expand_as(a[name])} if _writes_cache(a) and a[name].numel() else None
+
+    return change
+
+
+def _fewer_columns(a: Arguments) -> Arguments | None:
+    """Take two columns from k or from k_cache."""
+    if not _is_attention(a) or a[_keys(a)].shape[-1] < 4:
+        return None
+    return {_keys(a): a[_keys(a)][..., :-2]}
+
+
+def _without(name: str, other: str) -> Callable[[Arguments], Arguments | None]:
+    """Leave out one of two arguments that come together."""
+    return lambda a: {name: None} if name in a and a.get(other) is not None else None
+
+
+def _cached_leaf(name: str) -> Callable[[Arguments], Arguments | None]:
+    """Let a tensor of a call without gradients require one."""
+    return lambda a: {name: a[name].detach().requires_grad_()} if "k_cache" in a else None
 
 
 def _too_many_new_tokens(a: Arguments) -> Arguments | None:
@@ -192,11 +201,8 @@ def _wide_heads(a: Arguments) -> Arguments | None:
     return widened | {"rotary_dim": width if width % 2 == 0 else 2 * width, "backend": "triton", "strategy": "auto"}
 
 
-def _both_tables(subject: str, change: Callable[[Arguments, Tensor], Tensor], error: type[Exception]) -> Mutation:
-    def changed(a: Arguments) -> Arguments | None:
-        return {name: change(a, a[name]) for name in ("cos", "sin")} if "cos" in a else None
-
-    return Mutation(f"tables {subject}", changed, error, ("cos",))
+def _tables(change: Callable[[Arguments, Tensor], Tensor]) -> Callable[[Arguments], Arguments | None]:
+    return lambda a: {name: change(a, a[name]) for name in ("cos", "sin")} if "cos" in a else None
 
 
 def _outs(a: Arguments, make: Callable[[Tensor], Any]) -> Any:
@@ -205,184 +211,166 @@ def _outs(a: Arguments, make: Callable[[Tensor], Any]) -> Any:
     return tuple(make(a[name]) for name in ("q", "k", "v") if a.get(name) is not None)
 
 
-def _bad_out(subject: str, make: Callable[[Tensor], Any], error: type[Exception]) -> Mutation:
-    def changed(a: Arguments) -> Arguments | None:
-        return {"out": _outs(a, make)} if is_rotation(a) and a[_first(a)].numel() > 1 else None
-
-    return Mutation(f"out of {subject}", changed, error, ("out",))
+def _out(make: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments | None]:
+    return lambda a: {"out": _outs(a, make)} if _is_rotation(a) and a[_first(a)].numel() > 1 else None
 
 
-def _out_with(name: str) -> Mutation:
+def _leaf_with_out(name: str) -> Callable[[Arguments], Arguments | None]:
     """Pass ``out`` although an argument requires a gradient: a name, or "" for the first tensor."""
 
-    def changed(a: Arguments) -> Arguments | None:
+    def change(a: Arguments) -> Arguments | None:
         leaf = name or _first(a)
-        if not is_rotation(a) or a.get(leaf) is None:
+        if not _is_rotation(a) or a.get(leaf) is None:
             return None
         return {leaf: a[leaf].detach().requires_grad_(), "out": _outs(a, torch.zeros_like)}
 
-    return Mutation(f"out, and {name or 'a tensor'} requires a gradient", changed, ValueError, ("out",))
+    return change
 
 
-def _tangent_of(name: str) -> Mutation:
-    """Differentiate in forward mode; the message begins with the public function's name."""
+def _with_tangent(name: str) -> Callable[[Arguments], Arguments | None]:
+    """Differentiate in forward mode."""
 
-    def changed(a: Arguments) -> Arguments | None:
+    def change(a: Arguments) -> Arguments | None:
         if a.get(name) is None or a.get("out") is not None:
             return None
         return {name: forward_ad.make_dual(a[name].clone(), torch.ones_like(a[name]))}
 
-    functions = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache")
-    functions += ("apply_rope", "apply_rope_qk", "corope_attention")
-    return Mutation(f"a tangent of {name}", changed, NotImplementedError, functions)
+    return change
 
 
-def _mutations() -> Iterator[Mutation]:
-    required = ("x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-    optional = ("sinks", "kv_starts", "kv_lens", "position_ids", "cu_seqlens", *NORMS, "block_table", *SCALES)
-    for name in (*required, *optional):
-        yield _changed(name, "a list", lambda x: [1.0, 2.0], TypeError)
-        if name not in ("x", "q"):  # their device is the one that counts
-            yield _changed(name, "on another device", _elsewhere, ValueError)
-    for name in ("x", "q"):
-        yield _changed(name, "of integers", lambda x: x.int(), TypeError)
-        yield _changed(name, "of another rank", lambda x: x[None], ValueError)
-    for name in ("k", "v", *CACHES):
-        # Of two caches that differ, either may be meant: both may be of q's dtype, or of float8.
-        words = CACHES if name in CACHES else (name,)
-        yield _changed(name, "of another dtype", lambda x: x.to(_other_float(x)), TypeError, words=words)
-        yield _changed(name, "of another rank", lambda x: x[None], ValueError)
-    for name in ("sinks", "kv_starts", "kv_lens", "cache_seqlens", *ENDS):
-        yield _changed(name, "of int64", lambda x: x.long(), TypeError)
-        yield _changed(name, "of rank 2", lambda x: x[None], ValueError)
-    for name in ("sinks", "kv_starts", "kv_lens", "cache_seqlens"):
-        yield _changed(name, "too long", _longer, ValueError)
-    for name in ("block_table", *SCALES):
-        yield _changed(name, "of another dtype", lambda x: x.double(), TypeError)
-        yield _changed(
-            name, "too long", lambda x: torch.cat((x, x, x)), ValueError, lambda a, name=name: len(a[name]) > 0
-        )
-    yield _changed("block_table", "of rank 1", lambda x: x.flatten(), ValueError)
-    for name, other in (NORMS, NORMS[::-1]):
-        yield _changed(name, "of another dtype", lambda x: x.to(torch.int32), TypeError)
-        yield _changed(name, "too long", _longer, ValueError)
-        yield _changed(name, "of rank 2", lambda x: x[None], ValueError)
-        yield _set(name, None, ValueError, lambda a, other=other: a.get(other) is not None)
-    yield _changed("position_ids", "of floats", lambda x: x.float(), TypeError)
-    yield _changed(
-        "position_ids", "too long", lambda x: torch.cat((x, x[..., :1]), -1), ValueError,
-        lambda a: a["position_ids"].numel() > 0,
-    )  # fmt: skip
-    for name in ("q", *CACHES):
-        yield _changed(
-            name, "requires a gradient", lambda x: x.detach().requires_grad_(), ValueError, lambda a: "k_cache" in a
-        )
-    yield _set("v", None, ValueError, _writes_cache)
-    # cu_seqlens
-    yield _changed("cu_seqlens_k", "too long", lambda x: torch.cat((x, x[-1:])), ValueError)
-    yield _changed(
-        "cu_seqlens_q", "with gaps", lambda x: x.repeat_interleave(2)[::2], ValueError,
-        lambda a: len(a["cu_seqlens_q"]) > 1,
-    )  # fmt: skip
-    for name in ENDS:
-        for how, make in (
-            ("that begin late", lambda x: x.clamp(min=1)),
-            ("that fall", lambda x: torch.cat((x[:-1], x[:1] - 1))),
-            ("past the last token", lambda x: torch.cat((x[:-1], x[-1:] + 10**6))),
-            ("that are lengths", lambda x: torch.cat((x.diff(), x[:1]))),
-        ):
-            yield _changed(
-                name, how, make, ValueError, lambda a, name=name: len(a[name]) > 1 and int(a[name][1]) > 0,
-                is_seen_on_gpu=False,
-            )  # fmt: skip
-    # sizes
-    yield Mutation("more heads of k than of q", _indivisible_heads, ValueError, ("k", "k_cache"))
-    yield Mutation("an odd head dim", _odd_head_dim, ValueError, ("q",))
-    for name in ("k", "k_cache"):
-        yield _changed(
-            name, "of other columns", lambda x: x[..., :-2], ValueError,
-            lambda a, name=name: name == _keys(a) and a[name].shape[-1] > 3, words=("k", *CACHES),
-        )  # fmt: skip
-    yield Mutation("v of another length", _longer_v, ValueError, ("v", "v_cache"))
-    yield Mutation("k of another batch", _other_batch, ValueError, ("k", *CACHES))
-    yield Mutation("queries at negative positions", _negative_positions, ValueError, ("q",))
-    yield Mutation("more new tokens than rows", _too_many_new_tokens, ValueError, ("k",))
-    for name in CACHES:
-        yield _changed(
-            name, "whose rows share memory", lambda x: x[..., :1].expand_as(x), ValueError,
-            lambda a, name=name: _writes_cache(a) and a[name].numel() > 0, words=CACHES,
-        )  # fmt: skip
-    # tables
-    yield Mutation("tables too short", _short_tables, ValueError, ("cos",))
-    for name in ("cos", "sin"):
-        yield _changed(name, "of integers", lambda x: x.int(), TypeError)
-        yield _changed(name, "requires a gradient", lambda x: x.detach().requires_grad_(), ValueError)
-    yield _changed("sin", "of another shape", lambda x: torch.cat((x, x), -1), ValueError)
-    yield _both_tables("of another float dtype", lambda a, x: x.to(_other_float(a[_first(a)])), TypeError)
-    yield _both_tables("of rank 1", lambda a, x: x.flatten(), ValueError)
-    yield _both_tables("of another batch", lambda a, x: x.new_zeros((7, *x.shape[-2:])), ValueError)
-    yield _both_tables("without columns", lambda a, x: x[..., :0], ValueError)
-    # values
-    infinite = (math.nan, math.inf, -math.inf)
-    wrong: list[tuple[tuple[str, ...], tuple[Any, ...], type[Exception]]] = [
-        (("rotary_dim",), (3, 0, -2, 100000), ValueError),
-        (("rotary_dim",), (4.0, True, "8"), TypeError),
-        (("softmax_scale", "softcap", "base", "norm_eps", "norm_offset"), infinite, ValueError),
-        (("softmax_scale", "softcap", "base", "norm_eps", "norm_offset"), ("1.0", True), TypeError),
-        (("softcap", "norm_eps", "norm_offset"), (None,), TypeError),
-        (("softcap", "norm_eps"), (-1.0,), ValueError),
-        (("base",), (0.0,), ValueError),
-        (("window",), ((-2, 0), (1,), (1, 2, 3)), ValueError),
-        (("window",), (5, (1.0, 0), (True, 0), "10"), TypeError),
-        (("causal", "interleaved", "return_lse", "deterministic", "inverse", "cache_is_rotated"), (1, None), TypeError),
-        (("backend", "strategy", "layout"), ("fast",), ValueError),
-        (("backend", "strategy", "layout"), (3,), TypeError),
-        (("max_seqlen_q", "max_seqlen_k"), (-1,), ValueError),
-        (("max_seqlen_q", "max_seqlen_k"), (8.0, True), TypeError),
-    ]
-    for names, values, error in wrong:
-        for name in names:
-            yield from (_set(name, value, error) for value in values)
-    # combinations
-    yield Mutation(
-        "a strategy of the reference",
-        lambda a: {"backend": "reference", "strategy": "inline"} if "backend" in a else None, ValueError, ("strategy",),
-    )  # fmt: skip
-    for backend in ("triton", "hopper"):
-        yield Mutation(f"float64 for {backend}", _float64_for(backend), NotImplementedError, ("q",))
-    yield Mutation("320 columns for kernels", _wide_heads, NotImplementedError, ("q",))
-    yield Mutation(
-        "packed without cu_seqlens",
-        lambda a: {"cu_seqlens": None, "position_ids": None} if a.get("layout") == "thd" else None, ValueError,
-        ("cu_seqlens",),
-    )  # fmt: skip
-    yield Mutation(
-        "cu_seqlens without packed",
-        lambda a: {"cu_seqlens": torch.zeros(2, dtype=torch.int32, device=a["cos"].device), "position_ids": None}
-        if is_rotation(a) and a["layout"] != "thd" else None, ValueError, ("cu_seqlens",),
-    )  # fmt: skip
-    yield Mutation(
-        "ids and cu_seqlens",
-        lambda a: {"position_ids": torch.zeros(1, dtype=torch.int64, device=a["cos"].device)}
-        if a.get("cu_seqlens") is not None else None, ValueError, ("position_ids",),
-    )  # fmt: skip
-    yield _bad_out("another shape", lambda x: x.new_zeros((*x.shape[:-1], x.shape[-1] + 1)), ValueError)
-    yield _bad_out("another dtype", lambda x: x.to(_other_float(x)), TypeError)
-    yield _bad_out("shared memory", lambda x: x.new_zeros(1).expand_as(x), ValueError)
-    yield _bad_out("another device", _elsewhere, ValueError)
-    yield _bad_out("no tensor", lambda x: 1.0, TypeError)
-    yield _out_with("")
-    yield _out_with("q_norm")
-    yield Mutation(
-        "out of one tensor too few",
-        lambda a: {"out": (torch.zeros_like(a["q"]),)} if is_rotation(a) and "q" in a else None, ValueError, ("out",),
-    )  # fmt: skip
-    yield Mutation("an unknown keyword", lambda a: {"no_such_argument": 1}, TypeError, ("no_such_argument",))
-    for name in ("x", "q", "k", "v", "sinks", *NORMS):
-        yield _tangent_of(name)
+def _short_out(a: Arguments) -> Arguments | None:
+    return {"out": (torch.zeros_like(a["q"]),)} if _is_rotation(a) and "q" in a else None
 
 
-MUTATIONS = tuple(_mutations())
+def _reference_strategy(a: Arguments) -> Arguments | None:
+    return {"backend": "reference", "strategy": "inline"} if "backend" in a else None
+
+
+def _packed_without_ends(a: Arguments) -> Arguments | None:
+    return {"cu_seqlens": None, "position_ids": None} if a.get("layout") == "thd" else None
+
+
+def _ends_without_packed(a: Arguments) -> Arguments | None:
+    if not _is_rotation(a) or a["layout"] == "thd":
+        return None
+    return {"cu_seqlens": torch.zeros(2, dtype=torch.int32, device=a["cos"].device), "position_ids": None}
+
+
+def _ids_and_ends(a: Arguments) -> Arguments | None:
+    if a.get("cu_seqlens") is None:
+        return None
+    return {"position_ids": torch.zeros(1, dtype=torch.int64, device=a["cos"].device)}
+
+
+_TENSORS = (
+    "x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", *ENDS, "sinks", "kv_starts", "kv_lens", "position_ids",
+    *NORMS, "block_table", *SCALES,
+)  # fmt: skip
+_BOUNDS = ("sinks", "kv_starts", "kv_lens", "cache_seqlens")
+_NUMBERS = ("softmax_scale", "softcap", "base", "norm_eps", "norm_offset")
+_FLAGS = ("causal", "interleaved", "return_lse", "deterministic", "inverse", "cache_is_rotated")
+_FUNCTIONS = (
+    "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
+    "corope_attention",
+)  # fmt: skip
+
+# Of each argument: how it is changed, and the error that names it.
+_EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception]], ...] = (
+    (_TENSORS, "a list", lambda x: [1.0, 2.0], TypeError),
+    (_TENSORS[2:], "on another device", _elsewhere, ValueError),  # that of x or q is the one that counts
+    (("x", "q", "cos", "sin"), "of integers", lambda x: x.int(), TypeError),
+    (("x", "q", "k", "v", *CACHES), "of another rank", lambda x: x[None], ValueError),
+    (("k", "v"), "of another dtype", lambda x: x.to(_other_float(x)), TypeError),
+    ((*_BOUNDS, *ENDS), "of int64", lambda x: x.long(), TypeError),
+    ((*_BOUNDS, *ENDS, *NORMS), "of rank 2", lambda x: x[None], ValueError),
+    ((*_BOUNDS, *NORMS), "too long", _longer, ValueError),
+    (("block_table", *SCALES), "of another dtype", lambda x: x.double(), TypeError),
+    (("block_table", *SCALES), "too long", lambda x: torch.cat((x, x, x)) if len(x) else None, ValueError),
+    (("block_table",), "of rank 1", lambda x: x.flatten(), ValueError),
+    (NORMS, "of another dtype", lambda x: x.to(torch.int32), TypeError),
+    (("position_ids",), "of floats", lambda x: x.float(), TypeError),
+    (("position_ids",), "too long", lambda x: torch.cat((x, x[..., :1]), -1) if x.numel() else None, ValueError),
+    (("cu_seqlens_k",), "too long", lambda x: torch.cat((x, x[-1:])), ValueError),
+    (("cu_seqlens_q",), "with gaps", lambda x: x.repeat_interleave(2)[::2] if len(x) > 1 else None, ValueError),
+    (("cos", "sin"), "requires a gradient", lambda x: x.detach().requires_grad_(), ValueError),
+    (("sin",), "of another shape", lambda x: torch.cat((x, x), -1), ValueError),
+)
+# Bounds of packed sequences, of which the first is not empty: only the device knows what they hold.
+_WRONG_ENDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+    ("that begin late", lambda x: x.clamp(min=1)),
+    ("that fall", lambda x: torch.cat((x[:-1], x[:1] - 1))),
+    ("past the last token", lambda x: torch.cat((x[:-1], x[-1:] + 10**6))),
+    ("that are lengths", lambda x: torch.cat((x.diff(), x[:1]))),
+)
+_VALUES: tuple[tuple[tuple[str, ...], tuple[Any, ...], type[Exception]], ...] = (
+    (("rotary_dim",), (3, 0, -2, 100000), ValueError),
+    (("rotary_dim",), (4.0, True, "8"), TypeError),
+    (_NUMBERS, (math.nan, math.inf, -math.inf), ValueError),
+    (_NUMBERS, ("1.0", True), TypeError),
+    (("softcap", "norm_eps", "norm_offset"), (None,), TypeError),
+    (("softcap", "norm_eps"), (-1.0,), ValueError),
+    (("base",), (0.0,), ValueError),
+    (("window",), ((-2, 0), (1,), (1, 2, 3)), ValueError),
+    (("window",), (5, (1.0, 0), (True, 0), "10"), TypeError),
+    (_FLAGS, (1, None), TypeError),
+    (("backend", "strategy", "layout"), ("fast",), ValueError),
+    (("backend", "strategy", "layout"), (3,), TypeError),
+    (("max_seqlen_q", "max_seqlen_k"), (-1,), ValueError),
+    (("max_seqlen_q", "max_seqlen_k"), (8.0, True), TypeError),
+)
+_OTHERS: tuple[tuple[str, Callable[[Arguments], Arguments | None], type[Exception], tuple[str, ...]], ...] = (
+    # Of two caches that differ, either may be meant: both may be of q's dtype, or of float8.
+    *((f"{name} of another dtype", _of(name, lambda x: x.to(_other_float(x))), TypeError, CACHES) for name in CACHES),
+    *((f"{name} whose rows share memory", _shared_cache(name), ValueError, CACHES) for name in CACHES),
+    *((f"{name} requires a gradient", _cached_leaf(name), ValueError, (name,)) for name in ("q", *CACHES)),
+    *((f"{b} without {a}", _without(a, b), ValueError, (a,)) for a, b in (NORMS, NORMS[::-1], ("v", "k"))),
+    *(
+        (f"a tangent of {x}", _with_tangent(x), NotImplementedError, _FUNCTIONS)
+        for x in ("x", "q", "k", "sinks", *NORMS)
+    ),
+    ("more heads of k than of q", _indivisible_heads, ValueError, ("k", "k_cache")),
+    ("an odd head dim", _odd_head_dim, ValueError, ("q",)),
+    ("k of other columns", _fewer_columns, ValueError, ("k", *CACHES)),
+    ("v of another length", _longer_v, ValueError, ("v", "v_cache")),
+    ("k of another batch", _other_batch, ValueError, ("k", *CACHES)),
+    ("queries at negative positions", _negative_positions, ValueError, ("q",)),
+    ("more new tokens than rows", _too_many_new_tokens, ValueError, ("k",)),
+    ("tables too short", _short_tables, ValueError, ("cos",)),
+    ("tables of another dtype", _tables(lambda a, x: x.to(_other_float(a[_first(a)]))), TypeError, ("cos",)),
+    ("tables of rank 1", _tables(lambda a, x: x.flatten()), ValueError, ("cos",)),
+    ("tables of another batch", _tables(lambda a, x: x.new_zeros((7, *x.shape[-2:]))), ValueError, ("cos",)),
+    ("tables without columns", _tables(lambda a, x: x[..., :0]), ValueError, ("cos",)),
+    ("a strategy of the reference", _reference_strategy, ValueError, ("strategy",)),
+    ("float64 for triton", _float64_for("triton"), NotImplementedError, ("q",)),
+    ("float64 for hopper", _float64_for("hopper"), NotImplementedError, ("q",)),
+    ("320 columns for kernels", _wide_heads, NotImplementedError, ("q",)),
+    ("packed without cu_seqlens", _packed_without_ends, ValueError, ("cu_seqlens",)),
+    ("cu_seqlens without packed", _ends_without_packed, ValueError, ("cu_seqlens",)),
+    ("ids and cu_seqlens", _ids_and_ends, ValueError, ("position_ids",)),
+    ("out of another shape", _out(lambda x: x.new_zeros((*x.shape[:-1], x.shape[-1] + 1))), ValueError, ("out",)),
+    ("out of another dtype", _out(lambda x: x.to(_other_float(x))), TypeError, ("out",)),
+    ("out of shared memory", _out(lambda x: x.new_zeros(1).expand_as(x)), ValueError, ("out",)),
+    ("out on another device", _out(_elsewhere), ValueError, ("out",)),
+    ("out of no tensor", _out(lambda x: 1.0), TypeError, ("out",)),
+    ("out of one tensor too few", _short_out, ValueError, ("out",)),
+    ("out, and a leaf", _leaf_with_out(""), ValueError, ("out",)),
+    ("out, and a norm that is a leaf", _leaf_with_out("q_norm"), ValueError, ("out",)),
+    ("an unknown keyword", lambda a: {"no_such_argument": 1}, TypeError, ("no_such_argument",)),
+)
+
+MUTATIONS = (
+    *(Mutation(f"{x} {how}", _of(x, make), error, (x,)) for names, how, make, error in _EACH for x in names),
+    *(
+        Mutation(f"{x} {how}", _of(x, lambda x, make=make: make(x) if len(x) > 1 and x[1] > 0 else None), ValueError,
+                 (x,), is_seen_on_gpu=False)
+        for how, make in _WRONG_ENDS for x in ENDS
+    ),
+    *(
+        Mutation(f"{x}={value!r}", _set(x, value), error, (x,))
+        for names, values, error in _VALUES for x in names for value in values
+    ),
+    *(Mutation(*other) for other in _OTHERS),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -420,7 +408,7 @@ class IllegalCheck:
 def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Arguments) -> Iterator[Finding]:
     """State that packed attention with wrong cu_seqlens, on a GPU, leaves no memory as it was: o is 0, lse -inf,
     gradients are 0. A rotation by such positions may be NaN, and has only to end."""
-    if is_rotation(illegal):
+    if _is_rotation(illegal):
         function(**illegal)
         torch.cuda.synchronize()
         return

@@ -135,7 +135,8 @@ def _rotary_dim(draw: Draw, head_dim: int) -> int:
 
 def _length(draw: Draw, most: int) -> int:
     """From 1 to ``most``, short ones as likely as long ones, next to a tile's border now and then."""
-    length = pick(draw, {1: 1, st.integers(2, 16): 3, st.integers(17, 48): 5, st.integers(min(33, most), most): 6})
+    # One range within the other, so that a length shrinks across their borders.
+    length = _number(draw, 1, pick(draw, {1: 1, 16: 3, 48: 5, most: 6}))
     if chance(draw, 0.15):
         length = one_of(draw, 32, 64, 128, 256, 512) + one_of(draw, -1, 0, 1)
     return max(1, min(length, most))

@@ -11,7 +11,8 @@ from fused_rope_attn.generation.planning import configured
 from tests.support.dtypes import F16, F32
 from tests.support.internals import with_kvcache
 from tests.support.marks import ignore_overflow, interpreted
-from verification.decode import CHECKS, DecodeCheck, hold, make_inputs
+from verification.decode import DecodeCheck, hold, make_inputs
+from verification.matrix import DECODE
 
 BY_PAGE = DecodeConfig(64, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16, by_page=True)
 NAMES = "q k_cache v_cache cos sin k v cache_seqlens sinks block_table k_scale v_scale".split()
@@ -22,7 +23,7 @@ LONGER = (
     DecodeCheck("float8, a scale for each head", (4, 2), 1, 160, 16, (130, 63), page_size=32, float8="head"),
     DecodeCheck("pages that tiles go past", (2, 1), 1, 192, 16, (150, 47), page_size=48),
 )
-CASES = (*LONGER, *(check for check in CHECKS if check.scale == "small" and check.page_size in (16, 32)))
+CASES = (*LONGER, *(check for check in DECODE if check.size == "small" and check.page_size in (16, 32)))
 
 
 @interpreted

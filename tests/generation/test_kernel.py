@@ -12,9 +12,10 @@ from tests.support.dtypes import F16, F32, F64
 from tests.support.generation import PLAIN
 from tests.support.internals import set_decode_config
 from tests.support.marks import ignore_overflow, interpreted
-from verification.decode import CHECKS, DecodeCheck, hold, make_inputs, run_kernels, run_reference
+from verification.decode import DecodeCheck, hold, make_inputs, run_kernels, run_reference
+from verification.matrix import DECODE
 
-SMALL = tuple(check for check in CHECKS if check.scale == "small")
+SMALL = tuple(check for check in DECODE if check.size == "small")
 
 
 def named(*checks):

@@ -6,14 +6,15 @@ import torch
 from fused_rope_attn import rope_attention_with_kvcache, rope_tables
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import no_synchronisation
-from verification.decode import CHECKS, DecodeCheck, hold, make_inputs
+from verification.decode import DecodeCheck, hold, make_inputs
+from verification.matrix import DECODE
 
 pytestmark = pytest.mark.gpu
 SEQUENCES = DecodeCheck("sequences", (32, 8), 1, 2048, 128, (1000, 0, 2000, 3))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+@pytest.mark.parametrize("check", DECODE, ids=lambda check: check.name)
 def test_against_float64(check, dtype):
     failures = [result for result in hold(check, dtype, "cuda") if not result.ok]
     assert not failures, failures

@@ -6,8 +6,8 @@ import torch
 from verification import __main__ as command
 
 
-def tasks(*arguments):
-    return command.make_tasks(command.parse(["--small", *arguments]))
+def checks(*arguments):
+    return command.make_checks(command.parse(["--small", *arguments]))
 
 
 @pytest.fixture
@@ -17,19 +17,19 @@ def on_an_h100(monkeypatch):
 
 
 def test_the_sm_90_backend_is_verified_where_it_runs(on_an_h100):
-    served = [task for task in tasks("--device", "cuda") if ("hopper", "auto") in getattr(task, "variants", ())]
-    assert {task.dtype for task in served} == {torch.float16, torch.bfloat16}
-    names = {task.check.name for task in served}
+    served = [check for check in checks("--device", "cuda") if ("hopper", "auto") in getattr(check, "variants", ())]
+    assert {check.dtype for check in served} == {torch.float16, torch.bfloat16}
+    names = {check.name for check in served}
     assert {"causal", "identical reruns", "odd strides, unaligned", "empty batch", "no queries"} <= names
     assert {"D 128", "D 192", "D 256"} <= names and "no keys" not in names
     # Every mask, and the pairs of them that models combine.
     assert {"window + softcap + GQA", "sinks + window", "packed + window", "packed, a short one behind a long one",
             "kv_starts + causal + per-batch tables", "packed, NQ and NK differ, not causal"} <= names  # fmt: skip
-    alone = tasks("--device", "cuda", "--backend", "hopper")
-    assert {task.variants for task in alone} == {(("hopper", "auto"),)}
-    assert {(task.check.name, task.dtype) for task in alone} == {(task.check.name, task.dtype) for task in served}
-    inline = tasks("--device", "cuda", "--strategy", "inline")
-    assert not any(("hopper", "auto") in task.variants for task in inline)
+    alone = checks("--device", "cuda", "--backend", "hopper")
+    assert {check.variants for check in alone} == {(("hopper", "auto"),)}
+    assert {(check.name, check.dtype) for check in alone} == {(check.name, check.dtype) for check in served}
+    inline = checks("--device", "cuda", "--strategy", "inline")
+    assert not any(("hopper", "auto") in check.variants for check in inline)
 
 
 def test_the_sm_90_backend_is_refused_elsewhere(monkeypatch, capsys):

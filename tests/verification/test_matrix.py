@@ -2,14 +2,14 @@
 
 import torch
 
-from verification.matrix import CHECKS, SCALES
+from verification.matrix import ATTENTION, CHECKS, SIZES
 
 
 def test_the_matrix_names_every_feature_once():
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names)
-    assert {check.scale for check in CHECKS} == set(SCALES)
-    cases = [check.case for check in CHECKS]
+    assert {check.size for check in CHECKS} == set(SIZES)
+    cases = ATTENTION
     features: dict[str, set] = {
         "causal": {True, False}, "interleaved": {True, False}, "table_batch": {True, False},
         "full_width": {True, False}, "tables": {"rope", "yarn", "random"},
@@ -21,19 +21,15 @@ def test_the_matrix_names_every_feature_once():
     assert any(case.rotary < case.head_dim for case in cases)
     assert any(case.heads_q > case.heads_kv > 1 for case in cases) and any(case.heads_kv == 1 for case in cases)
     assert any(case.len_q > case.len_k for case in cases) and any(0 < case.len_q < case.len_k for case in cases)
-    assert any(check.rerun for check in CHECKS)
-    huge = [check for check in CHECKS if check.scale == "huge"]
+    assert any(check.deterministic for check in cases)
+    huge = [check for check in cases if check.size == "huge"]
     for check in huge:
-        heads = check.packed_heads or check.case.heads_q
-        assert check.case.batch * check.case.len_q * heads * check.case.head_dim > 2**31
+        heads = check.packed_heads or check.heads_q
+        assert check.batch * check.len_q * heads * check.head_dim > 2**31
 
 
 def test_large_shapes_are_those_of_the_performance_table():
-    shapes = {
-        (c.case.batch, c.case.heads_q, c.case.heads_kv, c.case.len_q, c.case.head_dim)
-        for c in CHECKS
-        if c.scale == "large"
-    }
+    shapes = {(c.batch, c.heads_q, c.heads_kv, c.len_q, c.head_dim) for c in ATTENTION if c.size == "large"}
     assert shapes >= {
         (4, 8, 8, 512, 64), (4, 8, 8, 1024, 64), (2, 32, 32, 2048, 128), (2, 32, 32, 4096, 128),
         (2, 64, 64, 1024, 128), (2, 32, 8, 4096, 128), (1, 32, 8, 16384, 128), (1, 8, 8, 65536, 128),

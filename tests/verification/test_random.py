@@ -1,28 +1,32 @@
-"""`python -m verification --random`: the same calls for the same seed, wrong results found and reproduced, by any
+"""`python -m verification --random`: the same calls for the same seed, and failures found, shrunk and repeated, by any
 number of processes."""
 
 import json
-import multiprocessing
 import os
-import re
 import shlex
 import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 
 import fused_rope_attn
-from fused_rope_attn import testing
-from tests.support.marks import interpreted
+from tests.support.marks import ignore_overflow, interpreted
+from tests.support.paths import ROOT
 from verification import __main__ as command
-from verification.random.common import Machine
-from verification.random.drawing import CALLS_OF_A_SETTING, FAMILIES, draw_call
-from verification.random.refusals import MUTATIONS, IllegalCall
-from verification.random.running import run_call
-from verification.random.workers import run_calls
+from verification import search
+from verification.attention import AttentionCheck
+from verification.calls import Finding, Machine, literal, parse
+from verification.decode import DecodeCheck
+from verification.refusals import MUTATIONS, IllegalCheck
+from verification.strategies import FAMILIES, KINDS, calls, draw, drawn_call, shrunk_call
+from verification.workers import Worker, run_check, run_checks
 
 INTERPRETER = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
-REFERENCE = Machine("cpu", "interpreter", ("float16", "float32"), ("reference",))
+REFERENCE = replace(INTERPRETER, backends=("reference",))
 GPU = Machine("cuda", "sm_90", ("bfloat16", "float16", "float32"), ("reference", "triton", "hopper"))
 # The reference alone, which takes milliseconds.
 ARGUMENTS = ["--device", "cpu", "--backend", "reference", "--jobs", "0", "--json", ""]
@@ -30,60 +34,100 @@ ARGUMENTS = ["--device", "cpu", "--backend", "reference", "--jobs", "0", "--json
 
 @pytest.mark.parametrize("machine", [INTERPRETER, GPU], ids=lambda machine: machine.device)
 def test_a_seed_and_an_index_draw_one_call(machine):
-    indices = range(0, 3000, 37)
-    texts = [draw_call(5, index, machine).text for index in indices]
-    assert texts == [draw_call(5, index, machine).text for index in indices]
-    assert len(set(texts)) == len(texts)
-    assert texts != [draw_call(6, index, machine).text for index in indices]
+    indices = range(0, 1000, 37)
+    drawn = [drawn_call(5, index, machine) for index in indices]
+    assert drawn == [drawn_call(5, index, machine) for index in indices]
+    assert len(set(drawn)) == len(drawn)
+    assert drawn != [drawn_call(6, index, machine) for index in indices]
+    assert [parse(literal(call), KINDS) for call in drawn] == drawn
+
+
+def test_another_process_draws_the_same_calls():
+    """What was imported or drawn before makes no difference."""
+    program = (
+        "from verification.calls import Machine, literal\n"
+        "from verification.strategies import drawn_call\n"
+        "machine = Machine('cpu', 'interpreter', ('float16', 'float32'), ('reference', 'triton'))\n"
+        "print('\\n'.join(literal(drawn_call(5, index, machine)) for index in range(0, 100, 10)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [literal(drawn_call(5, index, INTERPRETER)) for index in range(0, 100, 10)]
 
 
 def test_everything_is_drawn():
-    calls = [draw_call(0, index, GPU) for index in range(0, 20_000, 17)]
-    functions = {call.function for call in calls}
-    assert functions == {
+    drawn = [drawn_call(0, index, GPU) for index in range(0, 30_000, 31)]
+    assert {call.function for call in drawn} == {
         "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
         "corope_attention", "write_kvcache",
     }  # fmt: skip
-    assert len(functions) == len(FAMILIES)
-    illegal = sum(isinstance(call, IllegalCall) for call in calls) / len(calls)
+    illegal = sum(isinstance(call, IllegalCheck) for call in drawn) / len(drawn)
     assert 0.12 < illegal < 0.22
-    variants = {variant for call in calls for variant in getattr(getattr(call, "setting", None), "variants", ())}
+    variants = {variant for call in drawn for variant in getattr(call, "variants", ())}
     assert {("triton", "inline"), ("triton", "prepass"), ("hopper", "auto"), ("auto", "auto")} <= variants
-    text = " ".join(call.text for call in calls)
-    for feature in ("bf16", "fp16", "fp32", "window=0,0", "sinks", "softcap", "kv_starts", "kv_lens", "packed", "yarn",
-                    "random", "interleaved", "per-batch", "full-width", "columns", "one number", "offset", "scale=0",
-                    "deterministic", "grad:none", "grad:q,k,v", "raw", "appends", "in place", "two ids"):  # fmt: skip
+    text = " ".join(map(literal, drawn))
+    for feature in ("bfloat16", "float16", "float32", "window=(0, 0)", "sinks=True", "softcap", "kv_starts", "kv_lens",
+                    "seqlens", "yarn", "random", "interleaved", "table_batch", "full_width", "columns", "one number",
+                    "offset", "softmax_scale=0.0", "deterministic", "rotated=False", "append=False", "in place",
+                    "two ids", "page_size=16", 'float8="head"', "norms=1.0", "hides_nan", "packed=True"):  # fmt: skip
         assert feature in text, feature
 
 
+def test_what_kernels_branch_on_comes_together():
+    """Norms, interleaved pairs, a narrow head, one strategy and a mask: one of 200 prototypes of attention, or more."""
+    family = FAMILIES["attention"]
+    drawn = [draw(family.prototypes(GPU), "together", i) for i in range(1000)]
+    for strategy in ("inline", "prepass"):
+        together = [
+            p for p in drawn if p.norms is not None and p.interleaved and p.head_dim <= 64
+            and ("triton", strategy) in p.variants and (p.window or p.softcap or p.sinks or p.kv_starts is not None)
+        ]  # fmt: skip
+        assert len(together) >= 5
+
+
 def test_the_reference_is_right_and_refuses(capsys):
-    """Also every family's own code, on shapes that are free of the interpreter's price."""
-    assert command.main(["--random", "36", "--seed", "0", *ARGUMENTS]) == 0
+    """In addition every family's own code, on shapes that do not pay for the interpreter."""
+    assert command.main(["--random", "90", "--seed", "1", *ARGUMENTS]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"36 calls \(\d+ of them refusals\) with seed 0, 0 failed, 0 skipped", out)
+    assert "of them refusals) with seed 1, 0 failed, 0 skipped" in out
+    for function in ("rope_attention", "rope_attention_varlen", "apply_rope_qk", "rope_attention_with_kvcache"):
+        assert f"\n{function} " in out
 
 
 @interpreted
-def test_kernels_are_right_in_the_interpreter():
-    ran = set()
-    for number in range(2):
-        outcome = run_call(2, number * CALLS_OF_A_SETTING, INTERPRETER)
-        assert not outcome.failures, (outcome.text, outcome.failures)
-        ran |= {found.backend for found in outcome.findings}
-    assert any(backend.startswith("triton") for backend in ran)
+@ignore_overflow
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(call=calls(INTERPRETER, "attention", "packed", "decode", "write"))
+def test_kernels_are_right_in_the_interpreter(call):
+    outcome = run_check(call, INTERPRETER)
+    assert not outcome.failures, (literal(call), outcome.failures)
+
+
+@pytest.fixture(scope="module")
+def drawn_arguments():
+    """Arguments of one legal call of each of many prototypes."""
+    found = []
+    for index in range(0, 240, 3):
+        call = drawn_call(1, index, REFERENCE)
+        legal = call.legal if isinstance(call, IllegalCheck) else call
+        if legal.function != "write_kvcache":
+            found.append(legal.arguments("cpu")[1])
+    return found
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_mutation_is_some_call(mutation):
+def test_each_mutation_is_some_call(mutation, drawn_arguments):
     """None is in the list for nothing: each makes at least one of the drawn calls illegal."""
-    import random
+    with torch.autograd.forward_ad.dual_level():
+        assert any(mutation.change(arguments) is not None for arguments in drawn_arguments)
 
-    for index in range(0, 6000, CALLS_OF_A_SETTING):
-        call = draw_call(1, index, REFERENCE)
-        legal = call.legal if isinstance(call, IllegalCall) else call
-        if mutation.change(legal.arguments(REFERENCE)[1], random.Random(0)) is not None:
-            return
-    raise AssertionError(f"no call could be made illegal by {mutation.name}")
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("mutation", [m.name for m in MUTATIONS if m.name.startswith(("a tangent", "cu_seqlens"))])
+def test_tangents_and_wrong_ends_are_refused(mutation, backend):
+    packed = AttentionCheck(1, 2, 1, 20, 20, 16, seqlens=((12, 12), (8, 8)), sinks=True, norms=0.0, dtype=torch.float32)
+    for legal in (packed, replace(packed, seqlens=None), DecodeCheck("", (2, 1), 1, 20, 16, (7,), norms=0.0)):
+        outcome = run_check(IllegalCheck(legal, mutation), INTERPRETER)
+        assert outcome.findings and not outcome.failures, outcome.failures
 
 
 @pytest.fixture
@@ -91,29 +135,39 @@ def wrong_tables(monkeypatch):
     """rope_attention whose last key has the angle of the one before it."""
     right = fused_rope_attn.rope_attention
 
-    def wrong(q, k, v, cos, sin, *args, **options):
-        last = k.shape[2] - 1
-        if last > 0:
+    def wrong(q, k, v, cos, sin, *args, layout="bhsd", **options):
+        last = k.shape[2 if layout == "bhsd" else 1] - 1
+        if last > 2:
             cos, sin = (torch.cat((t[..., :last, :], t[..., last - 1 : last, :]), -2) for t in (cos, sin))
-        return right(q, k, v, cos, sin, *args, **options)
+        return right(q, k, v, cos, sin, *args, layout=layout, **options)
 
     monkeypatch.setattr(fused_rope_attn, "rope_attention", wrong)
 
 
-def test_a_wrong_result_is_found_and_its_line_reproduces_it(wrong_tables, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(testing, "DRAWS", 2)  # for time
+def test_a_wrong_result_is_found_shrunk_and_repeated(wrong_tables, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("fused_rope_attn.testing.DRAWS", 2)  # for time
+    monkeypatch.setattr(search, "MOST_SHRUNK", 1)
     file = tmp_path / "out" / "random.json"
-    assert command.main(["--random", "12", "--seed", "12", *ARGUMENTS[:-1], str(file)]) == 1
-    out = capsys.readouterr().out
-    content = json.loads(file.read_text())
-    failed = [failure for failure in content["failures"] if failure["function"] == "rope_attention"]
-    assert failed and "rows too far off" in str(failed)
-    line = next(line for line in out.splitlines() if line.startswith("python -m verification --random 12 --seed 12"))
-    words = shlex.split(line.split("#")[0])
-    assert words[:3] == ["python", "-m", "verification"] and words[-2] == "--only"
-    assert command.main([*words[3:], "--jobs", "0"]) == 1
-    again = capsys.readouterr().out
-    assert line in again  # the same call, the same tensor, the same error
+    assert command.main(["--random", "24", "--seed", "12", *ARGUMENTS[:-1], str(file)]) == 1
+    failures = json.loads(file.read_text())["failures"]
+    assert failures and all(failure["function"] == "rope_attention" for failure in failures)
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if " shrunk: " in line)
+    words = shlex.split(lines[at + 1])
+    assert words[:3] == ["python", "-m", "verification"] and lines[at + 1].strip() == failures[0]["shrunk"]
+    call = parse(words[-1], KINDS)
+    # One query sees the least keys for which the fault is there; nothing else differs from the plainest call.
+    assert (call.batch, call.heads_q, call.heads_kv, call.len_k) == (1, 1, 1, 4)
+    assert (call.dtype, call.head_dim, call.window, call.kv_starts, call.norms) == (torch.float32, 16, None, None, None)
+    assert command.main(words[3:]) == 1
+    assert lines[at].partition(" shrunk: ")[2] in capsys.readouterr().out  # the same tensor, the same error
+    monkeypatch.undo()
+    assert command.main(words[3:]) == 0
+
+
+def test_only_repeats_a_call_of_a_seed(capsys):
+    assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
+    assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
 
 
 def test_a_call_that_raises_or_writes_fails(monkeypatch):
@@ -123,43 +177,71 @@ def test_a_call_that_raises_or_writes_fails(monkeypatch):
         raise ValueError("x is wrong")
 
     monkeypatch.setattr(fused_rope_attn, "apply_rope", writes)
-    index = next(i for i in range(10_000) if draw_call(1, i, REFERENCE).function == "apply_rope"
-                 and isinstance(draw_call(1, i, REFERENCE), IllegalCall))  # fmt: skip
-    outcome = run_call(1, index, REFERENCE)
-    assert any("a refused call wrote x" in found.detail for found in outcome.failures)
-    index = next(i for i in range(10_000) if draw_call(1, i, REFERENCE).function == "apply_rope"
-                 and not isinstance(draw_call(1, i, REFERENCE), IllegalCall))  # fmt: skip
-    (failure,) = run_call(1, index, REFERENCE).failures
-    assert "ValueError: x is wrong" in failure.detail
+    call = draw(FAMILIES["rope"].prototypes(REFERENCE), 3)
+    legal = draw(FAMILIES["rope"].calls_of(call, REFERENCE), 4)
+    assert not isinstance(legal, IllegalCheck)
+    outcome = run_check(IllegalCheck(legal, "inverse=1"), REFERENCE)
+    assert any("x changed" in finding.found.detail for finding in outcome.failures)
+    (failure,) = run_check(legal, REFERENCE).failures
+    assert "ValueError: x is wrong" in failure.found.detail
 
 
-def test_a_worker_that_dies_costs_one_call():
-    """What is not said of a call says the worker, and what was left of it another one runs; the numbers are the same
-    as without workers."""
-    alone, together = [], []
-    batches = [list(range(4)), list(range(CALLS_OF_A_SETTING, CALLS_OF_A_SETTING + 2))]
-    run_calls(12, batches, REFERENCE, 0, alone.append)
-    others = set(multiprocessing.active_children())  # ranks that wait for the next test of several processes
+@dataclass(frozen=True)
+class Fatal:
+    """A check whose process dies, or hangs, from a certain size on."""
 
-    def on_done(outcome):
-        together.append(outcome)
-        if len(together) == 2:
-            (worker,) = set(multiprocessing.active_children()) - others
-            os.kill(worker.pid, signal.SIGSTOP)  # not while it reports
-            os.kill(worker.pid, signal.SIGKILL)
+    size_of_it: int
+    hangs: bool = False
+    function = "rope_attention"
 
-    run_calls(12, batches, REFERENCE, 1, on_done)
-    assert sorted(outcome.index for outcome in together) == [outcome.index for outcome in alone]
-    lost = [outcome for outcome in together if outcome.failures]
-    assert len(lost) <= 1 and all("the process died" in outcome.failures[0].detail for outcome in lost)
-    for outcome in together:
-        if outcome not in lost:
-            assert outcome.findings == next(other for other in alone if other.index == outcome.index).findings
+    def run(self, machine):
+        if self.size_of_it >= 3:
+            os.kill(os.getpid(), signal.SIGSTOP if self.hangs else signal.SIGKILL)
+        yield Finding.that("reference", "size", self.size_of_it >= 0, "negative")
+
+
+def test_a_worker_that_dies_costs_one_check():
+    outcomes = {}
+    batches = [[(0, Fatal(1)), (1, Fatal(7)), (2, Fatal(2))], [(3, Fatal(0)), (4, Fatal(-1))]]
+    run_checks(batches, REFERENCE, 1, outcomes.__setitem__)
+    assert sorted(outcomes) == [0, 1, 2, 3, 4]
+    assert [i for i, outcome in outcomes.items() if outcome.failures] == [1, 4]
+    (lost,), (negative,) = outcomes[1].failures, outcomes[4].failures
+    assert lost.found.tensor == "process" and "the process died, exit status -9" in lost.found.detail
+    assert negative.found.detail == "negative"
+
+
+def test_a_worker_that_hangs_is_replaced():
+    worker = Worker(REFERENCE)
+    try:
+        assert not worker.run(Fatal(1)).failures
+        (lost,) = worker.run(Fatal(4, hangs=True), longest=1.0).failures
+        assert "the process hung for 1 s" in lost.found.detail
+        assert not worker.run(Fatal(1)).failures
+    finally:
+        worker.stop()
+
+
+def test_crashes_shrink_too():
+    """Each attempt may cost a process: here all are asked, and the plainest call that crashes is found."""
+
+    def crashes(call):
+        legal = call.legal if isinstance(call, IllegalCheck) else call
+        return isinstance(legal, AttentionCheck) and legal.len_k >= 5 and legal.interleaved
+
+    index = next(i for i in range(300) if crashes(drawn_call(3, i, INTERPRETER)))
+    small = shrunk_call(3, index, INTERPRETER, crashes)
+    assert crashes(small) and small.len_k == 5 and small.batch == small.heads_q == 1
+    assert small.softcap == 0.0 and small.rotary_dim == small.head_dim == 16 and not small.full_width
+    never = shrunk_call(3, index, INTERPRETER, lambda call: False)
+    assert never is None
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--only", "3"], ["--random", "0"], ["--random", "5", "--small"], ["--random", "5", "--filter", "x"]]
-)
+    "arguments",
+    [["--only", "3"], ["--random", "0"], ["--random", "5", "--small"], ["--random", "5", "--filter", "x"],
+     ["--call", "x", "--list"]],
+)  # fmt: skip
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["--device", "cpu", *arguments])

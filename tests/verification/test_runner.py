@@ -1,17 +1,33 @@
 """One task of the verification: what is compared, and how what raises, does not fit or writes nothing is told."""
 
+from dataclasses import replace
+
 import torch
 
 import fused_rope_attn
-from fused_rope_attn.testing import Case
-from verification.matrix import CHECKS, Check
-from verification.runner import Task, run_task
+from verification import attention
+from verification.attention import AttentionCheck
+from verification.calls import Machine
+from verification.matrix import ATTENTION
+from verification.report import rows_of
+from verification.workers import run_check
+
+F32 = torch.float32
 
 
-def test_bounds_of_the_compared_heads():
+def rows_for(check, *variants):
+    check = replace(check, dtype=F32, variants=variants or (("reference", "auto"),))
+    return rows_of(run_check(check, Machine.of("cpu")))
+
+
+def named(name):
+    return next(check for check in ATTENTION if check.name == name)
+
+
+def test_bounds_of_the_compared_heads(monkeypatch):
     """Of a large case some batch entries are compared: each by its own bounds."""
-    case = Case(2, 2, 1, 30, 40, 16, dtype=torch.float32, kv_starts=(9, 0), kv_lens=(40, 17))
-    rows = run_task(Task(Check("bounds", case, scale="large"), torch.float32, (("reference", "auto"),), "cpu"))
+    monkeypatch.setattr(attention, "MOST_SCORES", 4800)
+    rows = rows_for(AttentionCheck(3, 2, 1, 30, 40, 16, kv_starts=(9, 0, 3), kv_lens=(40, 17, 30)))
     assert [row.verdict for row in rows] == ["ok"] * 5, rows
 
 
@@ -24,8 +40,7 @@ def test_a_kernel_that_raises_fails_and_the_others_run(monkeypatch):
         return right(*args, strategy=strategy, **options)
 
     monkeypatch.setattr(fused_rope_attn, "rope_attention", raises)
-    check = next(check for check in CHECKS if check.name == "one token")
-    rows = run_task(Task(check, torch.float32, (("triton", "inline"), ("reference", "auto")), "cpu"))
+    rows = rows_for(named("one token"), ("triton", "inline"), ("reference", "auto"))
     assert rows[0].verdict == "FAIL" and "no such tile" in rows[0].detail
     assert len(rows) == 6
 
@@ -38,17 +53,17 @@ def test_an_output_that_nothing_wrote_fails(monkeypatch):
         return torch.where(torch.arange(q.shape[2])[:, None] == 0, torch.empty(()), o), lse
 
     monkeypatch.setattr(fused_rope_attn, "rope_attention", forgetful)
-    check = next(check for check in CHECKS if check.name == "causal")
-    rows = run_task(Task(check, torch.float32, (("reference", "auto"),), "cpu"))
+    rows = rows_for(named("causal"))
     assert {row.tensor: row.verdict for row in rows}["o"] == "FAIL"
 
 
 def test_a_large_case_compares_some_heads_and_sees_a_fault_in_the_last(monkeypatch):
     """A large check in miniature: sampled heads, the first and the last among them, of views of a packed tensor."""
-    small = next(check for check in CHECKS if check.name == "GQA 6 over 2").case
-    check = Check("miniature", small, scale="large", packed_heads=24)
-    task = Task(check, torch.float32, (("reference", "auto"),), "cpu")
-    assert [row.verdict for row in run_task(task)] == ["ok"] * 5
+    small = named("GQA 6 over 2")
+    monkeypatch.setattr(attention, "MOST_SCORES", 2 * 3 * small.len_q * small.len_k)
+    check = replace(small, batch=3, packed_heads=24)
+    assert check.compared_heads() == [(slice(0, 1), slice(0, 1)), (slice(2, 3), slice(1, 2))]
+    assert [row.verdict for row in rows_for(check)] == ["ok"] * 5
     right = fused_rope_attn.rope_attention
 
     def wrong_in_the_last_head(q, *args, **options):
@@ -57,4 +72,4 @@ def test_a_large_case_compares_some_heads_and_sees_a_fault_in_the_last(monkeypat
         return torch.cat((o[:, :-1], o[:, -1:] * 1.01), dim=1), lse
 
     monkeypatch.setattr(fused_rope_attn, "rope_attention", wrong_in_the_last_head)
-    assert {row.tensor: row.verdict for row in run_task(task)}["o"] == "FAIL"
+    assert {row.tensor: row.verdict for row in rows_for(check)}["o"] == "FAIL"
