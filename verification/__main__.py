@@ -80,6 +80,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.jobs is None:
         of_cpu = 1 if options.random is not None else 4
         options.jobs = min(16 if on_gpu else of_cpu, os.cpu_count() or 1)
+    if options.cp and options.jobs:
+        options.jobs = max(1, options.jobs // 4)  # each of them starts a process a rank
+    if options.cp and on_gpu and torch.cuda.device_count() < 2:
+        parser.error("--cp: needs two GPUs, or --device cpu")
     if options.json is None:
         options.json = "out/verification.json" if options.random is None else "out/random.json"
     return options
@@ -87,6 +91,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def make_checks(options: argparse.Namespace) -> list:
     """Return the cases that the options name, each in every dtype, those of attention with their variants."""
+    if options.cp:
+        from verification import context_parallel
+
+        return context_parallel.make_checks(options)
     from verification.matrix import ATTENTION, CHECKS
 
     sizes = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
@@ -114,10 +122,6 @@ def make_checks(options: argparse.Namespace) -> list:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    if options.cp:
-        from verification.context_parallel import run as run_context_parallel
-
-        return run_context_parallel(options)
     if options.device == "cpu":
         # Triton reads it when it is imported, in this process and in those that it starts.
         os.environ["TRITON_INTERPRET"] = "1"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fused_rope_attn import testing
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
-from fused_rope_attn.testing import Case, Comparison, Inputs, Results
+from fused_rope_attn.testing import Case, Comparison
+from verification.calls import Finding, Machine, References
 from verification.ranks import GROUPS, Ranks, group_of
 
 # Gradients that have no rows.
@@ -85,43 +83,35 @@ def joined(parts: list[dict[str, torch.Tensor]], sharding: str = "zigzag") -> di
     return found
 
 
-def expected(case: Case, total: int | None, device: str = "cpu") -> tuple[Results, Results, Inputs]:
-    """(float64, eager, inputs) of the whole sequence; with ``total`` of its first rows, and zeros behind them."""
-    inputs = testing.make_inputs(case, device)
-    if total is None or total == case.len_q:
-        return (*(testing.run_reference(inputs, case, dtype) for dtype in (torch.float64, None)), inputs)
-    short = replace(case, len_q=total, len_k=total)
-    q, k, v, cos, sin, do = inputs
-    cut = Inputs(q[:, :, :total], k[:, :, :total], v[:, :, :total], cos, sin, do[:, :, :total])
-    found = []
-    for dtype in (torch.float64, None):
-        results = testing.run_reference(cut, short, dtype)
-        behind = case.len_q - total
-        padded = [torch.nn.functional.pad(x, (0, 0, 0, behind)) for x in (results.o, *results[2:5])]
-        lse = torch.nn.functional.pad(results.lse, (0, behind), value=float("-inf"))
-        whole = Results(padded[0], lse, *padded[1:])
-        whole.dsinks, whole.dq_norm, whole.dk_norm = results.dsinks, results.dq_norm, results.dk_norm
-        found.append(whole)
-    return found[0], found[1], inputs
-
-
 def compared(
     case: Case, found: dict[str, torch.Tensor], total: int | None = None, device: str = "cpu"
 ) -> list[Comparison]:
-    """Each tensor of all rows against float64, by the contract's tolerance; weights' gradients as a whole."""
-    ref64, eager, inputs = expected(case, total, device)
-    comparisons = []
+    """Hold each tensor of all rows against float64, by the contract's tolerance; weights' gradients as a whole.
+
+    total: the rows after the first ``total`` are padding, and must be zero.
+    """
+    inputs = testing.make_inputs(case, device)
+    padding = 0 if total is None else case.len_q - total
+    tokens = slice(0, case.len_q - padding)
+    short = replace(case, len_q=tokens.stop, len_k=tokens.stop) if padding else case
+    some = {name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")}
+
+    def run(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        results = testing.run_reference(inputs._replace(**some), short, dtype)
+        rows = {name: getattr(results, name) for name in found}
+        for name, x in rows.items() if padding else ():
+            if name not in OF_WEIGHTS:
+                value, edges = (float("-inf"), (0, padding)) if name == "lse" else (0.0, (0, 0, 0, padding))
+                rows[name] = torch.nn.functional.pad(x, edges, value=value)
+        return {name: x.cpu() for name, x in rows.items()}
+
+    references, comparisons = References(run, device), []
     for name, out in found.items():
-        reference = getattr(ref64, name).cpu()
         if name not in OF_WEIGHTS:
-            comparisons.append(
-                testing.compare(
-                    name, out, reference, getattr(eager, name).cpu(), grad=name.startswith("d"), dtype=case.dtype,
-                    zero=testing.noise_of_zero(name, case, inputs),
-                )
-            )  # fmt: skip
+            comparisons.append(references.compare(name, out, case.dtype, testing.noise_of_zero(name, case, inputs)))
             continue
-        error, scale = float((out - reference.double()).abs().max()), float(reference.abs().max())
+        exact = references.exact[name]
+        error, scale = float((out - exact.double()).abs().max()), float(exact.abs().max())
         limit = (1e-4 if case.dtype == torch.float32 else 2e-2) * (scale + 1e-3)
         detail = "" if error <= limit else f"max error {error:.3g} > {limit:.3g}"
         comparisons.append(Comparison(name, error, 0.0, error / limit, 0.0, not detail, detail))
@@ -164,102 +154,56 @@ def dealt(size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class CpCheck:
     """One call of some of the ranks. given: the options that ``attend`` takes."""
 
     case: Case
     members: tuple[int, ...]
     given: dict[str, Any]
+    size: ClassVar[str] = "small"
+    backend: ClassVar[str] = "cp"
 
     @property
     def name(self) -> str:
         words = (f"{key}={value}" for key, value in self.given.items())
         return f"{self.case.name} {' '.join(words)} ranks {self.members}"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.case.dtype
 
-def _calls(options: argparse.Namespace, size: int, on_gpu: bool) -> Iterator[Call]:
-    """Every case by each group of ranks that can share it, by each method that the group has for it."""
-    for name in options.dtype or (["bfloat16"] if on_gpu else ["float16", "float32"]):
-        for case, given in _cases(getattr(torch, name), 16 if on_gpu else 1):
+    def run(self, machine: Machine) -> Iterator[Finding]:
+        device = machine.device.split(":")[0]
+        parts = pool_of(device).run(attend, self.case, self.members, device, self.given, ranks=self.members)
+        for error in (part for part in parts if isinstance(part, BaseException)):
+            yield Finding.raised("cp", error)
+            return
+        shards = joined(parts, self.given.get("sharding", "zigzag"))
+        for comparison in compared(self.case, shards, self.given.get("total_len"), device):
+            yield Finding("cp", comparison)
+
+
+@functools.cache
+def pool_of(device: str) -> Ranks:
+    """Return this process's ranks, which compile the kernels of all its calls."""
+    return Ranks(count_ranks(device), "nccl" if device == "cuda" else "gloo")
+
+
+def count_ranks(device: str) -> int:
+    return min(4, torch.cuda.device_count()) if device.startswith("cuda") else 4
+
+
+def make_checks(options: argparse.Namespace) -> list[CpCheck]:
+    """Return every case by each group of ranks that can share it, by each method that the group has for it."""
+    size, found = count_ranks(options.device), []
+    for name in options.dtype:
+        for case, given in _cases(getattr(torch, name), 16 if options.device.startswith("cuda") else 1):
             for members in GROUPS:
                 if len(members) < 2 or max(members) >= size or case.len_q % (2 * len(members)):
                     continue
                 for method in ["all_gather"] + ["all_to_all"] * (case.heads_kv % len(members) == 0):
-                    call = Call(case, members, {**given, "method": method})
+                    check = CpCheck(case, members, {**given, "method": method})
                     if given.get("sharding") == "dealt":
-                        call.given["sharding"] = dealt(len(members))
-                    if options.filter.lower() in call.name.lower():
-                        yield call
-
-
-def run(options: argparse.Namespace, pool: Ranks | None = None) -> int:
-    """``python -m verification --cp``, in a pool of processes that is there already, or in a new one: exit status 0
-    where all ranks are within tolerance, 1 where not, 2 where there are no two GPUs or no case has such a name."""
-    on_gpu = options.device.startswith("cuda")
-    size = min(4, torch.cuda.device_count()) if on_gpu else 4
-    if size < 2:
-        print("--cp: needs two GPUs, or --device cpu", file=sys.stderr)
-        return 2
-    calls = list(_calls(options, size, on_gpu))
-    if not calls:
-        print(f"--cp: no case matches --filter {options.filter!r}", file=sys.stderr)
-        return 2
-    if options.list:
-        print("\n".join(call.name for call in calls))
-        return 0
-    start = time.perf_counter()
-    if pool is not None:
-        failed = _serve(pool, _queue_of(calls), options.device)
-    else:
-        # Each pool compiles the kernels of its calls, which takes most of the time on a GPU.
-        count, waiting = max(1, min(len(calls), (options.jobs or size) // size)), _queue_of(calls)
-        with ThreadPoolExecutor(count) as threads:
-            served = [threads.submit(_serve_by_new_pool, size, waiting, options.device) for _ in range(count)]
-            failed = sum(one.result() for one in served)
-    seconds = time.perf_counter() - start
-    print(f"\n{len(calls) - failed} of {len(calls)} calls within tolerance on every rank, in {seconds:.0f} s")
-    return 1 if failed else 0
-
-
-def _queue_of(calls: list[Call]) -> SimpleQueue[Call]:
-    waiting: SimpleQueue[Call] = SimpleQueue()
-    for call in calls:
-        waiting.put(call)
-    return waiting
-
-
-def _serve_by_new_pool(size: int, waiting: SimpleQueue[Call], device: str) -> int:
-    """``_serve`` by processes of its own."""
-    pool = Ranks(size, "nccl" if device.startswith("cuda") else "gloo")
-    try:
-        return _serve(pool, waiting, device)
-    finally:
-        pool.close()
-
-
-def _serve(pool: Ranks, waiting: SimpleQueue[Call], device: str) -> int:
-    """Make calls until none is waiting, and print a line for each: how many failed."""
-    failed = 0
-    while True:
-        try:
-            call = waiting.get_nowait()
-        except Empty:
-            return failed
-        start = time.perf_counter()
-        worst, wrong = _check(pool, call, device)
-        failed += bool(wrong)
-        words = [call.name, f"{time.perf_counter() - start:.1f} s", worst, wrong]
-        print("  ".join(words).rstrip() + "\n", end="", flush=True)
-
-
-def _check(pool: Ranks, call: Call, device: str) -> tuple[str, str]:
-    """The largest ratio of one call to what is allowed, and what is wrong, "" where nothing is."""
-    parts = pool.run(attend, call.case, call.members, device.split(":")[0], call.given, ranks=call.members)
-    errors = [part for part in parts if isinstance(part, BaseException)]
-    if errors:
-        return "-", f"{type(errors[0]).__name__}: {errors[0]}"
-    shards = joined(parts, call.given.get("sharding", "zigzag"))
-    found = compared(call.case, shards, call.given.get("total_len"), device)
-    worst = max(comparison.row_ratio for comparison in found)
-    wrong = "; ".join(f"{comparison.tensor}: {comparison.detail}" for comparison in found if not comparison.ok)
-    return f"{worst:.2f} of 2.5", wrong
+                        check.given["sharding"] = dealt(len(members))
+                    found += [check] if options.filter.lower() in check.name.lower() else []
+    return found

@@ -129,13 +129,16 @@ class Worker:
         return outcome
 
     def stop(self) -> None:
+        if self.process is not None:
+            self.connection.close()
+            self.process.join(timeout=5)  # so that it can end processes of its own
         self._end()
         self.log.unlink(missing_ok=True)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.machine, str(self.log)), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, self.machine, str(self.log)))
         self.process.start()
         theirs.close()
 
