@@ -216,43 +216,108 @@ def _some(draw: Draw, names: tuple[str, ...]) -> tuple[str, ...]:
     return names if not chance(draw, 0.3) else tuple(name for name in names if chance(draw, 0.5))
 
 
-def _common(draw: Draw, machine: Machine) -> dict[str, Any]:
+# What prototypes and calls draw of each field by weight alone; a dtype is that of the call, or float32.
+_OF_SCORES = {
+    "interleaved": {False: 6, True: 4},
+    "full_width": {False: 65, True: 35},
+    "table_memory": _TABLE_MEMORY,
+    "table_batch": {False: 8, True: 2},
+}
+_OF_ATTENTION = _OF_SCORES | {
+    "causal": {True: 6, False: 4},
+    "norms": {None: 55, 0.0: 45},
+    "leading_one": {False: 8, True: 2},
+    "deterministic": {False: 88, True: 12},
+}
+_OF_DECODE = _OF_SCORES | {
+    "causal": {True: 75, False: 25},
+    "rotated": {True: 6, False: 4},
+    "append": {True: 7, False: 3},
+    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
+    "float8": {None: 7, "tensor": 1, "head": 2},
+    "norms": {None: 70, 0.0: 15, 1.0: 15},
+    "norm_eps": {1e-6: 1, 1e-2: 1},
+}
+_OF_WRITE = {
+    "interleaved": {False: 65, True: 35},
+    "rotated": {True: 7, False: 3},
+    "packed": {False: 1, True: 1},
+    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
+    "float8": {None: 6, "tensor": 1, "head": 2},
+    "layout": _ALONE,
+    "v_layout": _ALONE,
+    "table_memory": _TABLE_MEMORY,
+}
+_OF_ROPE = {
+    "interleaved": {False: 6, True: 4},
+    "inverse": {False: 7, True: 3},
+    "full_width": {False: 6, True: 4},
+    "table_form": {"plain": 4, "lead": 1, "batch": 1},
+    "table_memory": _TABLE_MEMORY,
+    "out": {"none": 6, "new": 1, "in place": 2},
+    "strided_norms": {False: 9, True: 1},
+}
+_OF_ROPE_CALLS = {
+    "infers_rotary_dim": {False: 4, True: 6},
+    "norm_eps": {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1},
+    "norm_offset": {0.0: 3, 1.0: 3, -0.25: 1},
+    "seed": {_SEED: 1},
+}
+_OF_CALLS = {
+    "extra_rows": {0: 4, 1: 1, st.integers(0, 40): 1},
+    "return_lse": {True: 1, False: 1},
+    "infers_rotary_dim": {False: 4, True: 6},
+    "seed": {_SEED: 1},
+}
+
+
+def _fields(draw: Draw, table: Mapping[str, Mapping[Any, float]]) -> dict[str, Any]:
+    return {name: pick(draw, weights) for name, weights in table.items()}
+
+
+def _dtype(draw: Draw, machine: Machine) -> torch.dtype:
+    return DTYPES[one_of(draw, *reversed(machine.dtypes))]
+
+
+def _or_float32(draw: Draw, dtype: torch.dtype, probability: float) -> torch.dtype:
+    return dtype if chance(draw, probability) else torch.float32
+
+
+def _memories(draw: Draw, *weights: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(pick(draw, layouts) for layouts in weights)
+
+
+def _scored(draw: Draw, machine: Machine) -> dict[str, Any]:
     """What the prototypes of attention and of a step have in common."""
-    dtype = DTYPES[one_of(draw, *reversed(machine.dtypes))]
-    head_dim = _head_dim(draw, machine)
+    dtype, head_dim = _dtype(draw, machine), _head_dim(draw, machine)
     masks = chance(draw, 0.7)  # the plain call is what most models make
     return {
         "dtype": dtype,
         "head_dim": head_dim,
         "rotary_dim": _rotary_dim(draw, head_dim),
-        "interleaved": chance(draw, 0.4),
-        "table_dtype": dtype if chance(draw, 0.2) else torch.float32,
-        "full_width": chance(draw, 0.35),
+        "table_dtype": _or_float32(draw, dtype, 0.2),
         "window": pick(draw, _WINDOWS) if masks else None,
         "softcap": one_of(draw, 2.0, 15.0, 50.0) if masks and chance(draw, 0.25) else 0.0,
         "sinks": masks and chance(draw, 0.3),
-        "sinks_dtype": dtype if chance(draw, 0.3) else torch.float32,
+        "sinks_dtype": _or_float32(draw, dtype, 0.3),
         "kv_starts": () if masks and chance(draw, 0.33) else None,
-        "norm_dtype": dtype if chance(draw, 0.4) else torch.float32,
-        "table_memory": pick(draw, _TABLE_MEMORY),
+        "norm_dtype": _or_float32(draw, dtype, 0.4),
     }
 
 
 # Families: a prototype, and a call of it.
 
 
-def _attention_prototype(draw: Draw, machine: Machine, *, packed: bool) -> AttentionCheck:
-    common = _common(draw, machine)
-    if packed:
-        common["kv_starts"] = None
-    return AttentionCheck(
-        1, 1, 1, 1, 1, **common,
-        causal=not chance(draw, 0.4), norms=0.0 if chance(draw, 0.45) else None,
-        table_batch=not packed and chance(draw, 0.2), seqlens=() if packed else None,
-        kv_lens=() if not packed and chance(draw, 0.2) else None,
-        memory=tuple(pick(draw, _GRADIENT if name == "do" else _MEMORY) for name in ("q", "k", "v", "do")),
-        leading_one=chance(draw, 0.2), deterministic=chance(draw, 0.12), variants=_variants(draw, machine),
-    )  # fmt: skip
+def _dense_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
+    fields = _scored(draw, machine) | _fields(draw, _OF_ATTENTION)
+    memory = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)
+    bounds = {"kv_lens": () if chance(draw, 0.2) else None}
+    return AttentionCheck(1, 1, 1, 1, 1, **fields, **bounds, memory=memory, variants=_variants(draw, machine))
+
+
+def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
+    dense = _dense_prototype(draw, machine)
+    return replace(dense, seqlens=(), kv_starts=None, kv_lens=None, table_batch=False)
 
 
 def _variants(draw: Draw, machine: Machine) -> tuple[tuple[str, str], ...]:
@@ -274,184 +339,189 @@ def _variants(draw: Draw, machine: Machine) -> tuple[tuple[str, str], ...]:
 
 
 def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> AttentionCheck:
-    p = prototype
     most = pick(draw, {600: 14, 1024: 1, 3000: 1}) if machine.has_gpu else 90
-    group, (batch, heads_kv) = _group(draw, machine, 0.5), _heads(draw, machine)
-    sizes: dict[str, Any] = {}
-    if p.seqlens is None:
-        len_k = _length(draw, most)
-        kind = pick(draw, {"same": 9, "fewer": 5, "one": 2, "more": 3, "no keys": 0.3, "no queries": 0.3})
-        len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
-        if len_q is None:
-            len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
-        len_k = 0 if kind == "no keys" else len_k
-        batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
-        if not p.causal and p.kv_lens is None:
-            len_q = min(len_q, len_k)  # more queries than keys are refused then: ``refusals``
-        if p.kv_starts is not None:
-            sizes["kv_starts"] = _bounds(draw, batch, len_k, upper=False)
-        if p.kv_lens is not None:
-            sizes["kv_lens"] = _bounds(draw, batch, len_k, upper=True)
-        longest = len_k
-    else:
-        seqlens = []
-        more = st.integers(4, 12) if machine.has_gpu else 3
-        for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, more: 2, 0: 0.3})):
-            len_k = _length(draw, most)
-            len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
-            seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
-        tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
-
-        def total(i: int) -> int:
-            return tails[i] + sum(pair[i] for pair in seqlens)
-
-        while len(seqlens) > 1 and _fitted(machine, 1, 1, group, total(0), total(1))[2:] != (total(0), total(1)):
-            seqlens.pop()
-        batch, heads_kv, *_ = _fitted(machine, 1, heads_kv, group, total(0), total(1))
-        len_q, len_k = total(0), total(1)
-        ends = [max((pair[i] for pair in seqlens), default=0) for i in range(2)]
-        more_q, more_k = (pick(draw, {0: 4, st.integers(0, 50): 1}) for _ in range(2))
-        # The reference takes its tables from the case: there must be as many rows as max_seqlen_k asks for.
-        sizes = {"seqlens": tuple(seqlens), "max_seqlens": (ends[0] + more_q, min(ends[1] + more_k, len_k))}
-        longest = max(ends)
-    norms = {}
-    if p.norms is not None:
-        norms = {"norms": pick(draw, {0.0: 3, 1.0: 3, 0.5: 1}), "norm_eps": _norm_eps(draw)}
+    group = _group(draw, machine, 0.5)
+    sizes = _dense_sizes if prototype.seqlens is None else _packed_sizes
+    fields = sizes(draw, prototype, machine, group, most) | _fields(draw, _OF_CALLS)
+    if prototype.norms is not None:
+        fields["norms"] = pick(draw, {0.0: 3, 1.0: 3, 0.5: 1})
+        fields["norm_eps"] = pick(draw, _OF_ROPE_CALLS["norm_eps"])
     return replace(
-        p, **sizes, **norms, batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, len_q=len_q, len_k=len_k,
-        window=_window(draw, p.window, longest), softmax_scale=_scale(draw, p.head_dim),
+        prototype,
+        **fields,
+        heads_q=fields["heads_kv"] * group,
+        softmax_scale=_scale(draw, prototype.head_dim),
         tables=pick(draw, {"rope": 4, "yarn": 2, "random": 4}),
-        extra_rows=pick(draw, {0: 4, 1: 1, st.integers(0, 40): 1}), seed=draw(_SEED),
-        wanted=_some(draw, ("q", "k", "v", *WEIGHTS)), return_lse=chance(draw, 0.5),
-        infers_rotary_dim=not chance(draw, 0.4), hides_nan=chance(draw, 0.5),
-        bshd=p.seqlens is None and chance(draw, 0.3),
-    )  # fmt: skip
+        wanted=_some(draw, ("q", "k", "v", *WEIGHTS)),
+        hides_nan=chance(draw, 0.5),
+        bshd=prototype.seqlens is None and chance(draw, 0.3),
+    )
 
 
-def _norm_eps(draw: Draw) -> float:
-    return pick(draw, {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1})
+def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
+    batch, heads_kv = _heads(draw, machine)
+    len_k = _length(draw, most)
+    kind = pick(draw, {"same": 9, "fewer": 5, "one": 2, "more": 3, "no keys": 0.3, "no queries": 0.3})
+    len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
+    if len_q is None:
+        len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
+    len_k = 0 if kind == "no keys" else len_k
+    batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
+    if not p.causal and p.kv_lens is None:
+        len_q = min(len_q, len_k)  # more queries than keys are refused then: ``refusals``
+    found = {"batch": batch, "heads_kv": heads_kv, "len_q": len_q, "len_k": len_k}
+    found["window"] = _window(draw, p.window, len_k)
+    if p.kv_starts is not None:
+        found["kv_starts"] = _bounds(draw, batch, len_k, upper=False)
+    if p.kv_lens is not None:
+        found["kv_lens"] = _bounds(draw, batch, len_k, upper=True)
+    return found
 
 
-def _page_size(draw: Draw) -> int | None:
-    return pick(draw, {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1})
+def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
+    _, heads_kv = _heads(draw, machine)
+    seqlens = []
+    for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
+        len_k = _length(draw, most)
+        len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
+        seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
+    tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
+
+    def totals() -> tuple[int, int]:
+        len_q, len_k = (tails[i] + sum(pair[i] for pair in seqlens) for i in range(2))
+        return len_q, len_k
+
+    while len(seqlens) > 1 and _fitted(machine, 1, 1, group, *totals())[2:] != totals():
+        seqlens.pop()
+    _, heads_kv, *_ = _fitted(machine, 1, heads_kv, group, *totals())
+    len_q, len_k = totals()
+    longest = [max((pair[i] for pair in seqlens), default=0) for i in range(2)]
+    more_q, more_k = (pick(draw, {0: 4, st.integers(0, 50): 1}) for _ in range(2))
+    # The reference takes its tables from the case: there must be as many rows as max_seqlen_k asks for.
+    max_seqlens = longest[0] + more_q, min(longest[1] + more_k, len_k)
+    found = {"heads_kv": heads_kv, "len_q": len_q, "len_k": len_k, "seqlens": tuple(seqlens)}
+    return found | {"max_seqlens": max_seqlens, "window": _window(draw, p.window, max(longest))}
 
 
-def _step_backends(draw: Draw, machine: Machine) -> tuple[str, ...]:
-    weights = {"auto": 5.0 if machine.has_gpu else 0.5, "hopper": 0.2}
-    if "triton" in machine.backends:
-        weights = {"triton": 5.0} | weights
-    found = [pick(draw, weights)]
-    if "reference" in machine.backends and chance(draw, 0.3):
-        found.append("reference")
-    return tuple(found)
+def _backends(draw: Draw, machine: Machine, weights: Mapping[str, float]) -> tuple[str, ...]:
+    weights = {name: weight for name, weight in weights.items() if name != "triton" or name in machine.backends}
+    first = pick(draw, weights)
+    return (first, "reference") if "reference" in machine.backends and chance(draw, 0.3) else (first,)
 
 
 def _decode_prototype(draw: Draw, machine: Machine) -> DecodeCheck:
-    append, page_size = chance(draw, 0.7), _page_size(draw)
-    caches = [pick(draw, _ALONE if append or page_size is not None else _MEMORY) for _ in range(2)]
+    fields = _scored(draw, machine) | _fields(draw, _OF_DECODE)
+    caches = _MEMORY if not fields["append"] and fields["page_size"] is None else _ALONE
+    layout, v_layout, *memory = _memories(draw, caches, caches, _MEMORY, _MEMORY, _MEMORY)
+    len_q = pick(draw, {1: 10, st.integers(2, 8): 4, st.integers(9, 40 if machine.has_gpu else 20): 1})
+    backends = _backends(draw, machine, {"triton": 5, "auto": 5 if machine.has_gpu else 0.5, "hopper": 0.2})
     return DecodeCheck(
-        "", (_group(draw, machine, 0.7), 1),
-        pick(draw, {1: 10, st.integers(2, 8): 4, st.integers(9, 40 if machine.has_gpu else 20): 1}), 1,
-        lengths=(), **_common(draw, machine),
-        causal=not chance(draw, 0.25), rotated=not chance(draw, 0.4), append=append, page_size=page_size,
-        float8=pick(draw, {None: 7, "tensor": 1, "head": 2}), table_batch=chance(draw, 0.2), layout=caches[0],
-        v_layout=caches[1], memory=tuple(pick(draw, _MEMORY) for _ in range(3)),
-        norms=one_of(draw, 0.0, 1.0) if chance(draw, 0.3) else None, norm_eps=one_of(draw, 1e-6, 1e-2),
-        backends=_step_backends(draw, machine),
-    )  # fmt: skip
+        "",
+        (_group(draw, machine, 0.7), 1),
+        len_q,
+        1,
+        lengths=(),
+        layout=layout,
+        v_layout=v_layout,
+        memory=tuple(memory),
+        backends=backends,
+        **fields,
+    )
 
 
 def _decode_call(draw: Draw, prototype: DecodeCheck, machine: Machine) -> DecodeCheck:
-    p, on_gpu = prototype, machine.has_gpu
+    p, on_gpu, group = prototype, machine.has_gpu, prototype.heads[0]
     batch, heads_kv = _heads(draw, machine)
     if on_gpu and chance(draw, 0.15):
         batch = _number(draw, 5, 40)
     most = pick(draw, {700: 10, 5000: 3, 20000: 1}) if on_gpu else 70
-    capacity = _number(draw, p.len_q, pick(draw, {most: 2, 40: 1}))
-    capacity = -(-capacity // (p.page_size or 1)) * (p.page_size or 1)
-    group = p.heads[0]
-    # In the interpreter each row of the output has a program of its own.
-    while batch * heads_kv > 1 and (
-        heads_kv * batch * capacity > 300_000 if on_gpu else batch * heads_kv * group * p.len_q > 16
-    ):
+    capacity = _in_pages(p, _number(draw, p.len_q, pick(draw, {most: 2, 40: 1})))
+
+    def is_affordable() -> bool:
+        # In the interpreter each row of the output has a program of its own.
+        return heads_kv * batch * capacity < 300_000 if on_gpu else batch * heads_kv * group * p.len_q <= 16
+
+    while batch * heads_kv > 1 and not is_affordable():
         batch, heads_kv = (batch - 1, heads_kv) if batch > 1 else (batch, heads_kv - 1)
     free = capacity - p.len_q if p.append else capacity
-    lengths = tuple(
-        pick(draw, {st.integers(0, free): 8, st.integers(free // 2, free): 6, free: 2, 0: 1, capacity: 0.5,
-                    capacity + 2: 0.2, -1: 0.2, max(0, capacity - 1): 0.3})
-        for _ in range(batch)
-    )  # fmt: skip
+    usual = {st.integers(0, free): 8, st.integers(free // 2, free): 6, free: 2, 0: 1}
+    odd = {capacity: 0.5, capacity + 2: 0.2, -1: 0.2, max(0, capacity - 1): 0.3}
+    lengths = tuple(pick(draw, usual | odd) for _ in range(batch))
     starts = p.kv_starts
     if starts is not None:
-        starts = tuple(pick(draw, {0: 3, st.integers(0, max(0, n)): 5, n + 1: 0.4, n + p.len_q + 3: 0.2, -2: 0.2})
-                       for n in lengths)  # fmt: skip
+        starts = tuple(
+            pick(draw, {0: 3, st.integers(0, max(0, n)): 5, n + 1: 0.4, n + p.len_q + 3: 0.2, -2: 0.2}) for n in lengths
+        )
     return replace(
-        p, heads=(heads_kv * group, heads_kv), capacity=capacity, lengths=lengths, kv_starts=starts,
-        window=_window(draw, p.window, capacity), softmax_scale=_scale(draw, p.head_dim),
-        random_tables=not chance(draw, 0.5), extra_rows=pick(draw, {0: 4, 1: 1, st.integers(0, 40): 1}),
-        return_lse=chance(draw, 0.5), infers_rotary_dim=not chance(draw, 0.4), bshd=chance(draw, 0.3),
-        seed=draw(_SEED),
-    )  # fmt: skip
+        p,
+        **_fields(draw, _OF_CALLS),
+        heads=(heads_kv * group, heads_kv),
+        capacity=capacity,
+        lengths=lengths,
+        kv_starts=starts,
+        window=_window(draw, p.window, capacity),
+        softmax_scale=_scale(draw, p.head_dim),
+        random_tables=not chance(draw, 0.5),
+        bshd=chance(draw, 0.3),
+    )
+
+
+def _in_pages(check: DecodeCheck, rows: int) -> int:
+    """Round a number of rows up to whole pages, if the caches have pages."""
+    size = check.page_size or 1
+    return -(-rows // size) * size
 
 
 def _write_prototype(draw: Draw, machine: Machine) -> WriteCheck:
-    dtype, head_dim = DTYPES[one_of(draw, *reversed(machine.dtypes))], _head_dim(draw, machine)
-    heads = _number(draw, 1, 9 if machine.has_gpu else 5)
-    return WriteCheck(
-        "", (heads, heads), 1, 1, head_dim, (), dtype=dtype, rotary_dim=_rotary_dim(draw, head_dim),
-        interleaved=chance(draw, 0.35), rotated=not chance(draw, 0.3), random_tables=True,
-        table_dtype=dtype if chance(draw, 0.2) else torch.float32, packed=chance(draw, 0.5),
-        page_size=_page_size(draw), float8=pick(draw, {None: 6, "tensor": 1, "head": 2}),
-        memory=tuple(pick(draw, _MEMORY) for _ in range(3)), layout=pick(draw, _ALONE), v_layout=pick(draw, _ALONE),
-        table_memory=pick(draw, _TABLE_MEMORY), backends=_write_backends(draw, machine),
-    )  # fmt: skip
-
-
-def _write_backends(draw: Draw, machine: Machine) -> tuple[str, ...]:
-    first = "triton" if "triton" in machine.backends else "auto"
-    return (first, "reference") if "reference" in machine.backends and chance(draw, 0.3) else (first,)
+    dtype, head_dim = _dtype(draw, machine), _head_dim(draw, machine)
+    fields = {"dtype": dtype, "rotary_dim": _rotary_dim(draw, head_dim)} | _fields(draw, _OF_WRITE)
+    fields["table_dtype"] = _or_float32(draw, dtype, 0.2)
+    fields["backends"] = _backends(draw, machine, {"triton": 1} if "triton" in machine.backends else {"auto": 1})
+    heads, memory = _number(draw, 1, 9 if machine.has_gpu else 5), _memories(draw, _MEMORY, _MEMORY, _MEMORY)
+    return WriteCheck("", (heads, heads), 1, 1, head_dim, (), random_tables=True, memory=memory, **fields)
 
 
 def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteCheck:
-    page_size = prototype.page_size or 1
-    most = pick(draw, {600: 5, 3000: 1}) if machine.has_gpu else 60
-    capacity = -(-_number(draw, 1, most) // page_size) * page_size
+    capacity = _in_pages(prototype, _number(draw, 1, pick(draw, {600: 5, 3000: 1}) if machine.has_gpu else 60))
     batch = _number(draw, 1, 12 if machine.has_gpu else 3)
     new = tuple(pick(draw, {st.integers(0, capacity): 6, 0: 1, capacity + 5: 0.5}) for _ in range(batch))
     cached = {0: 4, st.integers(0, capacity): 4, -2: 0.3, capacity + 3: 0.3}
-    return replace(
-        prototype, lengths=tuple(pick(draw, cached) for _ in new), new=new, capacity=capacity,
-        len_q=(sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1}), bshd=chance(draw, 0.4),
-        seed=draw(_SEED),
-    )  # fmt: skip
+    rows = (sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1})
+    fields = {"bshd": chance(draw, 0.4), "seed": draw(_SEED), "len_q": rows, "capacity": capacity, "new": new}
+    return replace(prototype, lengths=tuple(pick(draw, cached) for _ in new), **fields)
 
 
-def _rope_prototype(draw: Draw, machine: Machine, *, several: bool) -> RopeCheck:
+def _one_rope_prototype(draw: Draw, machine: Machine, names: tuple[str, ...] = ("x",)) -> RopeCheck:
     dtype = pick(draw, {DTYPES[name]: 1.0 for name in reversed(machine.dtypes)} | {torch.float64: 0.1})
-    names = ("x",) if not several else pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1})
+    fields = {"dtype": dtype, "names": names} | _fields(draw, _OF_ROPE)
     # Any head dim from 2 up is served, odd ones too.
     head_dim = pick(draw, {64: 4, 128: 4, 32: 3, 16: 2, 80: 2, 96: 1, 256: 1, 24: 1, 7: 1, 2: 0.5, 320: 0.5})
     layout = pick(draw, {"bhsd": 4, "bshd": 4, "sbhd": 2, "thd": 3})
-    if layout == "thd":
-        positions = pick(draw, {"index": 4, "ids": 1, "row ids": 1})
-    else:
-        positions = pick(draw, {"index": 5, "ids": 2, "row ids": 1} | ({"two ids": 1} if head_dim >= 4 else {}))
+    two_ids = {"two ids": 1} if head_dim >= 4 and layout != "thd" else {}
+    positions = pick(draw, {"index": 5, "ids": 2, "row ids": 1} | two_ids)
     rotary_dim = _rotary_dim(draw, head_dim // 2 * 2)
-    out = pick(draw, {"none": 6, "new": 1, "in place": 2})
-    memory = [pick(draw, _ALONE if out == "in place" else _MEMORY) for _ in names]
+    memory = [_ALONE if fields["out"] == "in place" else _MEMORY] * len(names) + [_GRADIENT] * len(names)
     # Tiles are sized by heads, so that these belong to the prototype.
-    heads = tuple(_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2))
+    first, other = (_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2))
     return RopeCheck(
-        "", names=names, dtype=dtype, head_dim=head_dim, layout=layout, positions=positions,
+        "",
+        **fields,
+        head_dim=head_dim,
         rotary_dim=max(4, rotary_dim // 4 * 4) if positions == "two ids" else rotary_dim,
+        layout=layout,
+        positions=positions,
         lengths=() if layout == "thd" and positions == "index" else None,
-        interleaved=chance(draw, 0.4), inverse=chance(draw, 0.3), full_width=chance(draw, 0.4), random_tables=True,
-        table_dtype=dtype if dtype == torch.float64 or chance(draw, 0.25) else torch.float32,
-        table_form=pick(draw, {"plain": 4, "lead": 1, "batch": 1}), table_memory=pick(draw, _TABLE_MEMORY),
-        memory=(*memory, *(pick(draw, _GRADIENT) for _ in names)), out=out, heads=(*heads, heads[1])[: len(names)],
-        norms=one_of(draw, "float32", "input") if several and chance(draw, 0.5) else "",
-        strided_norms=chance(draw, 0.1),
-    )  # fmt: skip
+        random_tables=True,
+        table_dtype=dtype if dtype == torch.float64 else _or_float32(draw, dtype, 0.25),
+        memory=_memories(draw, *memory),
+        heads=(first, other, other)[: len(names)],
+    )
+
+
+def _rope_prototype(draw: Draw, machine: Machine) -> RopeCheck:
+    names = pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1})
+    norms = pick(draw, {"": 2, "float32": 1, "input": 1})
+    return replace(_one_rope_prototype(draw, machine, names), norms=norms)
 
 
 def _rope_call(draw: Draw, prototype: RopeCheck, machine: Machine) -> RopeCheck:
@@ -468,21 +538,23 @@ def _rope_call(draw: Draw, prototype: RopeCheck, machine: Machine) -> RopeCheck:
     else:
         rows = length + _number(draw, 0, 5) if p.positions == "index" else _number(draw, 1, most)
     return replace(
-        p, batch=1 if p.layout == "thd" else pick(draw, {1: 6, 2: 5, 3: 2, 0: 0.3}), length=length, rows=rows,
-        lengths=lengths, outside=p.positions != "index" and chance(draw, 0.2),
-        wanted=_some(draw, (*p.names, *NORMS)), infers_rotary_dim=not chance(draw, 0.4), norm_eps=_norm_eps(draw),
-        norm_offset=pick(draw, {0.0: 3, 1.0: 3, -0.25: 1}), seed=draw(_SEED),
-    )  # fmt: skip
+        p,
+        **_fields(draw, _OF_ROPE_CALLS),
+        batch=1 if p.layout == "thd" else pick(draw, {1: 6, 2: 5, 3: 2, 0: 0.3}),
+        length=length,
+        rows=rows,
+        lengths=lengths,
+        outside=p.positions != "index" and chance(draw, 0.2),
+        wanted=_some(draw, (*p.names, *NORMS)),
+    )
 
 
 def _corope_prototype(draw: Draw, machine: Machine) -> CoRopeCheck:
     head_dim = pick(draw, {32: 4, 64: 3, 96: 1, 128: 1, 40: 1, 16: 0.5})
     is_served = "triton" in machine.backends and 32 <= head_dim <= 128
-    return CoRopeCheck(
-        "", 1, _group(draw, machine, 0.6), 1, 1, head_dim, dtype=DTYPES[one_of(draw, *reversed(machine.dtypes))],
-        memory=tuple(pick(draw, memory) for memory in (_MEMORY, _MEMORY, _MEMORY, _GRADIENT)),
-        public=machine.has_gpu or not is_served or chance(draw, 0.2),
-    )  # fmt: skip
+    is_public = machine.has_gpu or not is_served or chance(draw, 0.2)
+    fields = {"dtype": _dtype(draw, machine), "memory": _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)}
+    return CoRopeCheck("", 1, _group(draw, machine, 0.6), 1, 1, head_dim, public=is_public, **fields)
 
 
 def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRopeCheck:
@@ -491,26 +563,28 @@ def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRope
     cost = group * (prototype.head_dim if machine.has_gpu else 1)  # the reference keeps a vector of each score
     batch, heads_kv, length, _ = _fitted(machine, max(batch, 1), heads_kv, cost, length, length)
     return replace(
-        prototype, batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, length=length,
+        prototype,
+        batch=batch,
+        heads_q=heads_kv * group,
+        heads_kv=heads_kv,
+        length=length,
         base=one_of(draw, 10000.0, 500.0, 500000, 10.0),
-        softmax_scale=pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5}), wanted=_some(draw, NAMES), seed=draw(_SEED),
-    )  # fmt: skip
+        softmax_scale=pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5}),
+        wanted=_some(draw, NAMES),
+        seed=draw(_SEED),
+    )
 
 
 @dataclass(frozen=True)
 class Family:
-    """The calls of one public function, and how often they are drawn on a GPU and in Triton's interpreter.
-
-    sizes: the fields that a call adds to its prototype.
-    """
+    """The calls of one public function, and how often they are drawn on a GPU and in Triton's interpreter."""
 
     prototype: Callable[..., Any]
     call: Callable[..., Any]
     weights: tuple[float, float]
-    options: tuple[tuple[str, bool], ...] = ()
 
     def prototypes(self, machine: Machine) -> st.SearchStrategy:
-        return st.composite(lambda draw: self.prototype(draw, machine, **dict(self.options)))()
+        return st.composite(lambda draw: self.prototype(draw, machine))()
 
     def calls_of(self, prototype: Any, machine: Machine) -> st.SearchStrategy:
         """Calls of a prototype; one in six is made illegal."""
@@ -526,11 +600,11 @@ class Family:
 
 
 FAMILIES = {
-    "attention": Family(_attention_prototype, _attention_call, (8, 8), (("packed", False),)),
-    "packed": Family(_attention_prototype, _attention_call, (4, 4), (("packed", True),)),
+    "attention": Family(_dense_prototype, _attention_call, (8, 8)),
+    "packed": Family(_packed_prototype, _attention_call, (4, 4)),
     "decode": Family(_decode_prototype, _decode_call, (5, 2)),
-    "rope": Family(_rope_prototype, _rope_call, (1.5, 2), (("several", False),)),
-    "rope of several": Family(_rope_prototype, _rope_call, (2, 2), (("several", True),)),
+    "rope": Family(_one_rope_prototype, _rope_call, (1.5, 2)),
+    "rope of several": Family(_rope_prototype, _rope_call, (2, 2)),
     "corope": Family(_corope_prototype, _corope_call, (1, 0.7)),
     "write": Family(_write_prototype, _write_call, (1.5, 1)),
 }

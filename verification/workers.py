@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -59,6 +60,7 @@ def run_check(check: Any, machine: Machine) -> Outcome:
     if machine.has_gpu:
         is_fatal = not _gpu_is_alive()
         if not is_fatal and torch.cuda.memory_reserved() > _KEPT_BYTES:
+            gc.collect()
             torch.cuda.empty_cache()
     return Outcome(check, tuple(findings), skipped, time.perf_counter() - start, is_fatal)
 
