@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,23 +69,6 @@ class Finding:
         """The error as a share of what the tolerance allows; above 1 is too much."""
         limit = 3.0 if self.found.tensor.startswith("d") else 2.0
         return max(self.found.ratio / limit, self.found.row_ratio / 2.5)
-
-
-class Check(Protocol):
-    """A legal call of one public function, as data."""
-
-    name: str
-    size: str  # "small" (in the interpreter, too), "large", or "huge" (alone on a GPU)
-    dtype: torch.dtype
-    function: ClassVar[str] | str  # the public function's name
-
-    def run(self, machine: Machine) -> Iterator[Finding]:
-        """Run it, and hold each result of each of its backends against float64."""
-        ...
-
-    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Return the public function, and its arguments by name as a user passes them."""
-        ...
 
 
 def literal(value: Any) -> str:

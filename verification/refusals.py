@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_rope_attn import testing
-from verification.calls import Check, Finding, Machine, copies, refusal, untouched
+from verification.calls import Finding, Machine, copies, refusal, untouched
 
 Arguments = dict[str, Any]
+Condition = Callable[[Arguments], bool]
+Change = Callable[[Arguments], Arguments]
 CACHES = ("k_cache", "v_cache")
 NORMS = ("q_norm", "k_norm")
 SCALES = ("k_scale", "v_scale")
@@ -26,48 +28,52 @@ ENDS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens")
 class Mutation:
     """One way to make a call illegal.
 
-    change: gets the arguments of a legal call, and returns those to replace; None if it does not apply.
-    error: what must be raised, exactly. words: the message must begin with one of them, or quote it.
+    applies: to the arguments of a legal call. change: returns those to replace. error: what must be raised, exactly.
+    words: the message must begin with one of them, or quote it.
     is_seen_on_gpu: False for values that only the device knows: there the call computes nothing, ``nothing_comes_of``.
     """
 
     name: str
-    change: Callable[[Arguments], Arguments | None]
+    applies: Condition
+    change: Change
     error: type[Exception]
     words: tuple[str, ...]
     is_seen_on_gpu: bool = True
 
 
-def _of(name: str, change: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments | None]:
-    """Change one tensor, if the call has it; ``change`` returns None where it does not apply."""
-
-    def changed(a: Arguments) -> Arguments | None:
-        value = None if a.get(name) is None else change(a[name])
-        return None if value is None else {name: value}
-
-    return changed
+def _rotates(a: Arguments) -> bool:
+    return "inverse" in a
 
 
-def _set(name: str, value: Any) -> Callable[[Arguments], Arguments | None]:
-    """Set an argument that the function has, whatever it was."""
-    return lambda a: {name: value} if name in a else None
+def _attends(a: Arguments) -> bool:
+    return "q" in a and not _rotates(a)
 
 
-def _is_rotation(arguments: Arguments) -> bool:
-    return "inverse" in arguments
+def _chooses(a: Arguments) -> bool:
+    """Whether the call chooses its backend."""
+    return "backend" in a
 
 
-def _is_attention(arguments: Arguments) -> bool:
-    return "q" in arguments and not _is_rotation(arguments)
+def _writes_cache(a: Arguments) -> bool:
+    return "k_cache" in a and a["k"] is not None
 
 
-def _first(arguments: Arguments) -> str:
+def _has(name: str, other: str = "") -> Condition:
+    """Whether the function has an argument, and the call passes the other one."""
+    return lambda a: name in a and a.get(other or name) is not None
+
+
+def _first(a: Arguments) -> str:
     """Name the tensor whose dtype and device count."""
-    return "x" if "x" in arguments else "q"
+    return "x" if "x" in a else "q"
 
 
-def _keys(arguments: Arguments) -> str:
-    return "k_cache" if "k_cache" in arguments else "k"
+def _keys(a: Arguments) -> str:
+    return "k_cache" if "k_cache" in a else "k"
+
+
+def _values(a: Arguments) -> str:
+    return "v_cache" if "k_cache" in a else "v"
 
 
 def _other_float(x: Tensor) -> torch.dtype:
@@ -83,183 +89,75 @@ def _longer(x: Tensor) -> Tensor:
     return torch.cat((x, x.new_zeros(1)))
 
 
-def _axis(arguments: Arguments, of: str) -> int:
-    """Return the axis of q's, k's and v's "heads" or "rows"."""
-    if _is_rotation(arguments):
-        return {"bhsd": 2, "bshd": 1, "sbhd": 0, "thd": 0}[arguments["layout"]]
-    if arguments["q"].ndim == 3:
-        return {"heads": 1, "rows": 0}[of]
-    return {"heads": 1, "rows": 2}[of] if arguments.get("layout") != "bshd" else {"heads": 2, "rows": 1}[of]
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def _ints(a: Arguments, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=a["cos"].device)
+
+
+def _heads_axis(a: Arguments) -> int:
+    return 2 if a.get("layout") == "bshd" else 1
+
+
+def _rows_axis(a: Arguments) -> int:
+    if _rotates(a):
+        return {"bhsd": 2, "bshd": 1, "sbhd": 0, "thd": 0}[a["layout"]]
+    return 0 if a["q"].ndim == 3 else 3 - _heads_axis(a)
 
 
 def _resized(x: Tensor, axis: int, size: int) -> Tensor:
     return x.new_zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
-def _indivisible_heads(a: Arguments) -> Arguments | None:
-    """Give k and v one head more than q has."""
-    if not _is_attention(a):
-        return None
-    axis = _axis(a, "heads")
-    return {x: _resized(a[x], axis, a["q"].shape[axis] + 1) for x in (CACHES if "k_cache" in a else ("k", "v"))}
+def _each(a: Arguments, names: Iterable[str], change: Callable[[Tensor], Any]) -> Arguments:
+    """Change those of the tensors that the call passes."""
+    return {name: change(a[name]) for name in names if a.get(name) is not None}
 
 
-def _odd_head_dim(a: Arguments) -> Arguments | None:
-    if not _is_attention(a) or a["q"].shape[-1] < 3:
-        return None
-    return {name: a[name][..., :-1] for name in ("q", "k", "v", *CACHES) if a.get(name) is not None}
+def _more_heads(a: Arguments) -> Arguments:
+    """Give k and v one head more than q has, so that it cannot be a multiple."""
+    axis = _heads_axis(a)
+    return _each(a, (_keys(a), _values(a)), lambda x: _resized(x, axis, a["q"].shape[axis] + 1))
 
 
-def _longer_v(a: Arguments) -> Arguments | None:
-    name = "v_cache" if "v_cache" in a else "v"
-    if not _is_attention(a) or a.get(name) is None:
-        return None
-    axis = _axis(a, "rows")
-    return {name: _resized(a[name], axis, a[name].shape[axis] + 1)} if a[name].shape[axis] else None
-
-
-def _other_batch(a: Arguments) -> Arguments | None:
-    if not _is_attention(a) or a["q"].ndim == 3:
-        return None
-    return {_keys(a): _resized(a[_keys(a)], 0, a[_keys(a)].shape[0] + 1)}
-
-
-def _short_tables(a: Arguments) -> Arguments | None:
-    """Take one row too many from the tables."""
-    if "cos" not in a or a.get("position_ids") is not None or a.get("cu_seqlens") is not None:
-        return None
+def _needed_rows(a: Arguments) -> int:
+    """Return how many rows the tables need."""
     if "max_seqlen_k" in a:
-        rows = a["max_seqlen_k"]
-    else:
-        rows = a[_first(a) if _is_rotation(a) else _keys(a)].shape[_axis(a, "rows")]
-    return {name: a[name][..., : rows - 1, :] for name in ("cos", "sin")} if rows else None
+        return a["max_seqlen_k"]
+    return a[_first(a) if _rotates(a) else _keys(a)].shape[_rows_axis(a)]
 
 
-def _negative_positions(a: Arguments) -> Arguments | None:
-    """Pass more queries than keys, not causal, and no lengths."""
-    if "kv_lens" not in a:
-        return None
-    axis = _axis(a, "rows")
-    return {"q": _resized(a["q"], axis, a["k"].shape[axis] + 1), "causal": False, "kv_lens": None}
-
-
-def _writes_cache(a: Arguments) -> bool:
-    return "k_cache" in a and a["k"] is not None
-
-
-def _shared_cache(name: str) -> Callable[[Arguments], Arguments | None]:
-    def change(a: Arguments) -> Arguments | None:
-        return {name: a[name][..., :1].expand_as(a[name])} if _writes_cache(a) and a[name].numel() else None
-
-    return change
-
-
-def _fewer_columns(a: Arguments) -> Arguments | None:
-    """Take two columns from k or from k_cache."""
-    if not _is_attention(a) or a[_keys(a)].shape[-1] < 4:
-        return None
-    return {_keys(a): a[_keys(a)][..., :-2]}
-
-
-def _without(name: str, other: str) -> Callable[[Arguments], Arguments | None]:
-    """Leave out one of two arguments that come together."""
-    return lambda a: {name: None} if name in a and a.get(other) is not None else None
-
-
-def _cached_leaf(name: str) -> Callable[[Arguments], Arguments | None]:
-    """Let a tensor of a call without gradients require one."""
-    return lambda a: {name: a[name].detach().requires_grad_()} if "k_cache" in a else None
-
-
-def _too_many_new_tokens(a: Arguments) -> Arguments | None:
-    if not _writes_cache(a):
-        return None
-    axis = _axis(a, "rows")
+def _more_tokens_than_rows(a: Arguments) -> Arguments:
+    axis = _rows_axis(a)
     pages = 1 if a.get("block_table") is None else a["block_table"].shape[1]
-    return {name: _resized(a[name], axis, a["k_cache"].shape[axis] * pages + 1) for name in ("q", "k", "v")}
+    return _each(a, ("q", "k", "v"), lambda x: _resized(x, axis, a["k_cache"].shape[axis] * pages + 1))
 
 
-def _float64_for(backend: str) -> Callable[[Arguments], Arguments | None]:
-    def change(a: Arguments) -> Arguments | None:
-        if "backend" not in a:
-            return None
-        names = ("q", "k", "v", "cos", "sin", *NORMS)
-        found: Arguments = {name: a[name].double() for name in names if a.get(name) is not None}
-        if a.get("sinks") is not None:
-            found["sinks"] = a["sinks"].float()
-        return found | {"backend": backend, "strategy": "auto"}
-
-    return change
+def _in_float64(a: Arguments) -> Arguments:
+    return _each(a, ("q", "k", "v", "cos", "sin", *NORMS), Tensor.double) | _each(a, ("sinks",), Tensor.float)
 
 
-def _wide_heads(a: Arguments) -> Arguments | None:
-    if "backend" not in a:
-        return None
-    names = [name for name in ("q", "k", "v", *NORMS) if a.get(name) is not None]
-    widened = {name: torch.cat([a[name]] * 160, -1)[..., :320] for name in names}
+def _of_320_columns(a: Arguments) -> Arguments:
+    widened = _each(a, ("q", "k", "v", *NORMS), lambda x: torch.cat([x] * 160, -1)[..., :320])
     width = a["cos"].shape[-1]
-    return widened | {"rotary_dim": width if width % 2 == 0 else 2 * width, "backend": "triton", "strategy": "auto"}
+    return widened | {"rotary_dim": width if width % 2 == 0 else 2 * width}
 
 
-def _tables(change: Callable[[Arguments, Tensor], Tensor]) -> Callable[[Arguments], Arguments | None]:
-    return lambda a: {name: change(a, a[name]) for name in ("cos", "sin")} if "cos" in a else None
+def _out(a: Arguments, make: Callable[[Tensor], Any]) -> Arguments:
+    """Pass ``out``: a tensor of apply_rope, a tuple of apply_rope_qk."""
+    made = _each(a, ("x", "q", "k", "v"), make)
+    return {"out": made["x"] if "x" in a else tuple(made.values())}
 
 
-def _outs(a: Arguments, make: Callable[[Tensor], Any]) -> Any:
-    if "x" in a:
-        return make(a["x"])
-    return tuple(make(a[name]) for name in ("q", "k", "v") if a.get(name) is not None)
+def _can_have_out(a: Arguments) -> bool:
+    return _rotates(a) and a[_first(a)].numel() > 1
 
 
-def _out(make: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments | None]:
-    return lambda a: {"out": _outs(a, make)} if _is_rotation(a) and a[_first(a)].numel() > 1 else None
-
-
-def _leaf_with_out(name: str) -> Callable[[Arguments], Arguments | None]:
-    """Pass ``out`` although an argument requires a gradient: a name, or "" for the first tensor."""
-
-    def change(a: Arguments) -> Arguments | None:
-        leaf = name or _first(a)
-        if not _is_rotation(a) or a.get(leaf) is None:
-            return None
-        return {leaf: a[leaf].detach().requires_grad_(), "out": _outs(a, torch.zeros_like)}
-
-    return change
-
-
-def _with_tangent(name: str) -> Callable[[Arguments], Arguments | None]:
+def _tangent(name: str) -> Change:
     """Differentiate in forward mode."""
-
-    def change(a: Arguments) -> Arguments | None:
-        if a.get(name) is None or a.get("out") is not None:
-            return None
-        return {name: forward_ad.make_dual(a[name].clone(), torch.ones_like(a[name]))}
-
-    return change
-
-
-def _short_out(a: Arguments) -> Arguments | None:
-    return {"out": (torch.zeros_like(a["q"]),)} if _is_rotation(a) and "q" in a else None
-
-
-def _reference_strategy(a: Arguments) -> Arguments | None:
-    return {"backend": "reference", "strategy": "inline"} if "backend" in a else None
-
-
-def _packed_without_ends(a: Arguments) -> Arguments | None:
-    return {"cu_seqlens": None, "position_ids": None} if a.get("layout") == "thd" else None
-
-
-def _ends_without_packed(a: Arguments) -> Arguments | None:
-    if not _is_rotation(a) or a["layout"] == "thd":
-        return None
-    return {"cu_seqlens": torch.zeros(2, dtype=torch.int32, device=a["cos"].device), "position_ids": None}
-
-
-def _ids_and_ends(a: Arguments) -> Arguments | None:
-    if a.get("cu_seqlens") is None:
-        return None
-    return {"position_ids": torch.zeros(1, dtype=torch.int64, device=a["cos"].device)}
+    return lambda a: {name: forward_ad.make_dual(a[name].clone(), torch.ones_like(a[name]))}
 
 
 _TENSORS = (
@@ -285,13 +183,12 @@ _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception
     ((*_BOUNDS, *ENDS, *NORMS), "of rank 2", lambda x: x[None], ValueError),
     ((*_BOUNDS, *NORMS), "too long", _longer, ValueError),
     (("block_table", *SCALES), "of another dtype", lambda x: x.double(), TypeError),
-    (("block_table", *SCALES), "too long", lambda x: torch.cat((x, x, x)) if len(x) else None, ValueError),
+    (("block_table", *SCALES), "too long", lambda x: torch.cat((x, x, x)), ValueError),
     (("block_table",), "of rank 1", lambda x: x.flatten(), ValueError),
     (NORMS, "of another dtype", lambda x: x.to(torch.int32), TypeError),
     (("position_ids",), "of floats", lambda x: x.float(), TypeError),
-    (("position_ids",), "too long", lambda x: torch.cat((x, x[..., :1]), -1) if x.numel() else None, ValueError),
+    (("position_ids",), "too long", lambda x: torch.cat((x, x[..., :1]), -1), ValueError),
     (("cu_seqlens_k",), "too long", lambda x: torch.cat((x, x[-1:])), ValueError),
-    (("cu_seqlens_q",), "with gaps", lambda x: x.repeat_interleave(2)[::2] if len(x) > 1 else None, ValueError),
     (("cos", "sin"), "requires a gradient", lambda x: x.detach().requires_grad_(), ValueError),
     (("sin",), "of another shape", lambda x: torch.cat((x, x), -1), ValueError),
 )
@@ -318,55 +215,100 @@ _VALUES: tuple[tuple[tuple[str, ...], tuple[Any, ...], type[Exception]], ...] = 
     (("max_seqlen_q", "max_seqlen_k"), (-1,), ValueError),
     (("max_seqlen_q", "max_seqlen_k"), (8.0, True), TypeError),
 )
-_OTHERS: tuple[tuple[str, Callable[[Arguments], Arguments | None], type[Exception], tuple[str, ...]], ...] = (
-    # Of two caches that differ, either may be meant: both may be of q's dtype, or of float8.
-    *((f"{name} of another dtype", _of(name, lambda x: x.to(_other_float(x))), TypeError, CACHES) for name in CACHES),
-    *((f"{name} whose rows share memory", _shared_cache(name), ValueError, CACHES) for name in CACHES),
-    *((f"{name} requires a gradient", _cached_leaf(name), ValueError, (name,)) for name in ("q", *CACHES)),
-    *((f"{b} without {a}", _without(a, b), ValueError, (a,)) for a, b in (NORMS, NORMS[::-1], ("v", "k"))),
+_OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], ...] = (
+    # name, when it applies, the arguments to replace, the error, and the words of its message
+    ("q_norm is left out", _has("q_norm", "k_norm"), lambda a: {"q_norm": None}, ValueError, ("q_norm",)),
+    ("k_norm is left out", _has("k_norm", "q_norm"), lambda a: {"k_norm": None}, ValueError, ("k_norm",)),
+    ("v is left out", _writes_cache, lambda a: {"v": None}, ValueError, ("v",)),
     *(
-        (f"a tangent of {x}", _with_tangent(x), NotImplementedError, _FUNCTIONS)
+        (f"a tangent of {x}", lambda a, x=x: a.get(x) is not None and a.get("out") is None, _tangent(x),
+         NotImplementedError, _FUNCTIONS)
         for x in ("x", "q", "k", "sinks", *NORMS)
     ),
-    ("more heads of k than of q", _indivisible_heads, ValueError, ("k", "k_cache")),
-    ("an odd head dim", _odd_head_dim, ValueError, ("q",)),
-    ("k of other columns", _fewer_columns, ValueError, ("k", *CACHES)),
-    ("v of another length", _longer_v, ValueError, ("v", "v_cache")),
-    ("k of another batch", _other_batch, ValueError, ("k", *CACHES)),
-    ("queries at negative positions", _negative_positions, ValueError, ("q",)),
-    ("more new tokens than rows", _too_many_new_tokens, ValueError, ("k",)),
-    ("tables too short", _short_tables, ValueError, ("cos",)),
-    ("tables of another dtype", _tables(lambda a, x: x.to(_other_float(a[_first(a)]))), TypeError, ("cos",)),
-    ("tables of rank 1", _tables(lambda a, x: x.flatten()), ValueError, ("cos",)),
-    ("tables of another batch", _tables(lambda a, x: x.new_zeros((7, *x.shape[-2:]))), ValueError, ("cos",)),
-    ("tables without columns", _tables(lambda a, x: x[..., :0]), ValueError, ("cos",)),
-    ("a strategy of the reference", _reference_strategy, ValueError, ("strategy",)),
-    ("float64 for triton", _float64_for("triton"), NotImplementedError, ("q",)),
-    ("float64 for hopper", _float64_for("hopper"), NotImplementedError, ("q",)),
-    ("320 columns for kernels", _wide_heads, NotImplementedError, ("q",)),
-    ("packed without cu_seqlens", _packed_without_ends, ValueError, ("cu_seqlens",)),
-    ("cu_seqlens without packed", _ends_without_packed, ValueError, ("cu_seqlens",)),
-    ("ids and cu_seqlens", _ids_and_ends, ValueError, ("position_ids",)),
-    ("out of another shape", _out(lambda x: x.new_zeros((*x.shape[:-1], x.shape[-1] + 1))), ValueError, ("out",)),
-    ("out of another dtype", _out(lambda x: x.to(_other_float(x))), TypeError, ("out",)),
-    ("out of shared memory", _out(lambda x: x.new_zeros(1).expand_as(x)), ValueError, ("out",)),
-    ("out on another device", _out(_elsewhere), ValueError, ("out",)),
-    ("out of no tensor", _out(lambda x: 1.0), TypeError, ("out",)),
-    ("out of one tensor too few", _short_out, ValueError, ("out",)),
-    ("out, and a leaf", _leaf_with_out(""), ValueError, ("out",)),
-    ("out, and a norm that is a leaf", _leaf_with_out("q_norm"), ValueError, ("out",)),
-    ("an unknown keyword", lambda a: {"no_such_argument": 1}, TypeError, ("no_such_argument",)),
-)
+    *(
+        (f"{x} requires a gradient", lambda a: "k_cache" in a, lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
+        for x in ("q", *CACHES)
+    ),
+    # Of two caches that differ, either may be meant: both may be of q's dtype, or of float8.
+    *(
+        (f"{x} of another dtype", _has(x), lambda a, x=x: {x: a[x].to(_other_float(a[x]))}, TypeError, CACHES)
+        for x in CACHES
+    ),
+    *(
+        (f"{x} whose rows share memory", lambda a, x=x: _writes_cache(a) and a[x].numel() > 0,
+         lambda a, x=x: {x: a[x][..., :1].expand_as(a[x])}, ValueError, CACHES)
+        for x in CACHES
+    ),
+    ("more heads of k than of q", _attends, _more_heads, ValueError, ("k", "k_cache")),
+    ("an odd head dim", lambda a: _attends(a) and a["q"].shape[-1] > 2,
+     lambda a: _each(a, ("q", "k", "v", *CACHES), lambda x: x[..., :-1]), ValueError, ("q",)),
+    ("k of other columns", lambda a: _attends(a) and a[_keys(a)].shape[-1] > 3,
+     lambda a: {_keys(a): a[_keys(a)][..., :-2]}, ValueError, ("k", *CACHES)),
+    ("v of another length", lambda a: _attends(a) and a[_values(a)].shape[_rows_axis(a)] > 0,
+     lambda a: {_values(a): torch.cat([a[_values(a)]] * 2, _rows_axis(a))}, ValueError, ("v", "v_cache")),
+    ("k of another batch", lambda a: _attends(a) and a["q"].ndim == 4,
+     lambda a: {_keys(a): _resized(a[_keys(a)], 0, len(a[_keys(a)]) + 1)}, ValueError, ("k", *CACHES)),
+    ("queries at negative positions", lambda a: "kv_lens" in a,
+     lambda a: {"q": _resized(a["q"], _rows_axis(a), a["k"].shape[_rows_axis(a)] + 1), "causal": False,
+                "kv_lens": None}, ValueError, ("q",)),
+    ("cu_seqlens_q with gaps", lambda a: len(a.get("cu_seqlens_q", ())) > 1,
+     lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].repeat_interleave(2)[::2]}, ValueError, ("cu_seqlens_q",)),
+    ("more new tokens than rows", _writes_cache, _more_tokens_than_rows, ValueError, ("k",)),
+    ("tables too short", lambda a: "cos" in a and a.get("position_ids") is None and a.get("cu_seqlens") is None
+     and _needed_rows(a) > 0, lambda a: _each(a, ("cos", "sin"), lambda x: x[..., : _needed_rows(a) - 1, :]),
+     ValueError, ("cos",)),
+    ("tables of another dtype", _has("cos"),
+     lambda a: _each(a, ("cos", "sin"), lambda x: x.to(_other_float(a[_first(a)]))), TypeError, ("cos",)),
+    ("tables of rank 1", _has("cos"), lambda a: _each(a, ("cos", "sin"), Tensor.flatten), ValueError, ("cos",)),
+    ("tables of another batch", _has("cos"),
+     lambda a: _each(a, ("cos", "sin"), lambda x: x.new_zeros((7, *x.shape[-2:]))), ValueError, ("cos",)),
+    ("tables without columns", _has("cos"), lambda a: _each(a, ("cos", "sin"), lambda x: x[..., :0]), ValueError,
+     ("cos",)),
+    ("a strategy of the reference", _chooses, lambda a: {"backend": "reference", "strategy": "inline"}, ValueError,
+     ("strategy",)),
+    *(
+        (f"float64 for {backend}", _chooses,
+         lambda a, backend=backend: _in_float64(a) | {"backend": backend, "strategy": "auto"}, NotImplementedError,
+         ("q",))
+        for backend in ("triton", "hopper")
+    ),
+    ("320 columns for kernels", _chooses, lambda a: _of_320_columns(a) | {"backend": "triton", "strategy": "auto"},
+     NotImplementedError, ("q",)),
+    ("packed without cu_seqlens", lambda a: a.get("layout") == "thd",
+     lambda a: {"cu_seqlens": None, "position_ids": None}, ValueError, ("cu_seqlens",)),
+    ("cu_seqlens without packed", lambda a: _rotates(a) and a["layout"] != "thd",
+     lambda a: {"cu_seqlens": _ints(a, 2, torch.int32), "position_ids": None}, ValueError, ("cu_seqlens",)),
+    ("ids and cu_seqlens", _has("cu_seqlens"), lambda a: {"position_ids": _ints(a, 1, torch.int64)}, ValueError,
+     ("position_ids",)),
+    ("out of another shape", _can_have_out,
+     lambda a: _out(a, lambda x: x.new_zeros((*x.shape[:-1], x.shape[-1] + 1))), ValueError, ("out",)),
+    ("out of another dtype", _can_have_out, lambda a: _out(a, lambda x: x.to(_other_float(x))), TypeError, ("out",)),
+    ("out of shared memory", _can_have_out, lambda a: _out(a, lambda x: x.new_zeros(1).expand_as(x)), ValueError,
+     ("out",)),
+    ("out on another device", _can_have_out, lambda a: _out(a, _elsewhere), ValueError, ("out",)),
+    ("out of no tensor", _can_have_out, lambda a: _out(a, lambda x: 1.0), TypeError, ("out",)),
+    ("out of one tensor too few", lambda a: _rotates(a) and "q" in a, lambda a: {"out": (torch.zeros_like(a["q"]),)},
+     ValueError, ("out",)),
+    ("out, and a leaf", _rotates, lambda a: _out(a, torch.zeros_like) | {_first(a): _leaf(a[_first(a)])}, ValueError,
+     ("out",)),
+    ("out, and a norm that is a leaf", lambda a: _rotates(a) and a.get("q_norm") is not None,
+     lambda a: _out(a, torch.zeros_like) | {"q_norm": _leaf(a["q_norm"])}, ValueError, ("out",)),
+    ("an unknown keyword", lambda a: True, lambda a: {"no_such_argument": 1}, TypeError, ("no_such_argument",)),
+)  # fmt: skip
 
 MUTATIONS = (
-    *(Mutation(f"{x} {how}", _of(x, make), error, (x,)) for names, how, make, error in _EACH for x in names),
     *(
-        Mutation(f"{x} {how}", _of(x, lambda x, make=make: make(x) if len(x) > 1 and x[1] > 0 else None), ValueError,
-                 (x,), is_seen_on_gpu=False)
+        Mutation(f"{x} {how}", lambda a, x=x: a.get(x) is not None and a[x].numel() > 0,
+                 lambda a, x=x, make=make: {x: make(a[x])}, error, (x,))
+        for names, how, make, error in _EACH for x in names
+    ),
+    *(
+        Mutation(f"{x} {how}", lambda a, x=x: a.get(x) is not None and len(a[x]) > 1 and int(a[x][1]) > 0,
+                 lambda a, x=x, make=make: {x: make(a[x])}, ValueError, (x,), is_seen_on_gpu=False)
         for how, make in _WRONG_ENDS for x in ENDS
     ),
     *(
-        Mutation(f"{x}={value!r}", _set(x, value), error, (x,))
+        Mutation(f"{x}={value!r}", lambda a, x=x: x in a, lambda a, x=x, value=value: {x: value}, error, (x,))
         for names, values, error in _VALUES for x in names for value in values
     ),
     *(Mutation(*other) for other in _OTHERS),
@@ -377,7 +319,7 @@ MUTATIONS = (
 class IllegalCheck:
     """A legal call, and the name of its mutation; where this does not apply, the next in the list that does."""
 
-    legal: Check
+    legal: Any
     mutation: str
 
     @property
@@ -391,11 +333,8 @@ class IllegalCheck:
         # Tangents exist at this level alone.
         tangents = forward_ad.dual_level() if self.mutation.startswith("a tangent") else contextlib.nullcontext()
         with tangents:
-            for mutation in MUTATIONS[first:] + MUTATIONS[:first]:
-                changes = mutation.change(arguments)
-                if changes is not None:
-                    break
-            illegal = arguments | changes
+            mutation = next(one for one in MUTATIONS[first:] + MUTATIONS[:first] if one.applies(arguments))
+            illegal = arguments | mutation.change(arguments)
             before = copies(illegal)
             if machine.has_gpu and not mutation.is_seen_on_gpu:
                 yield from nothing_comes_of(f"nothing of {mutation.name}", function, illegal)
@@ -408,7 +347,7 @@ class IllegalCheck:
 def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Arguments) -> Iterator[Finding]:
     """State that packed attention with wrong cu_seqlens, on a GPU, leaves no memory as it was: o is 0, lse -inf,
     gradients are 0. A rotation by such positions may be NaN, and has only to end."""
-    if _is_rotation(illegal):
+    if _rotates(illegal):
         function(**illegal)
         torch.cuda.synchronize()
         return

@@ -117,8 +117,7 @@ def drawn_arguments():
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_mutation_is_some_call(mutation, drawn_arguments):
     """None is in the list for nothing: each makes at least one of the drawn calls illegal."""
-    with torch.autograd.forward_ad.dual_level():
-        assert any(mutation.change(arguments) is not None for arguments in drawn_arguments)
+    assert any(mutation.applies(arguments) for arguments in drawn_arguments)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
