@@ -14,18 +14,7 @@ from torch import Tensor
 import fused_rope_attn
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning, reference
-from verification.calls import (
-    Finding,
-    Machine,
-    References,
-    copies,
-    form,
-    guarded,
-    label_of,
-    refusal,
-    same_bits,
-    untouched,
-)
+from verification.calls import Check, Finding, References, same_bits
 from verification.memory import SHARED, lay, lay_table
 
 TENSORS = ("q", "k", "v", "do")
@@ -39,7 +28,7 @@ Heads = tuple[slice, slice]  # of the batch, of the key-value heads
 
 
 @dataclass(frozen=True)
-class AttentionCheck(testing.Case):
+class AttentionCheck(Check, testing.Case):
     """A call: sizes, masks and data as in ``Case``, which is packed where it has ``seqlens``."""
 
     name: str = ""
@@ -115,12 +104,10 @@ class AttentionCheck(testing.Case):
         found = {"q": low >= high, "do": low >= high}
         return found | ({} if absent is None else {"k": absent, "v": absent})
 
-    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-        return self._arguments(*self.make(device), ("auto", "auto"))
-
-    def _arguments(
-        self, inputs: testing.Inputs, masks: dict[str, Any], variant: tuple[str, str]
+    def call(
+        self, made: tuple[testing.Inputs, dict[str, Any]], variant: tuple[str, str]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        inputs, masks = made
         is_ambiguous = self.full_width and 2 * self.rotary <= self.head_dim
         arguments = {
             **{name: self._as_passed(getattr(inputs, name)) for name in TENSORS[:3]},
@@ -168,69 +155,37 @@ class AttentionCheck(testing.Case):
         )
         return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", needs)
 
-    def run(self, machine: Machine) -> Iterator[Finding]:
-        inputs, masks = self.make(machine.device)
-        parts = [self._part(inputs, heads) for heads in self.compared_heads()]
+    def references(self, made: tuple[testing.Inputs, dict[str, Any]], device: str) -> AttentionReferences:
+        return AttentionReferences(self, made[0], device)
 
-        def run_part(case: AttentionCheck, part: testing.Inputs) -> References:
-            return References(lambda dtype: _by_name(testing.run_reference(part, case, dtype)), machine.device)
-
-        references = [run_part(*part) for part in parts]
-        for variant in self.variants:
-            label = label_of(*variant)
-            function, arguments = self._arguments(inputs, masks, variant)
-            obstacle = self.obstacle(machine.arch, variant)
-            if obstacle is not None:
-                words = (obstacle[1].split(",")[0],)
-                yield refusal(label, "refusal", function, arguments, (obstacle[0],), words)
-                continue
-            yield from guarded(label, self._held(label, function, arguments, inputs, parts, references))
-
-    def _held(self, label, function, arguments, inputs, parts, references) -> Iterator[Finding]:
-        """Run one variant, and hold its results against the references of each part."""
-        before = copies(arguments)
-        with testing.poison_empty():
-            out = self._results(function, arguments, inputs.do)
-        for name, x in out.items():
-            weight = name[1:] if name[1:] in WEIGHTS else ""
-            if weight and (len(references) != 1 or self.size != "small"):
-                continue  # a sum over all heads, of which large cases compare some
-            dtype = arguments[weight].dtype if weight else torch.float32 if name == "lse" else self.dtype
-            like = arguments[weight][None] if weight else inputs.k if name in ("dk", "dv") else inputs.q
-            yield form(label, name, x, like.shape[:3] if name == "lse" else like.shape, dtype)
-            found = []
-            for heads, (case, part), reference_of in zip(self.compared_heads(), parts, references):
-                held = x if weight else self._of_heads(x, heads, of_keys=name in ("dk", "dv"))
-                zero = testing.noise_of_zero(name, case, part)
-                found.append(reference_of.compare(name, held, self.dtype, zero))
-            worst = max([one for one in found if not one.ok] or found, key=lambda one: one.row_ratio)
-            # Heads that are not compared must at least be written, and numbers.
-            if len(found) > 1 and name != "lse" and not bool(torch.isfinite(x).all()):
-                worst = replace(worst, ok=False, detail=f"not finite everywhere; {worst.detail}")
-            figures = {key: max(getattr(one, key) for one in found) for key in ("error", "eager_error")}
-            yield Finding(label, replace(worst, **figures))
-        yield untouched(label, arguments, before)
-        if self.deterministic:
-            again = self._results(function, arguments, inputs.do)
-            changed = sum(0 if same_bits(x, again[name]) else int((x != again[name]).sum()) for name, x in out.items())
-            detail = f"{changed} elements differ" if changed else "bitwise equal"
-            yield Finding(label, testing.Comparison("rerun", float(changed), 0.0, 0.0, 0.0, not changed, detail))
-
-    def _results(self, function: Callable[..., Any], arguments: dict[str, Any], do: Tensor) -> dict[str, Tensor]:
+    def results(
+        self, function: Callable[..., Any], given: dict[str, Any], made: tuple[testing.Inputs, dict[str, Any]]
+    ) -> dict[str, Tensor]:
         """Return o, lse if the call returns it, and the gradients: (B, H, N, D), and one row each of weights."""
-        leaves = {name: arguments[name].detach() for name in self.wanted if arguments[name] is not None}
+        leaves = {name: given[name].detach() for name in self.wanted if given[name] is not None}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)  # more queries than keys
-            returned = function(**(arguments | leaves))
+            returned = function(**(given | leaves))
         o, *lse = returned if self.return_lse else (returned,)
         if o.requires_grad and not leaves:
             raise AssertionError("o requires a gradient, but no input does")
-        gradients = torch.autograd.grad(o, list(leaves.values()), self._as_passed(do)) if leaves else ()
-        results = {"o": self._back(o.detach())}
+        do = self._as_passed(made[0].do)
+        gradients = torch.autograd.grad(o, list(leaves.values()), do) if leaves else ()
+        found = {"o": self._back(o.detach())}
         if lse:
-            results["lse"] = lse[0].detach() if self.seqlens is None else lse[0].detach()[None]
-        return results | {f"d{name}": self._back(x) for name, x in zip(leaves, gradients)}
+            found["lse"] = lse[0].detach() if self.seqlens is None else lse[0].detach()[None]
+        # Weights' gradients are sums over all heads, of which large cases compare some.
+        names = [name for name in leaves if self.size == "small" or name not in WEIGHTS]
+        return found | {f"d{name}": self._back(x) for name, x in zip(leaves, gradients) if name in names}
+
+    def further(self, label, function, given, made, before, out, references) -> Iterator[Finding]:
+        if not self.deterministic:
+            return
+        again = self.results(function, given, made)
+        changed = sum(0 if same_bits(x, again[name]) else int((x != again[name]).sum()) for name, x in out.items())
+        detail = f"{changed} elements differ" if changed else "bitwise equal"
+        yield Finding(label, testing.Comparison("rerun", float(changed), 0.0, 0.0, 0.0, not changed, detail))
 
     def compared_heads(self) -> list[Heads]:
         every = self.batch * self.heads_kv
@@ -242,16 +197,16 @@ class AttentionCheck(testing.Case):
         pairs = [divmod(i, self.heads_kv) for i in chosen]
         return [(slice(b, b + 1), slice(h, h + 1)) for b, h in pairs]
 
-    def _of_heads(self, x: Tensor, heads: Heads, *, of_keys: bool) -> Tensor:
+    def of_heads(self, x: Tensor, heads: Heads, *, of_keys: bool) -> Tensor:
         """Return the part of x (B, HQ|HKV, ...) that belongs to these key-value heads."""
         batch, keys = heads
         group = 1 if of_keys else self.heads_q // self.heads_kv
         return x[batch, keys.start * group : keys.stop * group]
 
-    def _part(self, inputs: testing.Inputs, heads: Heads) -> tuple[AttentionCheck, testing.Inputs]:
+    def part(self, inputs: testing.Inputs, heads: Heads) -> tuple[AttentionCheck, testing.Inputs]:
         """Return the case and the inputs of some heads."""
         batch, keys = heads
-        some = {name: self._of_heads(getattr(inputs, name), heads, of_keys=name in ("k", "v")) for name in TENSORS}
+        some = {name: self.of_heads(getattr(inputs, name), heads, of_keys=name in ("k", "v")) for name in TENSORS}
         tables = {name: getattr(inputs, name) for name in ("cos", "sin")}
         if self.table_batch:
             tables = {name: x[batch] for name, x in tables.items()}
@@ -259,6 +214,41 @@ class AttentionCheck(testing.Case):
         sizes = {"batch": batch.stop - batch.start, "heads_kv": keys.stop - keys.start}
         sizes["heads_q"] = sizes["heads_kv"] * (self.heads_q // self.heads_kv)
         return replace(self, **sizes, **bounds), testing.Inputs(**some, **tables)
+
+
+class AttentionReferences:
+    """``References`` of the compared heads, which are computed apart from each other."""
+
+    def __init__(self, check: AttentionCheck, inputs: testing.Inputs, device: str):
+        self.check, self.inputs, self.heads = check, inputs, check.compared_heads()
+        self.parts = [self._of_part(*check.part(inputs, heads), device) for heads in self.heads]
+
+    @staticmethod
+    def _of_part(case: AttentionCheck, part: testing.Inputs, device: str) -> References:
+        return References(
+            lambda dtype: _by_name(testing.run_reference(part, case, dtype)), device, lambda name: case.dtype,
+            lambda name: testing.noise_of_zero(name, case, part),
+        )  # fmt: skip
+
+    def shape(self, name: str) -> torch.Size:
+        if name[1:] in WEIGHTS:
+            return self.parts[0].shape(name)
+        like = self.inputs.k if name in ("dk", "dv") else self.inputs.q
+        return like.shape[:3] if name == "lse" else like.shape
+
+    def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
+        """One finding for all parts: the largest errors, and the worst row with its detail."""
+        found = []
+        for heads, part in zip(self.heads, self.parts):
+            is_weight = name[1:] in WEIGHTS
+            held = x if is_weight else self.check.of_heads(x, heads, of_keys=name in ("dk", "dv"))
+            found.append(part.compare(name, held))
+        worst = max([one for one in found if not one.ok] or found, key=lambda one: one.row_ratio)
+        # Heads that are not compared must at least be written, and numbers.
+        if len(found) > 1 and name != "lse" and not bool(torch.isfinite(x).all()):
+            worst = replace(worst, ok=False, detail=f"not finite everywhere; {worst.detail}")
+        figures = {key: max(getattr(one, key) for one in found) for key in ("error", "eager_error")}
+        yield Finding(label, replace(worst, **figures))
 
 
 def _by_name(results: testing.Results) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,16 +106,6 @@ def label_of(*variant: str) -> str:
     return " ".join(word for word in variant if word != "auto") or "auto"
 
 
-def guarded(backend: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the findings of one backend; one that raises has failed, and the next backend can run."""
-    try:
-        yield from findings
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        yield Finding.raised(backend, error)
-
-
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
@@ -149,22 +139,23 @@ def untouched(
     return Finding.that(backend, "inputs", not touched, f"{', '.join(touched)} changed")
 
 
-def form(backend: str, name: str, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Finding:
-    """State that a result has this shape and dtype, and is detached."""
-    is_right = (x.shape, x.dtype, x.requires_grad) == (shape, dtype, False)
-    detail = f"{tuple(x.shape)}, {x.dtype}, requires_grad {x.requires_grad}"
-    return Finding.that(backend, f"form of {name}", is_right, detail)
-
-
 class References:
     """float64 and eager results by name, and the second opinion: further draws of eager's rounding, made when a rule
     refuses a result (``testing.compare``).
 
-    run: computes the results in a dtype, or for None in that of the inputs.
+    run: computes the results in a dtype, or for None in that of the inputs. judged: the dtype in which a result is
+    rounded. zero: ``testing.noise_of_zero`` of a result. Where ``may_be_nan`` results are NaN exactly where float64 is.
     """
 
-    def __init__(self, run: Callable[[torch.dtype | None], Mapping[str, Tensor]], device: str):
-        self._run, self._device = run, device
+    def __init__(
+        self,
+        run: Callable[[torch.dtype | None], Mapping[str, Tensor]],
+        device: str,
+        judged: Callable[[str], torch.dtype],
+        zero: Callable[[str], float] = lambda name: 1.0,
+        may_be_nan: bool = False,
+    ):
+        self._run, self._device, self._judged, self._zero, self._may_be_nan = run, device, judged, zero, may_be_nan
         self.exact, self.eager = run(torch.float64), run(None)
 
     @functools.cached_property
@@ -172,18 +163,27 @@ class References:
         with testing.RandomRounding(torch.Generator(self._device).manual_seed(0)):
             return [self._run(None) for _ in range(testing.DRAWS)]
 
-    def compare(
-        self, name: str, x: Tensor, dtype: torch.dtype, zero: float = 1.0, hidden: Tensor | None = None
-    ) -> testing.Comparison:
-        """Hold a result against float64; ``hidden`` elements are left out."""
+    def shape(self, name: str) -> torch.Size:
+        return self.eager[name].shape
 
-        def shown(y: Tensor) -> Tensor:
-            return y if hidden is None else y.masked_fill(hidden, 0)
+    def compare(self, name: str, x: Tensor) -> testing.Comparison:
+        """Hold a result against float64."""
+        nan = self.exact[name].isnan() if self._may_be_nan else None
+
+        def numbers(y: Tensor) -> Tensor:
+            return y if nan is None else y.masked_fill(nan, 0)
 
         return testing.compare(
-            name, shown(x), shown(self.exact[name]), shown(self.eager[name]), grad=name.startswith("d"), dtype=dtype,
-            draws=lambda: (shown(results[name]) for results in self._drawn), zero=zero,
+            name, numbers(x), numbers(self.exact[name]), numbers(self.eager[name]), grad=name.startswith("d"),
+            dtype=self._judged(name), draws=lambda: (numbers(results[name]) for results in self._drawn),
+            zero=self._zero(name),
         )  # fmt: skip
+
+    def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
+        if self._may_be_nan:
+            is_same = torch.equal(x.isnan(), self.exact[name].isnan())
+            yield Finding.that(label, f"NaN of {name}", is_same, "NaN in other places")
+        yield Finding(label, self.compare(name, x))
 
 
 def refusal(
@@ -205,3 +205,81 @@ def refusal(
         detail = f"{expected} that names {' or '.join(words)} was expected, but {type(error).__name__} came: {message}"
         return Finding.that(backend, subject, type(error) in errors and told, detail[:600])
     return Finding.that(backend, subject, False, f"{expected} was expected, but the call went through")
+
+
+class Check:
+    """A call of one public function, as data. Subclasses are frozen dataclasses with these fields:
+
+    name; dtype; size: "small" (in the interpreter, too), "large", or "huge" (alone on a GPU); variants: (backend,
+    strategy) pairs that run it.
+    """
+
+    backend: ClassVar[str] = ""  # of its rows in the table; "" for those of its variants
+    writes: ClassVar[tuple[str, ...]] = ()  # the arguments that the function writes
+    variants: tuple[tuple[str, str], ...]
+
+    def make(self, device: str) -> Any:
+        """Return the data of the call, for the methods below."""
+        raise NotImplementedError
+
+    def call(self, made: Any, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Return a function that runs a variant, and its arguments by name, with memory of their own if written."""
+        raise NotImplementedError
+
+    def references(self, made: Any, device: str) -> References:
+        raise NotImplementedError
+
+    def results(self, function: Callable[..., Any], given: dict[str, Any], made: Any) -> dict[str, Tensor]:
+        """Call the function; return outputs and gradients, by the names of the references."""
+        raise NotImplementedError
+
+    def further(
+        self, label: str, function: Callable[..., Any], given: dict[str, Any], made: Any, before: dict[str, Tensor],
+        out: dict[str, Tensor], references: References,
+    ) -> Iterator[Finding]:  # fmt: skip
+        """Look at what else a call of this function promises. before: copies of what was ``given``."""
+        yield from ()
+
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Return the public function, and its arguments by name as a user passes them."""
+        return self.call(self.make(device), ("auto", "auto"))
+
+    def obstacle(self, arch: str, variant: tuple[str, str]) -> tuple[type[Exception], str] | None:
+        """Return what an explicit backend or strategy must raise, or None."""
+        return None
+
+    def run(self, machine: Machine) -> Iterator[Finding]:
+        """Run every variant, and hold each of its results against float64. One that raises has failed."""
+        made = self.make(machine.device)
+        references = self.references(made, machine.device)
+        for variant in self.variants:
+            label = label_of(*variant)
+            function, given = self.call(made, variant)
+            obstacle = self.obstacle(machine.arch, variant)
+            if obstacle is not None:
+                before, words = copies(given), (obstacle[1].split(",")[0],)
+                yield refusal(label, "refusal", function, given, obstacle[:1], words)
+                yield untouched(label, given, before)
+                continue
+            try:
+                yield from self._held(label, function, given, made, references)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                yield Finding.raised(label, error)
+
+    def _held(
+        self, label: str, function: Callable[..., Any], given: dict[str, Any], made: Any, references: References
+    ) -> Iterator[Finding]:
+        before = copies(given)
+        with testing.poison_empty():
+            out = self.results(function, given, made)
+        for name, x in out.items():
+            of = given.get(name[1:]) if name.startswith("d") else None
+            dtype = torch.float32 if name == "lse" else self.dtype if of is None else of.dtype
+            is_right = (x.shape, x.dtype, x.requires_grad) == (references.shape(name), dtype, False)
+            detail = f"{tuple(x.shape)}, {x.dtype}, requires_grad {x.requires_grad}"
+            yield Finding.that(label, f"form of {name}", is_right, detail)
+            yield from references.findings(label, name, x)
+        yield from self.further(label, function, given, made, before, out, references)
+        yield untouched(label, given, before, but=self.writes)

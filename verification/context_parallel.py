@@ -105,10 +105,13 @@ def compared(
                 rows[name] = torch.nn.functional.pad(x, edges, value=value)
         return {name: x.cpu() for name, x in rows.items()}
 
-    references, comparisons = References(run, device), []
+    references = References(
+        run, device, lambda name: case.dtype, lambda name: testing.noise_of_zero(name, case, inputs)
+    )
+    comparisons = []
     for name, out in found.items():
         if name not in OF_WEIGHTS:
-            comparisons.append(references.compare(name, out, case.dtype, testing.noise_of_zero(name, case, inputs)))
+            comparisons.append(references.compare(name, out))
             continue
         exact = references.exact[name]
         error, scale = float((out - exact.double()).abs().max()), float(exact.abs().max())

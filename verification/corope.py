@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
 from fused_rope_attn.experimental.corope import api, corope_attention, reference
-from verification.calls import Finding, Machine, References, copies, guarded, normal, untouched
+from verification.calls import Check, References, normal
 from verification.memory import lay
 
 NAMES = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
-class CoRopeCheck:
+class CoRopeCheck(Check):
     """q of (batch, heads_q, length, head_dim), k and v with heads_kv."""
 
     name: str
@@ -37,6 +36,7 @@ class CoRopeCheck:
     seed: int = 0
     backend: ClassVar[str] = "corope"
     function: ClassVar[str] = "corope_attention"
+    variants: ClassVar[tuple[tuple[str, str], ...]] = (("corope", "auto"),)
 
     def make(self, device: str) -> dict[str, Tensor]:
         generator, found = torch.Generator(device).manual_seed(self.seed), {}
@@ -46,41 +46,38 @@ class CoRopeCheck:
             found[name] = lay(x, layout)
         return found
 
+    def _options(self) -> dict[str, Any]:
+        return {"base": self.base, "softmax_scale": self.softmax_scale}
+
     def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         made = self.make(device)
         return corope_attention, {name: made[name] for name in NAMES} | self._options()
 
-    def _options(self) -> dict[str, Any]:
-        return {"base": self.base, "softmax_scale": self.softmax_scale}
-
-    def run(self, machine: Machine) -> Iterator[Finding]:
-        made = self.make(machine.device)
-        do = made.pop("do")
-        scale = self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
-
-        def results(function: Callable[..., Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-            dtype = self.dtype if dtype is None else dtype
-            tensors = {name: x.detach() if x.dtype == dtype else x.to(dtype) for name, x in made.items()}
-            leaves = {name: tensors[name].requires_grad_() for name in self.wanted}
-            o = function(**(tensors | leaves))
-            found = torch.autograd.grad(o, list(leaves.values()), do.to(dtype)) if leaves else ()
-            return {"o": o.detach()} | {f"d{name}": x for name, x in zip(self.wanted, found)}
-
-        def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return reference.attention(q, k, v, base=float(self.base), softmax_scale=scale)
-
-        def tested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call(self, made: dict[str, Tensor], variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        def kernels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if q.is_cuda or self.public:
                 return corope_attention(q, k, v, **self._options())
-            return api.CoRopeAttention.apply(q, k, v, float(self.base), scale)
+            return api.CoRopeAttention.apply(q, k, v, float(self.base), self._scale)
 
-        def held() -> Iterator[Finding]:
-            before = copies(made)
-            with testing.poison_empty():
-                out = results(tested, self.dtype)
-            for name, x in out.items():
-                yield Finding(self.backend, expected.compare(name, x, self.dtype))
-            yield untouched(self.backend, made, before)
+        return kernels, {name: made[name] for name in NAMES}
 
-        expected = References(lambda dtype: results(right, dtype), machine.device)
-        yield from guarded(self.backend, held())
+    @property
+    def _scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
+
+    def references(self, made: dict[str, Tensor], device: str) -> References:
+        def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return reference.attention(q, k, v, base=float(self.base), softmax_scale=self._scale)
+
+        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            return self.results(right, {name: made[name].to(dtype or self.dtype) for name in NAMES}, made)
+
+        return References(run, device, lambda name: self.dtype)
+
+    def results(
+        self, function: Callable[..., Any], given: dict[str, Any], made: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        leaves = {name: given[name].detach().requires_grad_() for name in self.wanted}
+        o = function(**(given | leaves))
+        gradients = torch.autograd.grad(o, list(leaves.values()), made["do"].to(o.dtype)) if leaves else ()
+        return {"o": o.detach()} | {f"d{name}": x for name, x in zip(leaves, gradients)}

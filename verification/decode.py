@@ -17,25 +17,14 @@ from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.api import run_step, run_write
 from fused_rope_attn.generation.cache_reference import quantise
 from fused_rope_attn.generation.configs import FLOAT8
-from verification.calls import (
-    Finding,
-    Machine,
-    References,
-    copies,
-    form,
-    guarded,
-    normal,
-    refusal,
-    same_bits,
-    untouched,
-)
+from verification.calls import Check, Finding, Machine, References, normal, same_bits
 from verification.memory import SHARED, in_pages, lay, lay_table, rows_in_pool, same_float8
 
 CACHES = ("k_cache", "v_cache")
 
 
 @dataclass(frozen=True)
-class DecodeCheck:
+class DecodeCheck(Check):
     """A step: q (B, HQ, len_q, D) and caches (B, HKV, capacity, D) with ``lengths`` keys, one for each sequence.
 
     layout: of both caches in memory, ``memory.LAYOUTS``; v_layout: of v_cache if it has another. memory: of q, k and v.
@@ -82,7 +71,8 @@ class DecodeCheck:
     seed: int = 0
     backends: tuple[str, ...] = ("triton",)
     function: ClassVar[str] = "rope_attention_with_kvcache"
-    backend: ClassVar[str] = "decode"  # in the table
+    backend: ClassVar[str] = "decode"
+    writes: ClassVar[tuple[str, ...]] = CACHES
 
     @property
     def options(self) -> dict[str, Any]:
@@ -94,11 +84,6 @@ class DecodeCheck:
             "window": self.window,
             "softcap": self.softcap,
         }
-
-    @property
-    def copies_keys(self) -> bool:
-        """Whether new keys are written as they came."""
-        return not self.rotated and self.norms is None
 
     def norms_of(self, device: torch.device | str) -> dict[str, Any]:
         """Return the norms as keyword arguments; weights (D,) around 1, offset included."""
@@ -132,55 +117,69 @@ class DecodeCheck:
             given |= {name: x.transpose(1, 2) for name, x in turned.items()} | {"layout": "bshd"}
         return given
 
-    def obstacle(self, arch: str, backend: str) -> planning.Obstacle | None:
-        """Return what an explicit backend must raise, or None."""
+    @property
+    def variants(self) -> tuple[tuple[str, str], ...]:
+        return tuple((backend, "auto") for backend in self.backends)
+
+    def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
+        backend = variant[0]
         if backend in ("auto", "reference"):
             return None
         if self.float8 is not None and arch not in FLOAT8 and backend == "triton":
             return NotImplementedError, "float8_e4m3fn caches need one of"
         return planning.obstacle(backend, planning.Needs(arch, self.dtype, self.head_dim, cached=True))
 
-    def run(self, machine: Machine) -> Iterator[Finding]:
-        inputs = make_inputs(self, self.dtype, machine.device)
-        written = self._written(inputs)
+    def make(self, device: str) -> dict[str, Any]:
+        return make_inputs(self, self.dtype, device)._asdict()
 
-        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
-            found = run_reference(self, inputs, self.dtype if dtype is None else dtype)
+    def call(self, made: dict[str, Any], variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        check = replace(self, backends=variant[:1])
+        return lambda **given: run_kernels(check, Inputs(**given)), self._fresh(made)
+
+    def _fresh(self, made: dict[str, Any]) -> dict[str, Any]:
+        return made | {name: lay(made[name].clone(), self._layout(name)) for name in CACHES}
+
+    def references(self, made: dict[str, Any], device: str) -> References:
+        written = self.written(made)
+
+        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            found = run_reference(self, Inputs(**made), dtype or self.dtype)
             return dict(zip(("o", "lse", *CACHES), found)) | {"keys": _rows(found[2], written)}
 
-        expected = References(references, machine.device)
-        for backend in self.backends:
-            fresh = {name: lay(getattr(inputs, name).clone(), self._layout(name)) for name in CACHES}
-            given = inputs._replace(**fresh)
-            obstacle = self.obstacle(machine.arch, backend)
-            if obstacle is not None:
-                before, words = copies(given._asdict()), (obstacle[1].split(",")[0],)
-                call = replace(self, backends=(backend,))
-                yield refusal(backend, "refusal", run_kernels, {"check": call, "inputs": given}, obstacle[:1], words)
-                yield untouched(backend, given._asdict(), before)
-            else:
-                yield from guarded(backend, self._held(backend, given, written, expected))
+        return References(run, device, lambda name: self.dtype)
 
-    def _held(self, backend: str, given: Inputs, written: Tensor, expected: References) -> Iterator[Finding]:
-        before = copies(given._asdict())
-        with testing.poison_empty():
-            out = run_kernels(replace(self, backends=(backend,)), given)
-        for name, x in zip(("o", "lse"), out):
-            if x is not None:
-                yield form(backend, name, x, expected.eager[name].shape, x.dtype if name == "lse" else self.dtype)
-                yield Finding(backend, expected.compare(name, x, self.dtype))
-        yield from _cache_findings(backend, self, given._asdict(), before, written, expected)
-        yield untouched(backend, given._asdict(), before, but=CACHES)
+    def results(self, function: Callable[..., Any], given: dict[str, Any], made: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: x for name, x in zip(("o", "lse"), function(**given)) if x is not None}
+
+    def further(self, label, function, given, made, before, out, references) -> Iterator[Finding]:
+        """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""
+        written = self.written(made)
+        new = {name: _rows(given[name], written) for name in CACHES}
+        eager = {name: _rows(references.eager[name], written) for name in CACHES}
+        if self.float8 is not None:
+            yield Finding(label, same_float8("k_cache", new["k_cache"], eager["k_cache"]))
+        else:
+            yield Finding(label, replace(references.compare("keys", new["k_cache"]), tensor="k_cache"))
+        copied = {"v_cache"} | ({"k_cache"} if not self.rotated and self.norms is None else set())
+        faults = [f"{name[0]} is no copy" for name in sorted(copied) if not same_bits(new[name], eager[name])]
+        if not all(same_bits(_rows(given[name], ~written), _rows(before[name], ~written)) for name in CACHES):
+            faults.append("a row of the caches that is not new was written")
+        yield Finding(label, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
 
     def _layout(self, name: str) -> str:
         return self.v_layout if name == "v_cache" and self.v_layout is not None else self.layout
 
-    def _written(self, inputs: Inputs) -> Tensor:
-        """Return (B, S_max), or (num_pages, page_size): True in the rows of the caches that the step writes."""
-        row = torch.arange(self.capacity, device=inputs.q.device)
-        first = inputs.cache_seqlens.long().clamp(0, self.capacity)[:, None]
-        written = (row >= first) & (row < first + (self.len_q if self.append else 0))
-        return written if inputs.block_table is None else rows_in_pool(written, inputs.block_table, inputs.k_cache)
+    def written(self, made: dict[str, Any]) -> Tensor:
+        """Return (B, S_max), or (num_pages, page_size): True in the rows of the caches that the call writes."""
+        counts = torch.full_like(made["cache_seqlens"], self.len_q if self.append else 0)
+        return self._rows_written(made, counts)
+
+    def _rows_written(self, made: dict[str, Any], counts: Tensor) -> Tensor:
+        row = torch.arange(self.capacity, device=counts.device)
+        first = made["cache_seqlens"].long().clamp(0, self.capacity)[:, None]
+        written = (row >= first) & (row < first + counts[:, None])
+        table = made.get("block_table")
+        return written if table is None else rows_in_pool(written, table, made["k_cache"])
 
 
 class Inputs(NamedTuple):
@@ -318,8 +317,9 @@ class WriteCheck(DecodeCheck):
             found["cu_seqlens"] = torch.nn.functional.pad(new.cumsum(0).int(), (1, 0))
         else:
             found["new_lens"] = new
+        found["cache_seqlens"] = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         lengths = torch.full_like(new, self.capacity)[:, None]
-        needed = self._written(device).unflatten(1, (-1, self.page_size or 1)).any(-1)
+        needed = self.written(found).unflatten(1, (-1, self.page_size or 1)).any(-1)
         stores = _caches(self, self.dtype, generator, lengths, torch.zeros_like(lengths), needed)
         cos, sin = _tables(self, generator)
         return {
@@ -327,18 +327,13 @@ class WriteCheck(DecodeCheck):
             **dict(zip((*CACHES, "block_table", "k_scale", "v_scale"), stores)),
             "cos": cos,
             "sin": sin,
-            "cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=device),
             "cache_is_rotated": self.rotated,
             "rotary_dim": self.head_dim if self.rotary_dim is None else self.rotary_dim,
             "interleaved": self.interleaved,
         }
 
-    def _written(self, device: str) -> Tensor:
-        """Return (B, S_max): the rows that are written."""
-        row = torch.arange(self.capacity, device=device)
-        first, new = (torch.tensor(x, device=device)[:, None] for x in (self.lengths, self.new))
-        first = first.clamp(0, self.capacity)
-        return (row >= first) & (row < first + new)
+    def written(self, made: dict[str, Any]) -> Tensor:
+        return self._rows_written(made, torch.tensor(self.new, device=made["cache_seqlens"].device))
 
     def _as_passed(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if not self.bshd:
@@ -349,35 +344,24 @@ class WriteCheck(DecodeCheck):
     def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         return fused_rope_attn.write_kvcache, self._as_passed(self.make(device))
 
-    def run(self, machine: Machine) -> Iterator[Finding]:
-        arguments = self.make(machine.device)
-        written = self._written(machine.device)
-        if arguments["block_table"] is not None:
-            written = rows_in_pool(written, arguments["block_table"], arguments["k_cache"])
+    def call(self, made: dict[str, Any], variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        return lambda **given: run_write(**self._as_passed(given), backend=variant[0]), self._fresh(made)
 
-        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
-            given = arguments | _in_dtype(arguments, self.dtype if dtype is None else dtype)
+    def references(self, made: dict[str, Any], device: str) -> References:
+        written = self.written(made)
+
+        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            given = made | _in_dtype(made, dtype or self.dtype)
             if self.packed:
                 given |= {name: given[name].transpose(0, 1).unsqueeze(0) for name in ("k", "v")}
             reference.write_kvcache(**given)
             return {name: given[name] for name in CACHES} | {"keys": _rows(given["k_cache"], written)}
 
-        expected = References(references, machine.device)
-        for backend in self.backends:
-            fresh = {name: lay(arguments[name].clone(), self._layout(name)) for name in CACHES}
-            given = arguments | fresh
-            passed, before = self._as_passed(given) | {"backend": backend}, copies(given)
-            obstacle = self.obstacle(machine.arch, backend)
-            if obstacle is not None:
-                words = (obstacle[1].split(",")[0],)
-                yield refusal(backend, "refusal", run_write, passed, obstacle[:1], words)
-            else:
-                yield from guarded(backend, self._after(backend, passed, given, before, written, expected))
+        return References(run, device, lambda name: self.dtype)
 
-    def _after(self, backend, passed, given, before, written, expected) -> Iterator[Finding]:
-        run_write(**passed)
-        yield from _cache_findings(backend, self, given, before, written, expected)
-        yield untouched(backend, given, before, but=CACHES)
+    def results(self, function: Callable[..., Any], given: dict[str, Any], made: dict[str, Any]) -> dict[str, Tensor]:
+        function(**given)
+        return {}
 
 
 def _in_dtype(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -393,29 +377,3 @@ def _in_dtype(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def _rows(cache: Tensor, written: Tensor) -> Tensor:
     """Return the ``written`` rows of a cache, (HKV, rows, D)."""
     return cache.transpose(1, 2)[written].transpose(0, 1)
-
-
-def _cache_findings(
-    backend: str,
-    check: DecodeCheck,
-    given: dict[str, Any],
-    before: dict[str, Tensor],
-    written: Tensor,
-    expected: References,
-) -> Iterator[Finding]:
-    """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""
-    new = {name: _rows(given[name], written) for name in CACHES}
-    eager = {name: _rows(expected.eager[name], written) for name in CACHES}
-    keys = new["k_cache"]
-    if check.float8 is not None:
-        yield Finding(backend, same_float8("k_cache", keys, eager["k_cache"]))
-    else:
-        yield Finding(backend, replace(expected.compare("keys", keys, check.dtype), tensor="k_cache"))
-    faults = []
-    if check.copies_keys and not same_bits(keys, eager["k_cache"]):
-        faults.append("k is no copy")
-    if not same_bits(new["v_cache"], eager["v_cache"]):
-        faults.append("v is no copy")
-    if not all(same_bits(_rows(given[name], ~written), _rows(before[name], ~written)) for name in CACHES):
-        faults.append("a row of the caches that is not new was written")
-    yield Finding(backend, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fused_rope_attn
 from fused_rope_attn import testing
-from verification.calls import Finding, Machine, References, copies, form, guarded, normal, untouched
+from verification.calls import Check, Finding, References, normal
 from verification.memory import lay, lay_table
 
 NORMS = ("q_norm", "k_norm")
@@ -20,7 +20,7 @@ AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd":
 
 
 @dataclass(frozen=True)
-class RopeCheck:
+class RopeCheck(Check):
     """q and k, or the tensors of ``names``, of (B, H, N, D).
 
     positions: "index", "ids", "row ids" (one row for the batch) or "two ids". lengths: of packed sequences, in layout
@@ -58,6 +58,7 @@ class RopeCheck:
     dtype: torch.dtype = torch.float16
     seed: int = 0
     backend: ClassVar[str] = "rotation"
+    variants: ClassVar[tuple[tuple[str, str], ...]] = (("rotation", "auto"),)
 
     @property
     def function(self) -> str:
@@ -135,73 +136,65 @@ class RopeCheck:
         outs = xs if self.out == "in place" else [torch.zeros_like(x) for x in xs]
         return {"out": outs[0] if len(outs) == 1 else tuple(outs)}
 
-    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-        xs, _, others = self.make(device)
+    def call(self, made: Any, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        xs, _, others = made
         given = {name: self._as_passed(x) for name, x in xs.items()} | others
-        return getattr(fused_rope_attn, self.function), given | self._outs(given)
+        return getattr(fused_rope_attn, self.function), given
 
-    def run(self, machine: Machine) -> Iterator[Finding]:
-        xs, dos, others = self.make(machine.device)
-        given = {name: self._as_passed(x) for name, x in xs.items()} | others
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        function, given = super().arguments(device)
+        return function, given | self._outs(given)
+
+    def references(self, made: Any, device: str) -> References:
+        xs, dos, others = made
         values = {name: x.clone() for name, x in xs.items()}  # of what may be written in place
         ids = others["position_ids"]
         if ids is not None:
             ids = ids if ids.ndim == 3 else ids[None, None] if ids.ndim == 1 else ids[:, None]
-        options = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved, "position_ids": ids,
-                   "cu_seqlens": others["cu_seqlens"]}  # fmt: skip
+        options = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved, "inverse": self.inverse}
+        options |= {"position_ids": ids, "cu_seqlens": others["cu_seqlens"]}
 
-        def references(dtype: torch.dtype | None) -> dict[str, Tensor]:
+        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             found: dict[str, Tensor] = {}
             for name, x in values.items():
                 weight = others.get(f"{name}_norm")
                 norm = {} if weight is None else {"norm_eps": self.norm_eps, "norm_offset": self.norm_offset}
                 results = testing.run_rotation_reference(
-                    x, dos[name], others["cos"], others["sin"], dtype, weight=weight, inverse=self.inverse, **norm,
-                    **options,
-                )  # fmt: skip
+                    x, dos[name], others["cos"], others["sin"], dtype, weight=weight, **norm, **options
+                )
                 found |= {name: results.y, f"d{name}": results.dx}
                 if results.dweight is not None:
                     found[f"d{name}_norm"] = results.dweight[None]
             return found
 
-        expected = References(references, machine.device)
-        yield from guarded(self.backend, self._held(given, dos, expected))
+        def judged(name: str) -> torch.dtype:
+            return others[name[1:]].dtype if name.endswith("_norm") else self.dtype
 
-    def _held(self, given: dict[str, Any], dos: dict[str, Tensor], expected: References) -> Iterator[Finding]:
-        before, label = copies(given), self.backend
-        function = getattr(fused_rope_attn, self.function)
-        with testing.poison_empty():
-            out = self._results(function, given, dos)
-            yield untouched(label, given, before)
-            if outs := self._outs(given):
-                returned = function(**(given | outs))
-                yield Finding.that(label, "out", _same(returned, outs["out"]), "another tensor was returned")
-                written = returned if isinstance(returned, tuple) else (returned,)
-                out |= {name: self._back(x) for name, x in zip(self.names, written)}
-        for name, x in out.items():
-            dtype = given[name[1:]].dtype if name.endswith("_norm") else self.dtype
-            yield form(label, name, x, expected.eager[name].shape, dtype)
-            nothing = expected.exact[name].isnan()  # positions outside the tables
-            yield Finding.that(label, f"NaN of {name}", torch.equal(x.isnan(), nothing), "NaN in other places")
-            yield Finding(label, expected.compare(name, x, dtype, hidden=nothing))
-        yield untouched(label, given, before, but=self.names if self.out == "in place" else ())
+        return References(run, device, judged, may_be_nan=True)  # at positions outside the tables
 
-    def _results(
-        self, function: Callable[..., Any], given: dict[str, Any], dos: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def results(self, function: Callable[..., Any], given: dict[str, Any], made: Any) -> dict[str, Tensor]:
         leaves = {name: given[name].detach() for name in self.wanted if given.get(name) is not None}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         returned = function(**(given | leaves))
-        turned = dict(zip(self.names, returned if isinstance(returned, (tuple, list)) else (returned,)))
+        turned = dict(zip(self.names, returned if isinstance(returned, tuple) else (returned,)))
         found = {name: self._back(x.detach()) for name, x in turned.items()}
         of = [name for name in self.names if {name, f"{name}_norm"} & leaves.keys()]
         if of:
-            dys = [self._as_passed(dos[name]) for name in of]
+            dys = [self._as_passed(made[1][name]) for name in of]
             gradients = torch.autograd.grad([turned[name] for name in of], list(leaves.values()), dys)
             found |= {f"d{name}": self._back(x) for name, x in zip(leaves, gradients)}
         return found
 
-
-def _same(x: Any, y: Any) -> bool:
-    """Whether these are the same tensors."""
-    return all(a is b for a, b in zip(x, y)) if isinstance(x, tuple) else x is y
+    def further(self, label, function, given, made, before, out, references) -> Iterator[Finding]:
+        """Run it with ``out``, which the differentiable call above has not."""
+        if not (outs := self._outs(given)):
+            return
+        returned, named = function(**(given | outs)), outs["out"]
+        returned, named = (x if isinstance(x, tuple) else (x,) for x in (returned, named))
+        is_same = all(x is y for x, y in zip(returned, named))
+        yield Finding.that(label, "out", is_same, "another tensor was returned")
+        for name, x in zip(self.names, returned):
+            yield Finding(label, references.compare(name, self._back(x)), is_tensor=False)
+        if self.out == "in place":  # what was written is right by now, and is not to be found changed
+            for name in self.names:
+                given[name].copy_(before[name])

@@ -106,7 +106,7 @@ def test_kernels_are_right_in_the_interpreter(call):
 def drawn_arguments():
     """Arguments of one legal call of each of many prototypes."""
     found = []
-    for index in range(0, 240, 3):
+    for index in range(0, 600, 3):
         call = drawn_call(1, index, REFERENCE)
         legal = call.legal if isinstance(call, IllegalCheck) else call
         if legal.function != "write_kvcache":
