@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 import fused_rope_attn
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning, reference
-from verification.calls import Check, Finding, References, same_bits
+from verification.calls import Check, Finding, Ran, References, same_bits
 from verification.memory import SHARED, lay, lay_table
 
 TENSORS = ("q", "k", "v", "do")
@@ -59,7 +60,7 @@ class AttentionCheck(Check, testing.Case):
         return tuple(max((pair[i] for pair in self.seqlens or ()), default=0) for i in range(2))
 
     def make(self, device: str) -> tuple[testing.Inputs, dict[str, Any]]:
-        """Return the inputs as they lie in memory, (B, H, N, D), and masks and norms by the names of arguments."""
+        """Return the inputs (B, H, N, D) in their memory layouts, and masks and norms by the names of arguments."""
         case = self if self.memory is None else replace(self, layout="bhnd")
         inputs = testing.make_inputs(case, device)
         masks = testing.masks_of(self, device) | (testing.norms_of(self, device) or NO_NORMS)
@@ -175,17 +176,17 @@ class AttentionCheck(Check, testing.Case):
         found = {"o": self._back(o.detach())}
         if lse:
             found["lse"] = lse[0].detach() if self.seqlens is None else lse[0].detach()[None]
-        # Weights' gradients are sums over all heads, of which large cases compare some.
+        # Weights' gradients are sums over all heads, and large cases compare only some heads.
         names = [name for name in leaves if self.size == "small" or name not in WEIGHTS]
         return found | {f"d{name}": self._back(x) for name, x in zip(leaves, gradients) if name in names}
 
-    def further(self, label, function, given, made, before, out, references) -> Iterator[Finding]:
+    def further(self, ran: Ran) -> Iterator[Finding]:
         if not self.deterministic:
             return
-        again = self.results(function, given, made)
-        changed = sum(0 if same_bits(x, again[name]) else int((x != again[name]).sum()) for name, x in out.items())
+        again = self.results(ran.function, ran.given, ran.made)
+        changed = sum(0 if same_bits(x, again[name]) else int((x != again[name]).sum()) for name, x in ran.out.items())
         detail = f"{changed} elements differ" if changed else "bitwise equal"
-        yield Finding(label, testing.Comparison("rerun", float(changed), 0.0, 0.0, 0.0, not changed, detail))
+        yield Finding(ran.label, testing.Comparison("rerun", float(changed), 0.0, 0.0, 0.0, not changed, detail))
 
     def compared_heads(self) -> list[Heads]:
         every = self.batch * self.heads_kv
@@ -225,10 +226,11 @@ class AttentionReferences:
 
     @staticmethod
     def _of_part(case: AttentionCheck, part: testing.Inputs, device: str) -> References:
-        return References(
-            lambda dtype: _by_name(testing.run_reference(part, case, dtype)), device, lambda name: case.dtype,
-            lambda name: testing.noise_of_zero(name, case, part),
-        )  # fmt: skip
+        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            return _by_name(testing.run_reference(part, case, dtype))
+
+        zero = functools.partial(testing.noise_of_zero, case=case, inputs=part)
+        return References(run, device, lambda name: case.dtype, zero)
 
     def shape(self, name: str) -> torch.Size:
         if name[1:] in WEIGHTS:

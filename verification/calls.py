@@ -1,4 +1,4 @@
-"""What all checks share: how one is written down, what is found of it, and how a result is held against float64."""
+"""The base of all checks: running one, writing it down, and comparing its results with float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _MANY_ELEMENTS = 1 << 28  # copies of more would not fit the GPU
 
 @dataclass(frozen=True)
 class Machine:
-    """Where checks run: a device, its architecture as planning names it, and what is drawn there.
+    """A device, its architecture as planning names it, and the choices of the drawing there.
 
     dtypes: names in ``DTYPES``; backends: of "reference", "triton" and "hopper".
     """
@@ -58,7 +58,7 @@ class Finding:
 
     @classmethod
     def raised(cls, backend: str, error: BaseException) -> Finding:
-        """An exception that should not have come, under its type's name."""
+        """Record an unexpected exception under its type's name."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
         text = (str(error).splitlines() or [""])[0][:300]
@@ -66,13 +66,13 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The error as a share of what the tolerance allows; above 1 is too much."""
+        """The error divided by the tolerance; above 1 is too much."""
         limit = 3.0 if self.found.tensor.startswith("d") else 2.0
         return max(self.found.ratio / limit, self.found.row_ratio / 2.5)
 
 
 def literal(value: Any) -> str:
-    """Write a check, or what its fields hold, as an expression of Python without the fields that have defaults."""
+    """Write a check as an expression of Python, without the fields that have their defaults."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, tuple):
@@ -92,7 +92,7 @@ def literal(value: Any) -> str:
 
 
 def parse(text: str, kinds: Iterable[type]) -> Any:
-    """Read what ``literal`` wrote: calls of these classes and names of dtypes, and nothing else."""
+    """Read the output of ``literal``: calls of these classes and names of dtypes, and nothing else."""
     dtypes = {name: getattr(torch, name) for name in (*DTYPES, "float64")}
     return eval(text, {"__builtins__": {}, **dtypes, **{kind.__name__: kind for kind in kinds}})
 
@@ -102,7 +102,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def label_of(*variant: str) -> str:
-    """Name a backend and a strategy; "auto" alone stands for both."""
+    """Name a backend and a strategy; "auto" alone means both."""
     return " ".join(word for word in variant if word != "auto") or "auto"
 
 
@@ -143,8 +143,9 @@ class References:
     """float64 and eager results by name, and the second opinion: further draws of eager's rounding, made when a rule
     refuses a result (``testing.compare``).
 
-    run: computes the results in a dtype, or for None in that of the inputs. judged: the dtype in which a result is
-    rounded. zero: ``testing.noise_of_zero`` of a result. Where ``may_be_nan`` results are NaN exactly where float64 is.
+    run: computes the results in a dtype, or for None in that of the inputs. judged: the dtype to which a result is
+    rounded. zero: ``testing.noise_of_zero`` of a result. may_be_nan: results must be NaN exactly at the elements at
+    which float64 is.
     """
 
     def __init__(
@@ -173,11 +174,9 @@ class References:
         def numbers(y: Tensor) -> Tensor:
             return y if nan is None else y.masked_fill(nan, 0)
 
-        return testing.compare(
-            name, numbers(x), numbers(self.exact[name]), numbers(self.eager[name]), grad=name.startswith("d"),
-            dtype=self._judged(name), draws=lambda: (numbers(results[name]) for results in self._drawn),
-            zero=self._zero(name),
-        )  # fmt: skip
+        tensors = (numbers(y) for y in (x, self.exact[name], self.eager[name]))
+        options = {"grad": name.startswith("d"), "dtype": self._judged(name), "zero": self._zero(name)}
+        return testing.compare(name, *tensors, **options, draws=lambda: (numbers(y[name]) for y in self._drawn))
 
     def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
         if self._may_be_nan:
@@ -207,6 +206,18 @@ def refusal(
     return Finding.that(backend, subject, False, f"{expected} was expected, but the call went through")
 
 
+class Ran(NamedTuple):
+    """A call that has run. before: copies of ``given``; made, out: of ``Check.make`` and ``Check.results``."""
+
+    label: str
+    function: Callable[..., Any]
+    given: dict[str, Any]
+    before: dict[str, Tensor]
+    made: Any
+    out: dict[str, Tensor]
+    references: Any
+
+
 class Check:
     """A call of one public function, as data. Subclasses are frozen dataclasses with these fields:
 
@@ -233,11 +244,8 @@ class Check:
         """Call the function; return outputs and gradients, by the names of the references."""
         raise NotImplementedError
 
-    def further(
-        self, label: str, function: Callable[..., Any], given: dict[str, Any], made: Any, before: dict[str, Tensor],
-        out: dict[str, Tensor], references: References,
-    ) -> Iterator[Finding]:  # fmt: skip
-        """Look at what else a call of this function promises. before: copies of what was ``given``."""
+    def further(self, ran: Ran) -> Iterator[Finding]:
+        """Check the other promises of this function."""
         yield from ()
 
     def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -281,5 +289,5 @@ class Check:
             detail = f"{tuple(x.shape)}, {x.dtype}, requires_grad {x.requires_grad}"
             yield Finding.that(label, f"form of {name}", is_right, detail)
             yield from references.findings(label, name, x)
-        yield from self.further(label, function, given, made, before, out, references)
+        yield from self.further(Ran(label, function, given, before, made, out, references))
         yield untouched(label, given, before, but=self.writes)

@@ -23,8 +23,7 @@ OF_WEIGHTS = ("dsinks", "dq_norm", "dk_norm")
 def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """This rank's o, lse and gradients of a case of equally many queries and keys.
 
-    options: those of ``rope_attention_cp``, and "local_tables", whether this rank passes its rows of the tables alone,
-    and "extra_tokens", how many tokens lie behind the last packed document.
+    options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables.
     """
     group = group_of(ranks)
     options = dict(options)
@@ -40,11 +39,8 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
     norms = testing.norms_of(case, device)
     weights = {"dsinks": masks["sinks"], "dq_norm": norms.get("q_norm"), "dk_norm": norms.get("k_norm")}
     weights = {name: x.requires_grad_() for name, x in weights.items() if x is not None}
-    given = {
-        "softmax_scale": case.softmax_scale, "rotary_dim": case.rotary_dim, "interleaved": case.interleaved,
-        "window": masks["window"], "softcap": masks["softcap"], "sinks": masks["sinks"], "return_lse": True,
-        **norms, **options,
-    }  # fmt: skip
+    given = {name: getattr(case, name) for name in ("softmax_scale", "rotary_dim", "interleaved")}
+    given |= {name: masks[name] for name in ("window", "softcap", "sinks")} | {"return_lse": True} | norms | options
     if case.seqlens is None:
         o, lse = rope_attention_cp(q, k, v, cos, sin, case.causal, group=group, **given)
     else:

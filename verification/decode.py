@@ -17,7 +17,7 @@ from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.api import run_step, run_write
 from fused_rope_attn.generation.cache_reference import quantise
 from fused_rope_attn.generation.configs import FLOAT8
-from verification.calls import Check, Finding, Machine, References, normal, same_bits
+from verification.calls import Check, Finding, Machine, Ran, References, normal, same_bits
 from verification.memory import SHARED, in_pages, lay, lay_table, rows_in_pool, same_float8
 
 CACHES = ("k_cache", "v_cache")
@@ -151,20 +151,20 @@ class DecodeCheck(Check):
     def results(self, function: Callable[..., Any], given: dict[str, Any], made: dict[str, Any]) -> dict[str, Tensor]:
         return {name: x for name, x in zip(("o", "lse"), function(**given)) if x is not None}
 
-    def further(self, label, function, given, made, before, out, references) -> Iterator[Finding]:
+    def further(self, ran: Ran) -> Iterator[Finding]:
         """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""
-        written = self.written(made)
-        new = {name: _rows(given[name], written) for name in CACHES}
-        eager = {name: _rows(references.eager[name], written) for name in CACHES}
+        written = self.written(ran.made)
+        new = {name: _rows(ran.given[name], written) for name in CACHES}
+        eager = {name: _rows(ran.references.eager[name], written) for name in CACHES}
         if self.float8 is not None:
-            yield Finding(label, same_float8("k_cache", new["k_cache"], eager["k_cache"]))
+            yield Finding(ran.label, same_float8("k_cache", new["k_cache"], eager["k_cache"]))
         else:
-            yield Finding(label, replace(references.compare("keys", new["k_cache"]), tensor="k_cache"))
+            yield Finding(ran.label, replace(ran.references.compare("keys", new["k_cache"]), tensor="k_cache"))
         copied = {"v_cache"} | ({"k_cache"} if not self.rotated and self.norms is None else set())
         faults = [f"{name[0]} is no copy" for name in sorted(copied) if not same_bits(new[name], eager[name])]
-        if not all(same_bits(_rows(given[name], ~written), _rows(before[name], ~written)) for name in CACHES):
+        if not all(same_bits(_rows(ran.given[name], ~written), _rows(ran.before[name], ~written)) for name in CACHES):
             faults.append("a row of the caches that is not new was written")
-        yield Finding(label, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
+        yield Finding(ran.label, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
 
     def _layout(self, name: str) -> str:
         return self.v_layout if name == "v_cache" and self.v_layout is not None else self.layout
@@ -205,7 +205,7 @@ class Inputs(NamedTuple):
 def make_inputs(check: DecodeCheck, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
     """Normally distributed, with NaN in all rows of the caches that do not exist. Equal for equal device.
 
-    Pages lie in a random order among others, which hold NaN, and entries that are not needed are outside the pool.
+    The order of pages is random. Unused pages hold NaN, and entries that are not needed are outside the pool.
     """
     c = check
     generator = torch.Generator(device).manual_seed(c.seed)
@@ -270,11 +270,10 @@ def _caches(
 def run_reference(check: DecodeCheck, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, k_cache, v_cache) of the reference computed in ``dtype``; the inputs stay as they are."""
     given = inputs._asdict() | check.options | check.norms_of(inputs.q.device) | _in_dtype(inputs._asdict(), dtype)
-    o, lse = reference.attention_with_kvcache(
-        **given, kv_starts=check.starts_of(inputs.q.device),
-        softmax_scale=check.head_dim**-0.5 if check.softmax_scale is None else check.softmax_scale,
-        rotary_dim=check.head_dim if check.rotary_dim is None else check.rotary_dim,
-    )  # fmt: skip
+    given["kv_starts"] = check.starts_of(inputs.q.device)
+    given["softmax_scale"] = check.head_dim**-0.5 if check.softmax_scale is None else check.softmax_scale
+    given["rotary_dim"] = check.head_dim if check.rotary_dim is None else check.rotary_dim
+    o, lse = reference.attention_with_kvcache(**given)
     return o, lse, given["k_cache"], given["v_cache"]
 
 
@@ -296,7 +295,10 @@ def hold(check: DecodeCheck, dtype: torch.dtype, device: str = "cpu") -> list[te
 
 @dataclass(frozen=True)
 class WriteCheck(DecodeCheck):
-    """k and v of ``len_q`` rows, padded or packed, of which each sequence has ``new``; lengths: cached rows of each."""
+    """k and v of ``len_q`` rows, padded or packed.
+
+    lengths: the cached rows of each sequence. new: the tokens of each sequence that are written.
+    """
 
     new: tuple[int, ...] = ()
     packed: bool = False

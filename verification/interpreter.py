@@ -6,7 +6,7 @@ import inspect
 import triton.language as tl
 from triton.runtime import interpreter
 
-# What Triton (3.6 to 3.9) looks through.
+# The packages that Triton (3.6 to 3.9) searches.
 PACKAGES = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
 
 

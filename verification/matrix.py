@@ -109,7 +109,7 @@ def _large(name: str, batch: int, heads_q: int, heads_kv: int, length: int, head
     return AttentionCheck(batch, heads_q, heads_kv, length, length, head_dim, name=name, **changes)
 
 
-# Of every size between 16 and 4096, in no order.
+# Sizes between 16 and 4096, in no order.
 _MIXED = tuple(16 + 4080 * (37 * i % 64) // 63 for i in range(64))
 
 _LARGE = (
@@ -129,7 +129,7 @@ _LARGE = (
     _large("4K D 96 interleaved", 2, 8, 8, 4096, 96, interleaved=True),
     _large("2K D 256 GQA", 2, 8, 2, 2048, 256),
     _large("1000 tokens, odd strides", 2, 8, 2, 1000, 128, layout="odd"),
-    # masks at the lengths that they are for; without sinks, of which only small cases have the gradient's reference
+    # masks at the lengths that they are for; without sinks, because only small cases compare their gradient
     _large("32K window (1024, 0) GQA", 1, 8, 2, 32768, 128, window=(1024, 0)),
     _large("4K window (1024, 0) + softcap, D 256 GQA", 1, 8, 4, 4096, 256, window=(1024, 0), softcap=50.0),
     _large("4K window (127, 0), D 64 GQA", 1, 16, 2, 4096, 64, window=(127, 0)),
@@ -138,10 +138,10 @@ _LARGE = (
     _large("64 packed sequences, window (256, 0)", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED)),
            window=(256, 0)),
     _large("64 packed sequences, D 256 GQA", 1, 4, 2, sum(_MIXED), 256, seqlens=tuple(zip(_MIXED, _MIXED))),
-    # norms; without the gradients of their weights, of which only small cases have the reference
+    # norms; only small cases compare the gradients of their weights
     _large("Llama3-8B-4K with norms", 2, 32, 8, 4096, 128, norms=0.0),
     _large("2K D 256 GQA with norms", 2, 8, 2, 2048, 256, norms=1.0),
-    # 32-bit offsets: across heads, and within one head, whose rows are 16640 elements apart
+    # 32-bit offsets: across heads, and within one head with rows that are 16640 elements apart
     _large("q, k, v of 2**31 + 2**24 elements", 129, 256, 256, 512, 128, size="huge", only=(torch.bfloat16,)),
     _large("128K positions in a packed tensor of 2**31 + 2**25 elements", 1, 4, 2, 131072, 128, size="huge",
            packed_heads=130, only=(torch.bfloat16, torch.float16)),

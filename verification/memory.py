@@ -1,4 +1,4 @@
-"""How tensors lie in memory: every way that strides, alignment, shared elements and pages can be."""
+"""Layouts of tensors in memory: strides, alignment, shared elements and pages in every form that a call may have."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lay(x: Tensor, layout: str) -> Tensor:
         view = gaps(b * n * h * d + 1)[1:].view(b, n, h, d).transpose(1, 2)
     elif layout == "wide":
         view = gaps(b, n, h, 2 * d)[..., :d].transpose(1, 2)
-    elif layout == "fused":  # a third of what one projection makes
+    elif layout == "fused":  # a third of a projection's output
         view = gaps(b, n, 3 * h, d)[:, :, h : 2 * h].transpose(1, 2)
     elif layout == "skipped":
         view = gaps(b, 2 * n, h, d)[:, ::2].transpose(1, 2)

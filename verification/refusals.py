@@ -50,7 +50,7 @@ def _attends(a: Arguments) -> bool:
 
 
 def _chooses(a: Arguments) -> bool:
-    """Whether the call chooses its backend."""
+    """Return whether the call chooses its backend."""
     return "backend" in a
 
 
@@ -59,12 +59,12 @@ def _writes_cache(a: Arguments) -> bool:
 
 
 def _has(name: str, other: str = "") -> Condition:
-    """Whether the function has an argument, and the call passes the other one."""
+    """Return whether the function has an argument, and the call passes the other one."""
     return lambda a: name in a and a.get(other or name) is not None
 
 
 def _first(a: Arguments) -> str:
-    """Name the tensor whose dtype and device count."""
+    """Name the tensor that sets dtype and device."""
     return "x" if "x" in a else "q"
 
 
@@ -172,7 +172,7 @@ _FUNCTIONS = (
     "corope_attention",
 )  # fmt: skip
 
-# Of each argument: how it is changed, and the error that names it.
+# Arguments, the change of each, and the error that names it.
 _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception]], ...] = (
     (_TENSORS, "a list", lambda x: [1.0, 2.0], TypeError),
     (_TENSORS[2:], "on another device", _elsewhere, ValueError),  # that of x or q is the one that counts
@@ -192,7 +192,7 @@ _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception
     (("cos", "sin"), "requires a gradient", lambda x: x.detach().requires_grad_(), ValueError),
     (("sin",), "of another shape", lambda x: torch.cat((x, x), -1), ValueError),
 )
-# Bounds of packed sequences, of which the first is not empty: only the device knows what they hold.
+# Changes of the bounds of packed sequences; the first sequence is not empty. On a GPU only kernels read them.
 _WRONG_ENDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("that begin late", lambda x: x.clamp(min=1)),
     ("that fall", lambda x: torch.cat((x[:-1], x[:1] - 1))),
@@ -229,7 +229,7 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
         (f"{x} requires a gradient", lambda a: "k_cache" in a, lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
         for x in ("q", *CACHES)
     ),
-    # Of two caches that differ, either may be meant: both may be of q's dtype, or of float8.
+    # If two caches differ, the message may name either, because both may be in q's dtype or in float8.
     *(
         (f"{x} of another dtype", _has(x), lambda a, x=x: {x: a[x].to(_other_float(a[x]))}, TypeError, CACHES)
         for x in CACHES

@@ -1,4 +1,4 @@
-"""What a verification prints and writes."""
+"""Tables and files of a verification."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def environment(device: str) -> dict:
-    """Where the rows come from: versions, GPU and driver, commit, date."""
+    """Return the origin of the rows: versions, GPU and driver, commit, date."""
     import torch
     import triton
 

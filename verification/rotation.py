@@ -11,11 +11,11 @@ from torch import Tensor
 
 import fused_rope_attn
 from fused_rope_attn import testing
-from verification.calls import Check, Finding, References, normal
+from verification.calls import Check, Finding, Ran, References, normal
 from verification.memory import lay, lay_table
 
 NORMS = ("q_norm", "k_norm")
-# Where the axes of (B, H, N, D) go; packed tokens have no batch.
+# The axes of (B, H, N, D) in each layout; packed tokens have no batch.
 AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (0, 2, 1, 3)}
 
 
@@ -147,7 +147,7 @@ class RopeCheck(Check):
 
     def references(self, made: Any, device: str) -> References:
         xs, dos, others = made
-        values = {name: x.clone() for name, x in xs.items()}  # of what may be written in place
+        values = {name: x.clone() for name, x in xs.items()}  # because the call may write in place
         ids = others["position_ids"]
         if ids is not None:
             ids = ids if ids.ndim == 3 else ids[None, None] if ids.ndim == 1 else ids[:, None]
@@ -185,16 +185,16 @@ class RopeCheck(Check):
             found |= {f"d{name}": self._back(x) for name, x in zip(leaves, gradients)}
         return found
 
-    def further(self, label, function, given, made, before, out, references) -> Iterator[Finding]:
-        """Run it with ``out``, which the differentiable call above has not."""
-        if not (outs := self._outs(given)):
+    def further(self, ran: Ran) -> Iterator[Finding]:
+        """Run it with ``out``, because the differentiable call cannot have it."""
+        if not (outs := self._outs(ran.given)):
             return
-        returned, named = function(**(given | outs)), outs["out"]
+        returned, named = ran.function(**(ran.given | outs)), outs["out"]
         returned, named = (x if isinstance(x, tuple) else (x,) for x in (returned, named))
         is_same = all(x is y for x, y in zip(returned, named))
-        yield Finding.that(label, "out", is_same, "another tensor was returned")
+        yield Finding.that(ran.label, "out", is_same, "another tensor was returned")
         for name, x in zip(self.names, returned):
-            yield Finding(label, references.compare(name, self._back(x)), is_tensor=False)
-        if self.out == "in place":  # what was written is right by now, and is not to be found changed
+            yield Finding(ran.label, ran.references.compare(name, self._back(x)), is_tensor=False)
+        if self.out == "in place":  # these may change
             for name in self.names:
-                given[name].copy_(before[name])
+                ran.given[name].copy_(ran.before[name])

@@ -22,7 +22,7 @@ from verification.table import format_table
 from verification.workers import Here, Outcome, Worker, run_check, run_checks
 
 _LONGEST_DETAIL = 300
-# Of all failures, those that are shrunk, for how long each, and the seconds after which an attempt hangs.
+# How many failures are shrunk, the seconds for each, and the seconds after which an attempt counts as hanging.
 MOST_SHRUNK, SHRINK_SECONDS, ATTEMPT_SECONDS = 5, 180.0, 60.0
 
 
@@ -62,12 +62,12 @@ class Tally:
         """Calls of each function on each backend, then each function's and tensor's worst error."""
         backends = sorted({backend for _, backend in self.calls})
         failures = Counter(outcome.check.function for _, outcome in self.failed)
+        columns = {"calls": self.drawn, "refusals": self.refusals, "skipped": self.skipped, "failures": failures}
         rows = [
-            {"function": name, "calls": self.drawn[name], "refusals": self.refusals[name],
-             **{backend: self.calls[name, backend] for backend in backends},
-             "skipped": self.skipped[name], "failures": failures[name]}
+            {"function": name, **{column: counter[name] for column, counter in columns.items()}}
+            | {backend: self.calls[name, backend] for backend in backends}
             for name in sorted({*self.drawn, *self.refusals})
-        ]  # fmt: skip
+        ]
         counts = format_table(("function", "calls", *backends, "refusals", "skipped", "failures"), rows)
         worst = [
             {"function": function, "tensor": tensor, "worst share": share, "call": index}
@@ -131,11 +131,9 @@ def run_call(options: argparse.Namespace) -> int:
     Here(machine)
     outcome = run_check(check, machine)
     print(command_of(check, machine), "\n")
-    rows = [
-        {"backend": one.backend, "found": one.found.tensor, "share": one.share, "verdict": "ok" if one.found.ok else
-         "FAIL"} for one in outcome.findings
-    ]  # fmt: skip
-    print(format_table(("backend", "found", "share", "verdict"), rows))
+    columns = ("backend", "found", "share", "verdict")
+    rows = [(one.backend, one.found.tensor, one.share, "ok" if one.found.ok else "FAIL") for one in outcome.findings]
+    print(format_table(columns, [dict(zip(columns, row)) for row in rows]))
     print("\n".join(["", *describe_failures(outcome), *([f"skipped: {outcome.skipped}"] if outcome.skipped else [])]))
     return 1 if outcome.failures else 0
 
@@ -188,8 +186,13 @@ def write_json(path: Path, tally: Tally, facts: dict[str, Any], shrunk: dict[int
         "calls": tally.total,
         "refusals": tally.refusals.total(),
         "failures": [
-            {"index": index, "function": outcome.check.function, "call": literal(outcome.check),
-             "shrunk": shrunk.get(index), "findings": [asdict(finding) for finding in outcome.failures]}
+            {
+                "index": index,
+                "function": outcome.check.function,
+                "call": literal(outcome.check),
+                "shrunk": shrunk.get(index),
+                "findings": [asdict(finding) for finding in outcome.failures],
+            }
             for index, outcome in tally.failed
         ],
         "functions": {name: tally.drawn[name] for name in sorted(tally.drawn)},
@@ -198,6 +201,6 @@ def write_json(path: Path, tally: Tally, facts: dict[str, Any], shrunk: dict[int
             {"function": f, "tensor": t, "share": s, "index": i} for (f, t), (s, i) in sorted(tally.worst.items())
         ],
         "slowest": [{"seconds": round(seconds, 1), "index": i, "call": text} for seconds, i, text in tally.slowest],
-    }  # fmt: skip
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -47,9 +47,14 @@ class UniformProvider(providers.HypothesisProvider):
 
 providers.AVAILABLE_PROVIDERS["uniform"] = f"{__name__}.UniformProvider"
 SETTINGS = settings(
-    backend="uniform", database=None, deadline=None, max_examples=2, phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet,
-)  # fmt: skip
+    backend="uniform",
+    database=None,
+    deadline=None,
+    max_examples=2,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    verbosity=Verbosity.quiet,
+)
 
 
 def draw(strategy: st.SearchStrategy, *key: Any) -> Any:
@@ -181,7 +186,7 @@ def _scale(draw: Draw, head_dim: int) -> float | None:
 
 
 def _window(draw: Draw, prototype: tuple[int, int] | None, length: int) -> tuple[int, int] | None:
-    """Draw sizes for the sides that the prototype bounds; -1 stands for unbounded."""
+    """Draw sizes for the sides that the prototype bounds; -1 is unbounded."""
     if prototype in (None, (0, 0)):
         return prototype
     size = {0: 1, 1: 1, st.integers(0, max(1, length)): 6, st.integers(0, 20): 3, 2**31 - 1: 0.3}
@@ -192,7 +197,7 @@ _WINDOWS = {None: 9, (-1, -1): 3, (7, -1): 4, (-1, 7): 1.5, (7, 7): 2, (0, 0): 0
 
 
 def _bounds(draw: Draw, batch: int, length: int, *, upper: bool) -> tuple[int, ...]:
-    """``kv_lens`` (``upper``) or ``kv_starts`` of each batch entry; some lie outside the keys."""
+    """``kv_lens`` (``upper``) or ``kv_starts`` of each batch entry; some are outside the keys."""
     whole, other = (length, 0) if upper else (0, length)
     some = st.integers(length // 2, length) if upper else st.integers(0, length // 2)
     weights = {whole: 3.4, other: 0.4, st.integers(0, length): 5, some: 6, length + 3: 0.3, -2: 0.3}
@@ -216,7 +221,7 @@ def _some(draw: Draw, names: tuple[str, ...]) -> tuple[str, ...]:
     return names if not chance(draw, 0.3) else tuple(name for name in names if chance(draw, 0.5))
 
 
-# What prototypes and calls draw of each field by weight alone; a dtype is that of the call, or float32.
+# Fields of prototypes and of calls that are drawn by weight alone.
 _OF_SCORES = {
     "interleaved": {False: 6, True: 4},
     "full_width": {False: 65, True: 35},
@@ -288,7 +293,7 @@ def _memories(draw: Draw, *weights: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _scored(draw: Draw, machine: Machine) -> dict[str, Any]:
-    """What the prototypes of attention and of a step have in common."""
+    """Draw the fields that prototypes of attention and of a step share."""
     dtype, head_dim = _dtype(draw, machine), _head_dim(draw, machine)
     masks = chance(draw, 0.7)  # the plain call is what most models make
     return {
@@ -591,7 +596,7 @@ class Family:
 
         def drawn(draw: Draw) -> Any:
             call = self.call(draw, prototype, machine)
-            # What makes a call illegal is written for calls with queries, or with x.
+            # Mutations expect calls with queries, or with x.
             if self.call is not _write_call and chance(draw, ILLEGAL):
                 return IllegalCheck(call, MUTATIONS[draw(st.integers(0, len(MUTATIONS) - 1))].name)
             return call
@@ -656,7 +661,7 @@ def shrunk_call(run: int, index: int, machine: Machine, fails: Callable[[Any], b
     drawn = {name: value for name, value in vars(legal).items() if getattr(prototype, name) != value}
 
     def of(other: Any) -> Any:
-        """Give another prototype the sizes of the call; where it has no bound, the call has none."""
+        """Give another prototype the sizes of the call; if it has no bound, the call gets none."""
         sizes = {name: x for name, x in drawn.items() if name not in _BOUNDS or getattr(other, name) is not None}
         call = replace(other, **sizes)
         return replace(found, legal=call) if is_illegal else call

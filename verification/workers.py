@@ -29,7 +29,7 @@ _KEPT_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check. ``skipped`` is why it says nothing: a GPU whose memory is full."""
+    """The findings of a check, or in ``skipped`` the reason that there are none: a GPU without free memory."""
 
     check: Any
     findings: tuple[Finding, ...]
@@ -181,7 +181,7 @@ def run_checks(
     on_done: Callable[[int, Outcome], None],
     deadline: float | None = None,
 ) -> None:
-    """Run batches of numbered checks, each batch in one process, and hand over every outcome as it comes.
+    """Run batches of numbered checks, each batch in one process, and pass every outcome to ``on_done`` at once.
 
     jobs: processes; 0 runs one check after the other in this one. deadline: of ``time.monotonic()``, when all stops.
     """

@@ -113,7 +113,7 @@ def test_table_is_aligned():
 
 
 def test_the_command_runs_in_a_process_of_its_own(tmp_path):
-    """As a user types it: no environment variable, worker processes, the interpreter switched on by the command."""
+    """The command of a user: no environment variable, worker processes, the interpreter switched on by the command."""
     result = subprocess.run(
         [sys.executable, "-m", "verification", "--filter", "one token", "--dtype", "float16", "--device", "cpu",
          "--jobs", "1", "--json", str(tmp_path / "rows.json")],

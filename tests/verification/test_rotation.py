@@ -16,7 +16,7 @@ def test_the_rotation_alone_is_checked(monkeypatch, tmp_path, capsys):
     arguments = ["--device", "cpu", "--filter", "rotation with two ids", "--dtype", "float32", "--jobs", "0"]
     assert command.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
     assert "4 of 4 tensors within tolerance" in capsys.readouterr().out
-    assert command.main([*arguments, "--strategy", "inline"]) == 2  # the rotation alone has none
+    assert command.main([*arguments, "--strategy", "inline"]) == 2  # the rotation alone is without strategies
 
     right = fused_rope_attn.apply_rope_qk
 

@@ -25,7 +25,7 @@ def named(name):
 
 
 def test_bounds_of_the_compared_heads(monkeypatch):
-    """Of a large case some batch entries are compared: each by its own bounds."""
+    """Compare some batch entries of a large case, each by its own bounds."""
     monkeypatch.setattr(attention, "MOST_SCORES", 4800)
     rows = rows_for(AttentionCheck(3, 2, 1, 30, 40, 16, kv_starts=(9, 0, 3), kv_lens=(40, 17, 30)))
     assert [row.verdict for row in rows] == ["ok"] * 5, rows
