@@ -8,6 +8,7 @@ import torch
 
 import verification.decode as checks
 from fused_rope_attn.generation import configs
+from tests.support.calls import assert_right, random_calls
 from tests.support.dtypes import F16, F32, F64
 from tests.support.generation import PLAIN
 from tests.support.internals import set_decode_config
@@ -72,6 +73,13 @@ def test_a_wrong_row_is_noticed(monkeypatch):
     for wrong, tensors in ((shifted, {"o", "lse", "k_cache"}), (forgetful, {"o", "lse"}), (careless, {"v_cache"})):
         monkeypatch.setattr(checks, "run_kernels", wrong)
         assert {result.tensor for result in hold(PLAIN, F32) if not result.ok} == tensors, wrong
+
+
+@interpreted
+@ignore_overflow
+@random_calls(12, "decode", "write")
+def test_any_call(call):
+    assert_right(call)
 
 
 @interpreted

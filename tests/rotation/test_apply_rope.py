@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
+from tests.support.calls import assert_right, random_calls
 from tests.support.dtypes import F16, F32, F64
 from tests.support.marks import ignore_overflow
 from tests.support.rotation import (
@@ -159,46 +158,9 @@ def test_far_positions_keep_their_angles():
     assert_close(apply_rope(x.float(), cos, sin), rotate_by_matrix(x, exact.cos(), exact.sin(), 16, False, False), 1e-5)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    batch=st.integers(1, 3),
-    heads=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    length=st.integers(0, 40),
-    head_dim=st.integers(2, 70),
-    share=st.floats(0, 1),
-    full=st.booleans(),
-    interleaved=st.booleans(),
-    inverse=st.booleans(),
-    layout=st.sampled_from(["bhsd", "bshd", "sbhd"]),
-    positions=st.sampled_from([None, "shared", "batch"]),
-    dtype=st.sampled_from([F16, F32]),
-    seed=st.integers(1, 100),
-)
-def test_any_shape(batch, heads, length, head_dim, share, full, interleaved, inverse, layout, positions, dtype, seed):
-    """The kernel in the interpreter against the reference in float64."""
-    rotary_dim = max(2, 2 * int(share * head_dim / 2))
-    cos, sin = normal(2, length + 3, rotary_dim // (1 if full else 2), seed=seed).float()
-    generator = torch.Generator().manual_seed(seed)
-    ids = None
-    if positions:
-        shape = (length,) if positions == "shared" else (batch, length)
-        ids = torch.randint(0, length + 3, shape, generator=generator, dtype=torch.int32)
-    shapes = {
-        "bhsd": lambda h: (batch, h, length, head_dim),
-        "bshd": lambda h: (batch, length, h, head_dim),
-        "sbhd": lambda h: (length, batch, h, head_dim),
-    }
-    xs = [normal(*shapes[layout](h), seed=seed + i).to(dtype) for i, h in enumerate(heads)]
-    options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse, "layout": layout}
-    options["position_ids"] = ids
-    if len(xs) == 1:
-        outs = [apply_rope(xs[0], cos, sin, **options)]
-    else:
-        outs = apply_rope_qk(*xs[:2], cos, sin, v=xs[2] if len(xs) > 2 else None, **options)
-    for x, out in zip(xs, outs):
-        expected = apply_rope(x.double(), cos.double(), sin.double(), **options)
-        if expected.numel():
-            assert_close(out, expected, TOLERANCE[dtype])
+@random_calls(20, "rope", "rope of several")
+def test_any_call(call):
+    assert_right(call)
 
 
 def test_bfloat16_takes_the_reference_here():

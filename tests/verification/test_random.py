@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 import fused_rope_attn
-from tests.support.marks import ignore_overflow, interpreted
+from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
 from verification import __main__ as command
 from verification import search
@@ -22,10 +21,9 @@ from verification.attention import AttentionCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.decode import DecodeCheck
 from verification.refusals import MUTATIONS, IllegalCheck
-from verification.strategies import FAMILIES, KINDS, calls, draw, drawn_call, shrunk_call
+from verification.strategies import FAMILIES, KINDS, draw, drawn_call, shrunk_call
 from verification.workers import Worker, run_check, run_checks
 
-INTERPRETER = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
 REFERENCE = replace(INTERPRETER, backends=("reference",))
 GPU = Machine("cuda", "sm_90", ("bfloat16", "float16", "float32"), ("reference", "triton", "hopper"))
 # The reference alone, which takes milliseconds.
@@ -89,15 +87,6 @@ def test_the_reference_is_right_and_refuses(capsys):
     assert "of them refusals) with seed 1, 0 failed, 0 skipped" in out
     for function in ("rope_attention", "rope_attention_varlen", "apply_rope_qk", "rope_attention_with_kvcache"):
         assert f"\n{function} " in out
-
-
-@interpreted
-@ignore_overflow
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(call=calls(INTERPRETER, "attention", "packed", "decode", "write"))
-def test_kernels_are_right_in_the_interpreter(call):
-    outcome = run_check(call, INTERPRETER)
-    assert not outcome.failures, (literal(call), outcome.failures)
 
 
 @pytest.fixture(scope="module")

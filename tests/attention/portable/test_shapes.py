@@ -7,13 +7,12 @@ because a 64x64 tile of one head costs about 0.2 s, and odd, because kernels go 
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fused_rope_attn.testing import Case
 from tests.support.attention import run_and_compare
-from tests.support.dtypes import F16, F32
-from tests.support.marks import STRATEGIES, both_strategies, cases, ignore_overflow, interpreted
+from tests.support.calls import assert_right, random_calls
+from tests.support.dtypes import F32
+from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
 
 pytestmark = [interpreted, ignore_overflow]
 
@@ -79,35 +78,6 @@ def test_empty(batch, len_q, len_k, strategy):
         assert bool((x == 0).all())
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    batch=st.integers(1, 2),
-    heads_kv=st.integers(1, 2),
-    group=st.integers(1, 3),
-    len_q=st.integers(0, 40),
-    len_k=st.integers(0, 70),
-    head_dim=st.integers(2, 6).map(lambda x: 8 * x),
-    rotary=st.floats(0, 1),
-    interleaved=st.booleans(),
-    causal=st.booleans(),
-    dtype=st.sampled_from([F16, F32]),
-    tables=st.sampled_from(["rope", "yarn", "random"]),
-    full_width=st.booleans(),
-    table_batch=st.booleans(),
-    layout=st.sampled_from(["bnhd", "bhnd", "odd", "expanded"]),
-    strategy=st.sampled_from(STRATEGIES),
-    seed=st.integers(1, 100),
-)
-def test_any_shape(batch, heads_kv, group, len_q, len_k, head_dim, rotary, causal, strategy, **features):
-    case = Case(
-        batch,
-        group * heads_kv,
-        heads_kv,
-        len_q if causal else min(len_q, len_k),
-        len_k,
-        head_dim,
-        causal=causal,
-        rotary_dim=max(2, 2 * int(rotary * head_dim / 2)),
-        **features,
-    )
-    run_and_compare(case, strategy=strategy)
+@random_calls(12, "attention", "packed")
+def test_any_call(call):
+    assert_right(call)
