@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_rope_attn import testing
+from verification.attention import AttentionCheck
 from verification.calls import Finding, Machine, copies, refusal, untouched
+from verification.corope import CoRopeCheck
+from verification.decode import DecodeCheck, WriteCheck
+from verification.rotation import RopeCheck
 
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
@@ -330,10 +334,10 @@ class IllegalCheck:
         function, arguments = self.legal.arguments(machine.device)
         names = [mutation.name for mutation in MUTATIONS]
         first = names.index(self.mutation)
+        mutation = next(one for one in MUTATIONS[first:] + MUTATIONS[:first] if one.applies(arguments))
         # Tangents exist at this level alone.
-        tangents = forward_ad.dual_level() if self.mutation.startswith("a tangent") else contextlib.nullcontext()
-        with tangents:
-            mutation = next(one for one in MUTATIONS[first:] + MUTATIONS[:first] if one.applies(arguments))
+        tangents = mutation.name.startswith("a tangent")
+        with forward_ad.dual_level() if tangents else contextlib.nullcontext():
             illegal = arguments | mutation.change(arguments)
             before = copies(illegal)
             if machine.has_gpu and not mutation.is_seen_on_gpu:
@@ -357,3 +361,7 @@ def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Argume
         found = {"o": o, **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))))}
     wrong = [name for name, x in found.items() if bool(x.any())] + ["lse"] * bool((lse != -math.inf).any())
     yield Finding.that("refused", subject, not wrong, f"{', '.join(wrong)} must be 0 (lse -inf), and are not")
+
+
+# The names that a written call holds.
+KINDS = (AttentionCheck, DecodeCheck, WriteCheck, RopeCheck, CoRopeCheck, IllegalCheck)

@@ -15,9 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from verification import report, strategies
+from verification import report
 from verification.calls import Machine, literal, parse
-from verification.refusals import IllegalCheck
+from verification.refusals import KINDS, IllegalCheck
 from verification.table import format_table
 from verification.workers import Here, Outcome, Worker, run_check, run_checks
 
@@ -94,6 +94,8 @@ def describe_failures(outcome: Outcome) -> list[str]:
 
 def batches(seed: int, count: int, machine: Machine) -> Iterator[list[tuple[int, Any]]]:
     """Draw the calls 0 .. count - 1, those of one prototype together."""
+    from verification import strategies
+
     step = strategies.calls_of_a_prototype(machine)
     for first in range(0, count, step):
         family, prototype = strategies.drawn_prototype(seed, first, machine)
@@ -103,6 +105,8 @@ def batches(seed: int, count: int, machine: Machine) -> Iterator[list[tuple[int,
 
 def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int) -> Outcome | None:
     """Return the outcome of the simplest call found that fails as call ``index`` does; None if it fails no more."""
+    from verification import strategies
+
     subjects = {finding.found.tensor for finding in outcome.failures}
     deadline, known = time.monotonic() + SHRINK_SECONDS, {outcome.check: outcome}
     worker = Worker(machine) if jobs else Here(machine)
@@ -125,8 +129,10 @@ def run_call(options: argparse.Namespace) -> int:
     """``--call``, or ``--random --only``: run one call in this process, and print everything that was found."""
     machine = Machine.of(options.device, options.dtype, options.backend)
     if options.call is not None:
-        check = parse(options.call, strategies.KINDS)
+        check = parse(options.call, KINDS)  # without hypothesis
     else:
+        from verification import strategies
+
         check = strategies.drawn_call(options.seed, options.only, machine)
     Here(machine)
     outcome = run_check(check, machine)

@@ -27,7 +27,6 @@ from verification.memory import SHARED
 from verification.refusals import MUTATIONS, IllegalCheck
 from verification.rotation import NORMS, RopeCheck
 
-KINDS = (AttentionCheck, DecodeCheck, WriteCheck, RopeCheck, CoRopeCheck, IllegalCheck)
 Draw = Callable[[st.SearchStrategy], Any]
 
 # Beyond these a float64 reference takes seconds, or Triton's interpreter does.

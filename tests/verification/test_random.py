@@ -20,8 +20,8 @@ from verification import search
 from verification.attention import AttentionCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.decode import DecodeCheck
-from verification.refusals import MUTATIONS, IllegalCheck
-from verification.strategies import FAMILIES, KINDS, draw, drawn_call, shrunk_call
+from verification.refusals import KINDS, MUTATIONS, IllegalCheck
+from verification.strategies import FAMILIES, draw, drawn_call, shrunk_call
 from verification.workers import Worker, run_check, run_checks
 
 REFERENCE = replace(INTERPRETER, backends=("reference",))
