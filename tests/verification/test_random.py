@@ -2,6 +2,7 @@
 number of processes."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -16,13 +17,14 @@ import fused_rope_attn
 from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
 from verification import __main__ as command
-from verification import search
+from verification import search, strategies
 from verification.attention import AttentionCheck
 from verification.calls import Finding, Machine, literal, parse
+from verification.corope import CoRopeCheck
 from verification.decode import DecodeCheck
-from verification.refusals import KINDS, MUTATIONS, IllegalCheck
+from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
 from verification.strategies import FAMILIES, draw, drawn_call, shrunk_call
-from verification.workers import Worker, run_check, run_checks
+from verification.workers import Outcome, Worker, run_check, run_checks
 
 REFERENCE = replace(INTERPRETER, backends=("reference",))
 GPU = Machine("cuda", "sm_90", ("bfloat16", "float16", "float32"), ("reference", "triton", "hopper"))
@@ -114,6 +116,27 @@ def test_tangents_and_wrong_ends_are_refused(mutation, backend):
     for legal in (packed, replace(packed, seqlens=None), DecodeCheck("", (2, 1), 1, 20, 16, (7,), norms=0.0)):
         outcome = run_check(IllegalCheck(legal, mutation), INTERPRETER)
         assert outcome.findings and not outcome.failures, outcome.failures
+
+
+def test_a_mutation_that_does_not_apply_is_replaced():
+    """By the next one, for example by a tangent."""
+    outcome = run_check(IllegalCheck(CoRopeCheck("", 1, 1, 1, 5, 32), "v is left out"), INTERPRETER)
+    assert not outcome.failures and outcome.findings[0].found.tensor == "refusal of a tangent of q"
+
+
+def test_nothing_may_come_of_wrong_ends_on_a_gpu():
+    arguments = {name: torch.randn(4, 2, 16) for name in "qkv"}
+
+    def zero(q, k, v, *, return_lse):
+        return (q + k + v) * 0.0, torch.full((2, 4), -math.inf)
+
+    def stale(**given):
+        o, lse = zero(**given)
+        return torch.cat((o[:-1], o[-1:] + torch.empty_like(o[-1:]))), lse.index_fill(1, torch.tensor(3), 0.0)
+
+    (right,) = nothing_comes_of("nothing", zero, arguments)
+    (wrong,) = nothing_comes_of("nothing", stale, arguments)
+    assert right.found.ok and not wrong.found.ok and wrong.found.detail.startswith("o, lse must be 0")
 
 
 @pytest.fixture
@@ -208,9 +231,24 @@ def test_a_worker_that_hangs_is_replaced():
         worker.stop()
 
 
-def test_crashes_shrink_too():
-    """Each attempt may cost a process: here all are asked, and the plainest call that crashes is found."""
+def test_a_crash_is_shrunk_by_new_processes(monkeypatch):
+    def ask(seed, index, machine, fails):
+        assert [fails(Fatal(size)) for size in (7, 2, 4, 0, 7)] == [True, False, True, False, True]
+        return Fatal(4)
 
+    monkeypatch.setattr(strategies, "shrunk_call", ask)
+    lost = Outcome(Fatal(9), (Finding.that("?", "process", False, "died"),))
+    small = search.shrink(0, 0, lost, REFERENCE, jobs=1)
+    assert small.check == Fatal(4) and small.failures[0].found.tensor == "process"
+
+
+def test_shrinking_ends_in_time(monkeypatch):
+    monkeypatch.setattr(search, "SHRINK_SECONDS", -1.0)
+    monkeypatch.setattr(strategies, "shrunk_call", lambda *_: None if _[-1](Fatal(-1)) is False else Fatal(-1))
+    assert search.shrink(0, 0, Outcome(Fatal(9), (Finding.that("?", "size", False, ""),)), REFERENCE, jobs=0) is None
+
+
+def test_the_plainest_call_is_found():
     def crashes(call):
         legal = call.legal if isinstance(call, IllegalCheck) else call
         return isinstance(legal, AttentionCheck) and legal.len_k >= 5 and legal.interleaved
