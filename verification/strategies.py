@@ -142,8 +142,13 @@ def _length(draw: Draw, most: int) -> int:
     # One range within the other, so that a length shrinks across their borders.
     length = _number(draw, 1, pick(draw, {1: 1, 16: 3, 48: 5, most: 6}))
     if chance(draw, 0.15):
-        length = one_of(draw, 32, 64, 128, 256, 512) + one_of(draw, -1, 0, 1)
+        length = _near_border(draw)
     return max(1, min(length, most))
+
+
+def _near_border(draw: Draw) -> int:
+    """A number of rows or of keys at which tiles end, or up to two more or fewer."""
+    return one_of(draw, 16, 32, 64, 128, 256, 512) + one_of(draw, 0, -1, 1, -2, 2)
 
 
 def _group(draw: Draw, machine: Machine, probability: float) -> int:
@@ -189,7 +194,9 @@ def _window(draw: Draw, prototype: tuple[int, int] | None, length: int) -> tuple
     if prototype in (None, (0, 0)):
         return prototype
     size = {0: 1, 1: 1, st.integers(0, max(1, length)): 6, st.integers(0, 20): 3, 2**31 - 1: 0.3}
-    return tuple(-1 if side < 0 else pick(draw, size) for side in prototype)
+    return tuple(
+        -1 if side < 0 else _near_border(draw) if chance(draw, 0.2) else pick(draw, size) for side in prototype
+    )
 
 
 _WINDOWS = {None: 9, (-1, -1): 3, (7, -1): 4, (-1, 7): 1.5, (7, 7): 2, (0, 0): 0.7}
@@ -369,6 +376,8 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
     len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
     if len_q is None:
         len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
+        if kind == "fewer" and chance(draw, 0.4):
+            len_q = max(1, len_k - _near_border(draw))  # then the diagonal crosses tiles at their borders
     len_k = 0 if kind == "no keys" else len_k
     batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
     if not p.causal and p.kv_lens is None:
