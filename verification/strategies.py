@@ -142,13 +142,14 @@ def _length(draw: Draw, most: int) -> int:
     # One range within the other, so that a length shrinks across their borders.
     length = _number(draw, 1, pick(draw, {1: 1, 16: 3, 48: 5, most: 6}))
     if chance(draw, 0.15):
-        length = _near_border(draw)
+        length = _near_border(draw, most)
     return max(1, min(length, most))
 
 
-def _near_border(draw: Draw) -> int:
-    """A number of rows or of keys at which tiles end, or up to two more or fewer."""
-    return one_of(draw, 16, 32, 64, 128, 256, 512) + one_of(draw, 0, -1, 1, -2, 2)
+def _near_border(draw: Draw, most: int) -> int:
+    """A number of rows or of keys at which tiles end, or up to two more or fewer; the border is at ``most`` at most."""
+    borders = (border for border in (32, 64, 128, 256, 512) if border <= most)
+    return one_of(draw, 16, *borders) + one_of(draw, 0, -1, 1, -2, 2)
 
 
 def _group(draw: Draw, machine: Machine, probability: float) -> int:
@@ -195,7 +196,7 @@ def _window(draw: Draw, prototype: tuple[int, int] | None, length: int) -> tuple
         return prototype
     size = {0: 1, 1: 1, st.integers(0, max(1, length)): 6, st.integers(0, 20): 3, 2**31 - 1: 0.3}
     return tuple(
-        -1 if side < 0 else _near_border(draw) if chance(draw, 0.2) else pick(draw, size) for side in prototype
+        -1 if side < 0 else _near_border(draw, length) if chance(draw, 0.2) else pick(draw, size) for side in prototype
     )
 
 
@@ -377,7 +378,7 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
     if len_q is None:
         len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
         if kind == "fewer" and chance(draw, 0.4):
-            len_q = max(1, len_k - _near_border(draw))  # then the diagonal crosses tiles at their borders
+            len_q = max(1, len_k - _near_border(draw, len_k))  # then the diagonal crosses tiles at their borders
     len_k = 0 if kind == "no keys" else len_k
     batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
     if not p.causal and p.kv_lens is None:
@@ -397,6 +398,8 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
         len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
+        if chance(draw, 0.1):
+            len_q = max(0, len_k - _near_border(draw, len_k))
         seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
     tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
 
