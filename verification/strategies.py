@@ -377,7 +377,7 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
     len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
     if len_q is None:
         len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
-        if kind == "fewer" and chance(draw, 0.4):
+        if kind == "fewer" and chance(draw, 0.6):
             len_q = max(1, len_k - _near_border(draw, len_k))  # then the diagonal crosses tiles at their borders
     len_k = 0 if kind == "no keys" else len_k
     batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
@@ -398,7 +398,7 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
         len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
-        if chance(draw, 0.1):
+        if chance(draw, 0.25):
             len_q = max(0, len_k - _near_border(draw, len_k))
         seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
     tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
