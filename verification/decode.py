@@ -313,7 +313,7 @@ class WriteCheck(DecodeCheck):
         found: dict[str, Any] = {"cu_seqlens": None, "new_lens": None}
         for name, layout in zip(("k", "v"), self.memory):
             x = normal(generator, len(counts), self.heads[1], self.len_q, self.head_dim, dtype=self.dtype)
-            # Of elements that share memory some may exist.
+            # Elements that share memory belong to tokens that exist, too.
             x = lay(x if layout in SHARED else x.masked_fill(past[:, None, :, None], math.nan), layout)
             found[name] = x[0].transpose(0, 1) if self.packed else x
         if self.packed:

@@ -22,7 +22,7 @@ from verification.table import format_table
 from verification.workers import Here, Outcome, Worker, run_check, run_checks
 
 _LONGEST_DETAIL = 300
-# How many failures are shrunk, the seconds for each, and the seconds after which an attempt counts as hanging.
+# The number of failures that are shrunk, the seconds for each, and the seconds after which an attempt is given up.
 MOST_SHRUNK, SHRINK_SECONDS, ATTEMPT_SECONDS = 5, 180.0, 60.0
 
 
