@@ -24,12 +24,13 @@ class Window:
 
     left: tl.tensor | None  # how many keys before its own position
     right: tl.tensor | None  # how many keys after its own position; ``is_causal`` if none
+    HIDES_PAIRS: tl.constexpr  # whether it hides any pair
 
 
 @triton.jit
 def window_of(window):
     """Return the ``Window`` of the tuple that the host passes (``attention.arguments.shared_arguments``)."""
-    return Window(left=window[0], right=window[1])
+    return Window(left=window[0], right=window[1], HIDES_PAIRS=window[0] is not None or window[1] is not None)
 
 
 @record

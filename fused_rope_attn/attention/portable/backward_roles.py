@@ -179,7 +179,7 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
         p_t = tl.math.exp2(scores_t * scale.qk_scale - lse[None, :])
         if APPLY_MASK:
             mask = queries.mask
-            if mask.READS_LENGTHS or mask.window.left is not None or mask.window.right is not None:
+            if mask.READS_LENGTHS or mask.window.HIDES_PAIRS:
                 positions_q = (start_m + queries.q_offset + offs)[None, :]
                 p_t = tl.where(visible(mask, positions_q, positions_k[:, None]), p_t, 0.0)
         do = load_head_tile(queries.do, start_m, offs, CHECK_ROWS=APPLY_MASK)

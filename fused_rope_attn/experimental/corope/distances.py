@@ -40,7 +40,7 @@ class Distances:
 @triton.jit
 def causal_pairs(offs_m, offs_n, N):
     """Return whether (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
-    mask = Mask(num_keys=N, first_key=None, window=Window(left=None, right=0), READS_LENGTHS=False)
+    mask = Mask(num_keys=N, first_key=None, window=Window(left=None, right=0, HIDES_PAIRS=True), READS_LENGTHS=False)
     return visible(mask, offs_m[:, None], offs_n[None, :])
 
 
