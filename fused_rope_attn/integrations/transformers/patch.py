@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, TypeVar, cast
 
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -44,6 +46,8 @@ from fused_rope_attn.integrations.transformers.state import (
 Model = TypeVar("Model", bound=nn.Module)
 
 _METHODS: tuple[type[Method], ...] = (Preparation, Serving)
+# 5.24 renames ``past_key_values`` to ``cache`` in every model, which is a paged cache's name up to 5.23.
+_IS_KNOWN = Version(transformers.__version__) < Version("5.24")
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -100,10 +104,15 @@ def patch_model(
         TypeError: model is not a module, deterministic not a bool, or cp_group no group.
         ValueError: unsupported is neither of the two, cp_sharding no sharding of these ranks, or cp_group has several
             dimensions.
-        NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not;
-            nothing has been changed then.
+        NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not, or
+            transformers is newer than the releases that are served; nothing has been changed then.
     """
     check_model(model)
+    if not _IS_KNOWN:
+        raise NotImplementedError(
+            f"patch_model knows transformers 4.57 to 5.23, but transformers {transformers.__version__} passes caches "
+            "to models by another name: pip install 'transformers<5.24'"
+        )
     if unsupported not in ("raise", "skip"):
         raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
     if not (deterministic is None or isinstance(deterministic, bool)):

@@ -160,7 +160,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
     problem, tensors, _ = described_for_launch(inputs, case)
     do, exact = inputs.do, run_reference(inputs, case, torch.float64)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
-    run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
+    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
     group = case.heads_q // case.heads_kv
 
     def main(
@@ -206,7 +206,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
         write_dk(whole_dk, dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case)
 
     run.main = main
-    assert_gradients(run(tensors, do, o, lse), case, exact, run_reference(inputs, case))
+    assert_gradients(run((do, o, lse, *tensors)), case, exact, run_reference(inputs, case))
 
 
 @interpreted
@@ -225,7 +225,7 @@ def test_the_buffers_of_wide_heads(case):
     exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
     problem, tensors, _ = described_for_launch(inputs, case)
-    run = BackwardCall(problem, (do, o, *tensors), configs.HopperBackwardConfig(pdl=False))
+    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
 
     def main(
         stream,
@@ -257,4 +257,4 @@ def test_the_buffers_of_wide_heads(case):
         write_dk(dk.unflatten(1, (case.heads_kv, -1)).sum(2), dk_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, case)
 
     run.main = main
-    assert_gradients(run(tensors, do, o, lse), case, exact, eager)
+    assert_gradients(run((do, o, lse, *tensors)), case, exact, eager)

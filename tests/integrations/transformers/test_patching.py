@@ -129,3 +129,10 @@ def test_bare_decoder(calls):
     expected = model(ids).last_hidden_state
     assert_close(patch_model(model)(ids).last_hidden_state, expected, 1e-5)
     assert calls == {"rope_attention": 2}
+
+
+def test_a_release_that_names_caches_otherwise_is_refused(monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr("fused_rope_attn.integrations.transformers.patch._IS_KNOWN", False)
+    with pytest.raises(NotImplementedError, match="passes caches to models by another name"):
+        patch_model(model)
