@@ -155,3 +155,20 @@ def test_nothing_to_write():
     none = torch.zeros(0, 1, 32, 16)
     write_kvcache(none, none, none.clone(), none.clone(), cos, sin)
     assert not stored(cache).any()
+
+
+@interpreted
+def test_nan_stays_in_float8():
+    """Random verification found 384 in its place, by the interpreter."""
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    v[0, 1, 3, 2:5] = k[0, 0, 4, 0] = math.nan
+    caches = [torch.zeros(1, 2, 16, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    expected = [x.clone() for x in caches]
+    cos, sin = rope_tables(16, 16)
+    start = torch.zeros(1, dtype=torch.int32)
+    for found, backend in ((caches, "triton"), (expected, "reference")):
+        write(k, v, *found, cos, sin, cache_seqlens=start, backend=backend)
+    for cache, reference in zip(caches, expected):
+        assert torch.equal(cache.float().isnan(), reference.float().isnan())
+        assert bool(cache.float().isnan().any())
