@@ -82,7 +82,7 @@ def _flash_functions(module: str) -> tuple[Callable, Callable]:
             load("flash_attn_varlen_func")(
                 q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
             )
-        )  # fmt: skip
+        )
 
     return window, packed
 

@@ -33,10 +33,17 @@ MODES = {"eager": "eager calls", "graph": "CUDA graphs", "host": "host time of e
 TIMED = ("ok", "loose")
 # Columns in the text of a case: field, header, format. A column without a value is left out.
 _FIGURES = (
-    ("tflops", "TFLOP/s", "{:.0f}"), ("gb_s", "GB/s", "{:.0f}"), ("of_copy", "of copy", "{:.0%}"),
-    ("tokens_s", "tokens/s", "{:.0f}"), ("efficiency", "of ideal", "{:.1%}"), ("mj", "mJ", "{:#.4g}"),
-    ("watts", "W", "{:.0f}"), ("mhz", "MHz", "{:.0f}"), ("peak_mib", "MiB", "{:.0f}"), ("loss", "loss", "{:.4f}"),
-)  # fmt: skip
+    ("tflops", "TFLOP/s", "{:.0f}"),
+    ("gb_s", "GB/s", "{:.0f}"),
+    ("of_copy", "of copy", "{:.0%}"),
+    ("tokens_s", "tokens/s", "{:.0f}"),
+    ("efficiency", "of ideal", "{:.1%}"),
+    ("mj", "mJ", "{:#.4g}"),
+    ("watts", "W", "{:.0f}"),
+    ("mhz", "MHz", "{:.0f}"),
+    ("peak_mib", "MiB", "{:.0f}"),
+    ("loss", "loss", "{:.4f}"),
+)
 
 
 # Files

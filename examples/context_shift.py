@@ -50,9 +50,16 @@ def stream(length: int = 300, device: str = "cpu", dtype: torch.dtype = torch.fl
         now = slice(i, i + 1)
         used = torch.tensor([len(kept)], dtype=torch.int32, device=device)
         o = rope_attention_with_kvcache(
-            q[:, :, now], raw_k, cache_v, cos, sin, k[:, :, now], v[:, :, now], cache_seqlens=used,
+            q[:, :, now],
+            raw_k,
+            cache_v,
+            cos,
+            sin,
+            k[:, :, now],
+            v[:, :, now],
+            cache_seqlens=used,
             cache_is_rotated=False,
-        )  # fmt: skip
+        )
 
         if shifted:  # what it costs otherwise: the keys that stayed, rotated anew for the rows that they have now
             rotated_k, fresh_v = torch.zeros_like(raw_k), torch.zeros_like(cache_v)

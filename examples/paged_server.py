@@ -92,9 +92,16 @@ class Server:
             table[i, : len(request.pages)] = torch.tensor(request.pages)
         rows = torch.tensor([request.rows for request in requests], dtype=torch.int32)
         o = rope_attention_with_kvcache(
-            q, *self.pools, *self.tables, k, v, cache_seqlens=rows.to(q.device), block_table=table.to(q.device),
-            cache_is_rotated=False, layout="bshd",
-        )  # fmt: skip
+            q,
+            *self.pools,
+            *self.tables,
+            k,
+            v,
+            cache_seqlens=rows.to(q.device),
+            block_table=table.to(q.device),
+            cache_is_rotated=False,
+            layout="bshd",
+        )
         for request in requests:
             request.rows += tokens.shape[1]
         return self.layer.next_token(o.transpose(1, 2))
@@ -203,9 +210,14 @@ def alone(layer: Layer, request: Request, page_size: int, max_pages: int) -> lis
             used -= page_size
         q, k, v = layer.project(torch.tensor([tokens], device=like.device))
         o = rope_attention_with_kvcache(
-            q, *caches, *tables, k, v, cache_seqlens=torch.tensor([used], dtype=torch.int32, device=like.device),
+            q,
+            *caches,
+            *tables,
+            k,
+            v,
+            cache_seqlens=torch.tensor([used], dtype=torch.int32, device=like.device),
             cache_is_rotated=False,
-        )  # fmt: skip
+        )
         used += len(tokens)
         generated.append(int(layer.next_token(o)))
         tokens = generated[-1:]
@@ -213,9 +225,15 @@ def alone(layer: Layer, request: Request, page_size: int, max_pages: int) -> lis
 
 
 def serve(
-    requests: int = 24, num_pages: int = 36, page_size: int = 16, max_pages: int = 6, batch: int = 8, chunk: int = 24,
-    device: str = "cpu", dtype: torch.dtype = torch.float32,
-) -> tuple[Server, list[Request], float]:  # fmt: skip
+    requests: int = 24,
+    num_pages: int = 36,
+    page_size: int = 16,
+    max_pages: int = 6,
+    batch: int = 8,
+    chunk: int = 24,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Server, list[Request], float]:
     """Serve random requests behind a common system prompt; returns (server, requests, seconds)."""
     generator = torch.Generator().manual_seed(1)
 

@@ -46,10 +46,18 @@ def batches(steps):
 def make():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=4096,
-        tie_word_embeddings=True, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return transformers.LlamaForCausalLM(config).to(device)
 
 

@@ -79,10 +79,19 @@ def batches():
 # %% the model: patched for the group, then sharded by FSDP2 over the same processes
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
-    vocab_size=256, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads,
-    num_key_value_heads=heads // 2, max_position_embeddings=length, tie_word_embeddings=True, rope_theta=500000.0,
-    attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=width,
+    intermediate_size=4 * width,
+    num_hidden_layers=layers,
+    num_attention_heads=heads,
+    num_key_value_heads=heads // 2,
+    max_position_embeddings=length,
+    tie_word_embeddings=True,
+    rope_theta=500000.0,
+    attn_implementation="sdpa",
+    bos_token_id=None,
+    eos_token_id=None,
+)
 model = transformers.LlamaForCausalLM(config).to(device)
 patch_model(model, cp_group=mesh["cp"], cp_sharding="zigzag" if args.packed else sharding)
 if device == "cuda":

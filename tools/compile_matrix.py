@@ -37,8 +37,10 @@ def compile_with(version: str, arguments: list[str]) -> bool:
     environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     seen = subprocess.run(
         [sys.executable, "-c", "import torch, triton, triton.language; print(triton.__version__)"],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     if seen.returncode != 0 or seen.stdout.strip() != version:
         print(f"triton {version} does not import beside torch:\n{seen.stdout}{seen.stderr}")
         return False

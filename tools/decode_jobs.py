@@ -67,17 +67,32 @@ class DecodeJob:
         scales = [torch.empty(2, device="meta") if self.float8 else None for _ in range(2)]
         weights = ("q_norm", "k_norm") if self.norms else ()
         tensors = StepTensors(
-            tensor(8, self.len_q), cache(), cache(), cos, sin, *new, int32(),
-            kv_starts=int32() if self.masked else None, sinks=torch.empty(8, device="meta") if self.masked else None,
-            block_table=None if self.page_size is None else int32(2, 1008 // self.page_size), k_scale=scales[0],
-            v_scale=scales[1], **{name: torch.empty(self.head_dim, device="meta") for name in weights},
-        )  # fmt: skip
+            tensor(8, self.len_q),
+            cache(),
+            cache(),
+            cos,
+            sin,
+            *new,
+            int32(),
+            kv_starts=int32() if self.masked else None,
+            sinks=torch.empty(8, device="meta") if self.masked else None,
+            block_table=None if self.page_size is None else int32(2, 1008 // self.page_size),
+            k_scale=scales[0],
+            v_scale=scales[1],
+            **{name: torch.empty(self.head_dim, device="meta") for name in weights},
+        )
         problem = describe_step(
-            tensors, cache_is_rotated=self.rotated, causal=True, softmax_scale=0.1, rotary_dim=rotary_dim,
-            interleaved=self.interleaved, window=(100, -1) if self.masked else None,
-            softcap=30.0 if self.masked else 0.0, norm_eps=1e-6 if self.norms else None,
+            tensors,
+            cache_is_rotated=self.rotated,
+            causal=True,
+            softmax_scale=0.1,
+            rotary_dim=rotary_dim,
+            interleaved=self.interleaved,
+            window=(100, -1) if self.masked else None,
+            softcap=30.0 if self.masked else 0.0,
+            norm_eps=1e-6 if self.norms else None,
             norm_offset=0.0 if self.norms else None,
-        )  # fmt: skip
+        )
         StepCall(problem.for_launch(), tensors, self.config)(tensors)
 
 
@@ -118,14 +133,17 @@ class WriteJob:
         table = tensor(1000, self.head_dim // 2, dtype=torch.float32)
         scales = [tensor(8, dtype=torch.float32) if self.float8 else None for _ in range(2)]
         tensors = Written(
-            *new, *(x.transpose(1, 2) for x in caches), table, table,
-            tensor(2, 62, dtype=torch.int32) if self.paged else None, tensor(2, dtype=torch.int32),
-            None if self.paged else tensor(2, dtype=torch.int32), tensor(3, dtype=torch.int32) if self.paged else None,
+            *new,
+            *(x.transpose(1, 2) for x in caches),
+            table,
+            table,
+            tensor(2, 62, dtype=torch.int32) if self.paged else None,
+            tensor(2, dtype=torch.int32),
+            None if self.paged else tensor(2, dtype=torch.int32),
+            tensor(3, dtype=torch.int32) if self.paged else None,
             *scales,
-        )  # fmt: skip
-        problem = describe_write(
-            tensors, cache_is_rotated=self.rotated, rotary_dim=self.head_dim, interleaved=False
-        )  # fmt: skip
+        )
+        problem = describe_write(tensors, cache_is_rotated=self.rotated, rotary_dim=self.head_dim, interleaved=False)
         WriteCall(problem, tensors)(tensors)
 
 

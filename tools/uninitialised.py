@@ -90,9 +90,7 @@ def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
             # The one function that kernels call by address reports a failed assertion, and does not return.
             ends = base in ("BRA", "JMP", "EXIT", "RET", "BRX") or name.startswith("CALL.ABS")
             reads, writes = _registers(name, rest)
-            code.append(
-                Instruction(address, name, reads, writes, target and target[1], is_conditional or not ends)
-            )  # fmt: skip
+            code.append(Instruction(address, name, reads, writes, target and target[1], is_conditional or not ends))
     return code, labels
 
 

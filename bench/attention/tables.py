@@ -25,7 +25,7 @@ from bench.report import (
     strongest,
     three_digits,
     timed,
-)  # fmt: skip
+)
 from bench.timing import EVEN, quantile, ratio
 
 _MINE = "fused"

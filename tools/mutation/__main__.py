@@ -105,10 +105,16 @@ class Run:
             verdict.outcome, verdict.outcome
         )
         row = {
-            "module": mutant.module, "definition": mutant.definition, "operator": mutant.operator, "line": mutant.line,
-            "before": mutant.before, "after": mutant.after, "outcome": outcome, "seconds": verdict.seconds,
+            "module": mutant.module,
+            "definition": mutant.definition,
+            "operator": mutant.operator,
+            "line": mutant.line,
+            "before": mutant.before,
+            "after": mutant.after,
+            "outcome": outcome,
+            "seconds": verdict.seconds,
             "test": verdict.test,
-        }  # fmt: skip
+        }
         if reason:
             row["reason"] = reason
         self.rows.append(row)

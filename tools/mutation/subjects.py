@@ -35,26 +35,54 @@ _PLANNING = tuple(
 _MESSAGES = "test_layout.py::test_messages_show_what_the_caller_has"
 _CALLS = ("attention/test_validation.py", "attention/test_varlen.py", f"attention/{_MESSAGES}")
 _CALLS_OF_STEPS = (
-    "generation/test_refusals.py", "generation/test_plan_with_kvcache.py", f"generation/{_MESSAGES}",
+    "generation/test_refusals.py",
+    "generation/test_plan_with_kvcache.py",
+    f"generation/{_MESSAGES}",
     "generation/test_layout.py::test_an_expanded_cache_is_shown_with_the_strides_of_the_caller",
-)  # fmt: skip
+)
 # Tests of patched models that compile or export one take longer than all others together.
 _HF_SPARED = tuple(
     f"integrations/transformers/test_{test}"
     for test in (
-        "bidirectional.py::test_compiled", "dynamic_caches.py::test_nothing_outlives_its_pass",
-        "foreign_attention.py::test_block_masks", "prefill.py::test_compiled_generation",
-        "report.py::test_graphs_are_not_counted", "wrapping.py::test_exported",
+        "bidirectional.py::test_compiled",
+        "dynamic_caches.py::test_nothing_outlives_its_pass",
+        "foreign_attention.py::test_block_masks",
+        "prefill.py::test_compiled_generation",
+        "report.py::test_graphs_are_not_counted",
+        "wrapping.py::test_exported",
     )
-)  # fmt: skip
+)
 _HF_MODELS = (
-    "cohere", "gemma2", "gemma3", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral",
-    "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
-)  # fmt: skip
+    "cohere",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 _HF_MORE = (
-    "patching", "pickling", "fallbacks", "packing", "static_caches", "steps", "dynamic_caches", "prefill",
-    "text_towers_positions", "text_towers_gemma", "text_towers",
-)  # fmt: skip
+    "patching",
+    "pickling",
+    "fallbacks",
+    "packing",
+    "static_caches",
+    "steps",
+    "dynamic_caches",
+    "prefill",
+    "text_towers_positions",
+    "text_towers_gemma",
+    "text_towers",
+)
 _HF_PRELOAD = ("transformers", *(f"transformers.models.{name}.modeling_{name}" for name in _HF_MODELS))
 
 
@@ -92,7 +120,7 @@ SUBJECTS = (
         "fallbacks",
         "batches",
         more=("foreign_attention", "distributed", "bidirectional", "families"),
-    ),  # fmt: skip
+    ),
     _of_models("patch", "patching", "options", "pickling", more=("wrapping", "report", "families")),
     _of_models("report", "report", more=("options", "distributed")),
     _of_models("buffers", "dynamic_caches"),
