@@ -145,7 +145,7 @@ def rope_attention(
         backend,
         strategy,
     )
-    known = eager.find(tensors, layout, options) if has_triton() else None
+    known = None if eager is None else eager.find(tensors, layout, options)
     if known is not None:
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))

@@ -193,7 +193,7 @@ DECODE: tuple[DecodeRow, ...] = (
 # Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
 CHUNKS: tuple[DecodeRow, ...] = (
     # H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less.
-    # by_page: ptxas 12.9 loses a uniform register of pages of 16 if each row looks its page up (2026-11-24); untimed.
+    # by_page: ptxas 13.4 loses a register in pages of 16 if each row looks up its page. 3.9.0, 2026-11-24. Untimed.
     DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128, by_page=True)),
     # The angles leave fewer registers. Untimed.

@@ -55,12 +55,14 @@ def record(cls: type) -> type:
     cls.__init__ = triton.constexpr_function(__init__)  # type: ignore[misc]
     # Triton checks the type of each field by its annotation, and a field's type is the call's to choose.
     cls.__annotations__ = dict.fromkeys(names, object)
-    return aggregate(cls)
+    made = aggregate(cls)
+    made.record_fields = names  # the class that triton 3.6 makes lacks the annotations
+    return made
 
 
 def _replace(record, _semantic=None, **changes):
     """Return a copy of a record with other values in some of its fields, as ``dataclasses.replace`` does."""
-    fields = {name: getattr(record, name) for name in type(record).__annotations__}
+    fields = {name: getattr(record, name) for name in type(record).record_fields}
     return type(record)(**(fields | changes))
 
 

@@ -252,7 +252,7 @@ def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
 def text_positions(position_ids: Tensor) -> Tensor | None:
     """Return the text's positions (B, N), from which transformers finds packed sequences.
 
-    position_ids are (B, N), or (4, B, N) with the text's first. (3, B, N) has none; the result is then None.
+    position_ids are (B, N), or (4, B, N) with the text's first. (3, B, N) lacks them, and the result is then None.
     """
     return position_ids if position_ids.ndim == 2 else first_of_four(position_ids)
 

@@ -83,8 +83,8 @@ def patch_model(
     module's own forward, because the tokens of an image see each other in both directions.
 
     Args:
-        model: a model of transformers, or a module that contains one (PEFT, torch.compile). Which attention modules are
-            supported is in ``families.SUPPORTED``.
+        model: a model of transformers, or a module that contains one (PEFT, torch.compile). ``families.SUPPORTED``
+            lists the attention modules that are supported.
         unsupported: ``"raise"`` where the model has an attention module that is not supported (the vision tower of a
             multimodal model, for example), or ``"skip"``: such modules are left alone, and all others patched.
         deterministic: True for gradients that are bitwise equal from run to run, as ``rope_attention`` gives them with

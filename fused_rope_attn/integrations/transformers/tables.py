@@ -30,7 +30,7 @@ def rope_tables_from_config(
         ValueError: a config of a model without rotary embedding, a rope type that the installed transformers does not
             know, a layer_type that the config does not have, or a negative seq_len.
 
-    The frequencies are those of transformers' own initialisers. As in ``rope_tables`` the angles are float64.
+    The frequencies are those of transformers' own initialisers. The angles are float64, as in ``rope_tables``.
     """
     seq_len = check_int("seq_len", seq_len)
     if seq_len < 0:
