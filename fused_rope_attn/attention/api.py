@@ -23,8 +23,10 @@ from fused_rope_attn.runtime.options import AttentionOptions, Backend, PackedOpt
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-if has_triton():  # without it planning sends every call to the reference
+if has_triton():
     from fused_rope_attn.attention import eager
+else:  # planning sends every call to the reference
+    eager = None  # type: ignore[assignment]
 
 _OF_ATTENTION = parameters_of(reference.attention)
 _OF_PACKED_ATTENTION = parameters_of(reference.packed_attention)
