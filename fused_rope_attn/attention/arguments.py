@@ -50,6 +50,22 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
     }
 
 
+def shared_tensors(tensors: Tensors, **own: Any) -> dict[str, Any]:
+    """Return the tensors that most kernels read, by the kernels' names, and ``own``, for the ``shared`` of launches."""
+    return {
+        "cos_ptr": tensors.cos,
+        "sin_ptr": tensors.sin,
+        "sinks_ptr": tensors.sinks,
+        "starts_ptr": tensors.kv_starts,
+        "lens_ptr": tensors.kv_lens,
+        "cu_q_ptr": tensors.cu_seqlens_q,
+        "cu_k_ptr": tensors.cu_seqlens_k,
+        "q_norm_ptr": tensors.q_norm,
+        "k_norm_ptr": tensors.k_norm,
+        **own,
+    }
+
+
 def padded_rows(len_q: int, sequences: int | None) -> int:
     """Return the rows of each head in the backward's workspaces: NQ rounded up to whole tiles.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, rotated_shape
+from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, rotated_shape, shared_tensors
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS, rotate_kernel
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import tile_count
@@ -64,16 +64,11 @@ class RotateQueries:
         out = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
         self.launch(
             stream,
-            x_ptr=q,
-            out_ptr=out,
-            cos_ptr=tensors.cos,
-            sin_ptr=tensors.sin,
+            shared_tensors(tensors, x_ptr=q, out_ptr=out),
             norm_ptr=tensors.q_norm,
             counter_ptr=None,
-            lens_ptr=tensors.kv_lens,
             cu_ptr=tensors.cu_seqlens_q,
             cu_q_ptr=None,
-            cu_k_ptr=tensors.cu_seqlens_k,
         )
         return out
 
@@ -123,13 +118,9 @@ class RotateKeys:
         out = torch.empty_strided(k.shape, self.strides, dtype=k.dtype, device=k.device)
         self.launch(
             stream,
-            x_ptr=k,
-            out_ptr=out,
-            cos_ptr=tensors.cos,
-            sin_ptr=tensors.sin,
+            shared_tensors(tensors, x_ptr=k, out_ptr=out),
             norm_ptr=tensors.k_norm,
             counter_ptr=counter,
-            lens_ptr=tensors.kv_lens,
             cu_ptr=tensors.cu_seqlens_k,
             cu_q_ptr=tensors.cu_seqlens_q if self.describes_tiles else None,
             cu_k_ptr=None,

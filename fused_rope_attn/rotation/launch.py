@@ -11,7 +11,6 @@ import triton
 
 from fused_rope_attn.rotation.configs import RotationConfig, rotation
 from fused_rope_attn.rotation.kernel import rotation_kernel
-from fused_rope_attn.rotation.norm_kernel import norm_rotation_kernel
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.tile import IDS, INDEX, PACKED
 from fused_rope_attn.rotation.validation import LAYOUTS
@@ -125,11 +124,6 @@ def kernel_call(
     )
 
 
-_TENSORS = "x0_ptr x1_ptr x2_ptr out0_ptr out1_ptr out2_ptr".split()
-_NORMS = "weight0_ptr weight1_ptr normed0_ptr normed1_ptr partial0_ptr partial1_ptr".split()
-_POSITIONS = "cos_ptr sin_ptr positions_ptr cu_seqlens_ptr".split()
-
-
 class RotationCall:
     """The launch of one signature: with weights, norm and rotation; with ``normed``, the norms' inputs, the gradient.
 
@@ -145,8 +139,7 @@ class RotationCall:
         config: RotationConfig,
     ):
         tiles, arguments, launch_options = kernel_call(options, tensors, config, normed)
-        kernel = norm_rotation_kernel if tensors.weights else rotation_kernel
-        self.launch = Launch(kernel, sum(tiles), launch_options, arguments)
+        self.launch = Launch(rotation_kernel, sum(tiles), launch_options, arguments)
         # A program writes one partial sum of its weight's gradient.
         self.partials = [(count, arguments["D"]) if is_wanted else None for count, is_wanted in zip(tiles, wanted)]
 
@@ -157,14 +150,10 @@ class RotationCall:
             None if shape is None else torch.empty(shape, dtype=torch.float32, device=cos.device)
             for shape in self.partials
         ]
-        # A pointer that the kernel does not read must still be one.
-        rest = xs[0], xs[0]
-        given = dict(zip(_TENSORS, (*(*xs, *rest)[:3], *(*outs, *rest)[:3])))
-        if weights:
-            given |= zip(_NORMS, [x for some in (weights, normed, partials) for x in (*some, None, None)[:2]])
-        ids, ends = (cos if x is None else x for x in (position_ids, cu_seqlens))
-        given |= zip(_POSITIONS, (cos, sin, ids, ends))
-        self.launch(device.current_stream(cos.device), **given)
+        given = {"cos_ptr": cos, "sin_ptr": sin, "positions_ptr": position_ids, "cu_seqlens_ptr": cu_seqlens}
+        several = {"x": xs, "out": outs, "weight": weights, "normed": normed, "partial": partials}
+        given |= {f"{name}{i}_ptr": x for name, some in several.items() for i, x in enumerate((*some, *[None] * 3)[:3])}
+        self.launch(device.current_stream(cos.device), given)
         return tuple(partials)
 
 

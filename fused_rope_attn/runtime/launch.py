@@ -62,19 +62,25 @@ class Launch:
         self.options = {"enable_fp_fusion": True, "sanitize_overflow": False, **options}
         self.compiled = None
 
-    def __call__(self, stream: int, **tensors) -> None:
-        """Launch on the current device with the kernel's tensors, all of them by name and in its order.
+    def __call__(self, stream: int, shared: dict | None = None, **own) -> None:
+        """Launch on the current device with the kernel's tensors, by name. One may be None, or a ``Source``'s result.
 
-        ``stream`` is the device's current one, as ``device.current_stream`` gives it. A tensor may be None, or
-        the result of a ``Source``.
+        Args:
+            stream: the device's current one, as ``device.current_stream`` gives it.
+            shared: tensors that several kernels of a call have in common. The kernel takes those that it has.
+            own: tensors of this kernel, which replace shared ones.
 
         Raises:
+            TypeError: if the kernel lacks a tensor that ``own`` names, or a tensor of the kernel is not given.
             RuntimeError: as Triton raises it, for example with the CUDA driver's error.
         """
+        given = {**(shared or {}), **own}
+        wrong = own.keys() - set(self.tensor_names) or set(self.tensor_names) - given.keys()
+        if wrong:
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}: {', '.join(sorted(wrong))} is wrong")
+        tensors = {name: given[name] for name in self.tensor_names}
         if watched.launches is not None:
             watched.launches.append((self, tensors))
-        if tuple(tensors) != self.tensor_names:
-            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}, not {tuple(tensors)}")
         given = {name: x[1].descriptor(x[0]) if type(x) is tuple else x for name, x in tensors.items()}
         try:
             self._launch(stream, given)

@@ -13,6 +13,7 @@ from fused_rope_attn.attention.arguments import (
     result_strides,
     rotated_shape,
     shared_arguments,
+    shared_tensors,
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
@@ -187,11 +188,11 @@ class BackwardCall:
         if not self.wide:
             self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
 
-    def __call__(self, given: tuple) -> Gradients:
-        """Launch the call. given: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
-        do, o, lse, *of_forward = given
+    def __call__(self, arguments: tuple) -> Gradients:
+        """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
+        do, o, lse, *of_forward = arguments
         tensors, outputs = split_outputs(of_forward, 3)
-        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
+        q, k, v, sinks, q_norm, k_norm = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm
         # Allocate with known strides, because otherwise an allocation takes the host twice as long.
         dtype, where = v.dtype, v.device
         dq_strides, dk_strides, dv_strides = self.strides
@@ -219,71 +220,41 @@ class BackwardCall:
             sums = self.sums.allocate(where)
             raw_q, raw_k = raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
+        parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(where)
-        self.preprocess(
-            stream,
-            o_ptr=o,
-            do_ptr=do,
-            lse_ptr=lse,
+        given = shared_tensors(
+            tensors,
             stats_ptr=stats,
-            accumulator_ptr=cleared,
+            accumulator_ptr=accumulator,
             progress_ptr=progress,
-            q_ptr=q,
-            q_rot_ptr=q_rot,
-            k_ptr=k,
-            k_rot_ptr=k_rot,
-            cos_ptr=cos,
-            sin_ptr=sin,
-            q_norm_ptr=q_norm,
-            k_norm_ptr=k_norm,
+            dq_ptr=dq,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            k_sums_ptr=sums.k,
             counters_ptr=sums.counters,
-            lens_ptr=lens,
-            cu_q_ptr=cu_q,
-            cu_k_ptr=cu_k,
         )
+        rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
+        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, accumulator_ptr=cleared, **rotated)
         self.main(
             stream,
+            given,
             q_desc=self.q_source(q_rot),
             k_desc=self.k_source(k_rot),
             v_desc=self.v_source(v),
             do_desc=self.do_source(do),
             stats_desc=self.stats_source(stats),
             dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
-            progress_ptr=progress,
-            cos_ptr=cos,
-            sin_ptr=sin,
-            dk_ptr=dk,
-            dv_ptr=dv,
-            starts_ptr=starts,
-            lens_ptr=lens,
-            cu_q_ptr=cu_q,
-            cu_k_ptr=cu_k,
-            k_norm_ptr=k_norm,
             raw_k_ptr=raw_k,
-            k_sums_ptr=sums.k,
         )
-        parts = None
-        if sinks is not None:
-            parts = q.new_empty(self.dsinks_shape, dtype=torch.float32)
         self.postprocess(
             stream,
-            accumulator_ptr=accumulator,
-            progress_ptr=progress,
-            cos_ptr=cos,
-            sin_ptr=sin,
-            dq_ptr=dq,
+            given,
             stats_ptr=None if sinks is None else stats,
-            sinks_ptr=sinks,
             dsinks_ptr=parts,
-            lens_ptr=lens,
-            cu_q_ptr=cu_q,
-            cu_k_ptr=cu_k,
             norm_ptr=q_norm,
             raw_q_ptr=raw_q,
             sums_ptr=sums.q,
-            k_sums_ptr=sums.k,
             parts_ptr=sums.parts,
-            counters_ptr=sums.counters,
             dq_norm_ptr=dq_norm,
             dk_norm_ptr=dk_norm,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments, shared_tensors
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
@@ -126,17 +126,17 @@ class ForwardCall:
         stream = device.current_stream(q.device)
         if self.rotate_keys is not None:
             counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
-        q_norm = tensors.q_norm
         q_rot = q_desc = q_rot_desc = None
         if self.rotate_queries is not None:
             q_rot = self.rotate_queries(stream, tensors)
-            q, q_norm, q_desc = None, None, self.q_source(q_rot)
+            q, q_desc = None, self.q_source(q_rot)
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
         self.launch(
             stream,
+            shared_tensors(tensors),
             q_ptr=q,
             q_desc=q_desc,
             q_rot_desc=q_rot_desc,
@@ -144,13 +144,8 @@ class ForwardCall:
             v_desc=self.v_source(tensors.v),
             o_desc=self.o_source(o),
             o_ptr=o if self.packed else None,
-            cos_ptr=tensors.cos,
-            sin_ptr=tensors.sin,
-            q_norm_ptr=q_norm,
             lse_ptr=lse,
             counter_ptr=counter,
-            sinks_ptr=tensors.sinks,
-            starts_ptr=tensors.kv_starts,
-            lens_ptr=tensors.kv_lens,
+            q_norm_ptr=tensors.q_norm if self.rotate_queries is None else None,
         )
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import gradient_strides, key_gradient_dtype, result_strides, shared_arguments
+from fused_rope_attn.attention.arguments import (
+    gradient_strides,
+    key_gradient_dtype,
+    result_strides,
+    shared_arguments,
+    shared_tensors,
+)
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel, one_launch_kernel
@@ -154,77 +160,27 @@ class BackwardCall:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
-    def __call__(self, given: tuple) -> Gradients:
-        """Launch the call. given: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
-        do, o, lse, *of_forward = given
+    def __call__(self, arguments: tuple) -> Gradients:
+        """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
+        do, o, lse, *of_forward = arguments
         tensors, outputs = split_outputs(of_forward, 3)
-        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
+        q, k, v = tensors.q, tensors.k, tensors.v
         dq, dk, dv = written = self.results.allocate(o, k, v, outputs)
         stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
-        if self.preprocess is not None:
-            self.preprocess(
-                stream,
-                o_ptr=o,
-                do_ptr=do,
-                lse_ptr=lse,
-                stats_ptr=stats,
-                accumulator_ptr=None,
-                progress_ptr=None,
-                q_ptr=q,
-                q_rot_ptr=q_rot,
-                k_ptr=k,
-                k_rot_ptr=k_rot,
-                cos_ptr=cos,
-                sin_ptr=sin,
-                q_norm_ptr=q_norm,
-                k_norm_ptr=k_norm,
-                counters_ptr=None,
-                lens_ptr=lens,
-                cu_q_ptr=cu_q,
-                cu_k_ptr=cu_k,
-            )
-        if self.dkdv is not None:
-            self.dkdv(
-                stream,
-                q_ptr=self.q_source(q_rot),
-                k_ptr=k_rot,
-                v_ptr=v,
-                do_ptr=self.do_source(do),
-                stats_ptr=stats,
-                cos_ptr=cos,
-                sin_ptr=sin,
-                q_norm_ptr=q_norm,
-                k_norm_ptr=k_norm,
-                dk_ptr=dk,
-                dv_ptr=dv,
-                starts_ptr=starts,
-                lens_ptr=lens,
-                cu_q_ptr=cu_q,
-                cu_k_ptr=cu_k,
-            )
         parts = self.results.sink_parts(q)
+        given = shared_tensors(
+            tensors, q_ptr=q_rot, k_ptr=k_rot, v_ptr=v, do_ptr=do, stats_ptr=stats, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv
+        )
+        if self.preprocess is not None:
+            rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
+            unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
+            self.preprocess(stream, given, o_ptr=o, lse_ptr=lse, **rotated, **unused)
+        if self.dkdv is not None:
+            self.dkdv(stream, given, q_ptr=self.q_source(q_rot), do_ptr=self.do_source(do))
         if self.dq is not None:
-            self.dq(
-                stream,
-                q_ptr=q_rot,
-                k_ptr=self.k_source(k_rot),
-                v_ptr=self.v_source(v),
-                do_ptr=do,
-                stats_ptr=stats,
-                cos_ptr=cos,
-                sin_ptr=sin,
-                q_norm_ptr=q_norm,
-                k_norm_ptr=k_norm,
-                dq_ptr=dq,
-                dsinks_ptr=parts,
-                sinks_ptr=sinks,
-                starts_ptr=starts,
-                lens_ptr=lens,
-                cu_q_ptr=cu_q,
-                cu_k_ptr=cu_k,
-            )
+            self.dq(stream, given, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), dsinks_ptr=parts)
         return self.results.gradients(stream, tensors, written, parts)
 
 
@@ -283,36 +239,23 @@ class OneLaunchCall:
             norms = NormGradients(problem, given, shared, strides, is_rotated, pdl=False)
         self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
 
-    def __call__(self, given: tuple) -> Gradients:
+    def __call__(self, arguments: tuple) -> Gradients:
         """Launch the call, as ``BackwardCall`` does."""
-        do, o, lse, *of_forward = given
+        do, o, lse, *of_forward = arguments
         tensors, outputs = split_outputs(of_forward, 3)
-        q, k, v, cos, sin, sinks, starts, lens, cu_q, cu_k, q_norm, k_norm, _, _ = tensors
+        q, k, v = tensors.q, tensors.k, tensors.v
         dq, dk, dv = written = self.results.allocate(o, k, v, outputs)
         parts = self.results.sink_parts(q)
         stream = device.current_stream(q.device)
         if self.launch is not None:
             self.launch(
                 stream,
+                shared_tensors(tensors, lse_ptr=lse, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dsinks_ptr=parts),
                 q_ptr=self.query_source(q),
                 k_ptr=self.k_source(k),
                 v_ptr=self.v_source(v),
                 do_ptr=self.do_source(do),
                 o_ptr=self.o_source(o),
-                lse_ptr=lse,
-                cos_ptr=cos,
-                sin_ptr=sin,
-                q_norm_ptr=q_norm,
-                k_norm_ptr=k_norm,
-                dq_ptr=dq,
-                dk_ptr=dk,
-                dv_ptr=dv,
-                dsinks_ptr=parts,
-                sinks_ptr=sinks,
-                starts_ptr=starts,
-                lens_ptr=lens,
-                cu_q_ptr=cu_q,
-                cu_k_ptr=cu_k,
             )
         return self.results.gradients(stream, tensors, written, parts)
 

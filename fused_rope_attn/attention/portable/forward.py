@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS, result_strides, rotated_shape, shared_arguments
+from fused_rope_attn.attention.arguments import (
+    PADDED_TILE_ROWS,
+    result_strides,
+    rotated_shape,
+    shared_arguments,
+    shared_tensors,
+)
 from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
 from fused_rope_attn.attention.prepass import RotateKeys
@@ -91,20 +97,8 @@ class ForwardCall:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         self.launch(
             stream,
-            q_ptr=q,
-            q_rot_ptr=q_rot,
+            shared_tensors(tensors, q_ptr=q, q_rot_ptr=q_rot, o_ptr=o, lse_ptr=lse),
             k_ptr=self.k_source(k),
             v_ptr=self.v_source(tensors.v),
-            cos_ptr=tensors.cos,
-            sin_ptr=tensors.sin,
-            q_norm_ptr=tensors.q_norm,
-            k_norm_ptr=tensors.k_norm,
-            o_ptr=o,
-            lse_ptr=lse,
-            sinks_ptr=tensors.sinks,
-            starts_ptr=tensors.kv_starts,
-            lens_ptr=tensors.kv_lens,
-            cu_q_ptr=tensors.cu_seqlens_q,
-            cu_k_ptr=tensors.cu_seqlens_k,
         )
         return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
