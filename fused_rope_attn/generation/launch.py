@@ -9,9 +9,8 @@ import triton.language as tl
 
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation.combine_kernel import combine_kernel
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
-from fused_rope_attn.generation.kernel import decode_kernel
+from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
 from fused_rope_attn.generation.problem import StepTensors, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
