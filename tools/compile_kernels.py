@@ -115,10 +115,10 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs = []
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
         for row, strategy in itertools.product(table, configs.STRATEGIES):
-            if arch not in row.archs or strategy not in row.strategies or row.masked:  # those are mask_jobs'
+            if arch not in row.arch or strategy not in row.strategy or row.masked:  # those are mask_jobs'
                 continue
             once = arch == "sm_89" or (row.element_size == 4 and arch not in aot.THOROUGH)
-            if once and strategy != row.strategies[0] and not full:
+            if once and strategy != row.strategy[0] and not full:
                 continue
             job = Job(
                 arch=arch,

@@ -160,7 +160,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     raw keys, on sm_90 pages and a chunk of a prompt. ``full`` adds those everywhere, and layouts."""
     jobs = []
     for row in configs.DECODE:
-        if arch not in row.archs:
+        if arch not in row.arch:
             continue
         for rotated in (True, False):
             if row.rotated not in (None, rotated):

@@ -76,7 +76,7 @@ class RotationJob:
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
     """Jobs for the rows of the table that serve ``arch``: every row once, in ``aot.THOROUGH`` and for AMD the features
     too, which are the same code elsewhere. ``full`` crosses dtypes, styles and layouts."""
-    rows = [row for row in TABLE if row.archs is None or arch in row.archs]
+    rows = [row for row in TABLE if row.arch is None or arch in row.arch]
     configs = list(dict.fromkeys(row.config for row in rows if not row.norms))
     norm_configs = list(dict.fromkeys(row.config for row in rows if row.norms is not False))
     bf16, fp32 = torch.bfloat16, torch.float32

@@ -29,7 +29,6 @@ else:  # planning sends every call to the reference
     eager = None  # type: ignore[assignment]
 
 _OF_ATTENTION = parameters_of(reference.attention)
-_OF_PACKED_ATTENTION = parameters_of(reference.packed_attention)
 
 
 @overload
@@ -236,21 +235,8 @@ def rope_attention_varlen(
         o ``(T_q, HQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(HQ, T_q)`` float32, natural log.
     """
     q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
-    options = Options(
-        causal=causal,
-        return_lse=return_lse,
-        softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        window=window,
-        softcap=softcap,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-        deterministic=deterministic,
-        backend=backend,
-        strategy=strategy,
-    )
+    given = locals()
+    tensors, options = fill(Tensors, given), fill(Options, given)
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
     o, lse = _attend(problem, tensors, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
@@ -330,20 +316,7 @@ def plan(
     Launch nothing. Raise the errors that ``rope_attention`` would raise.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
-    options = Options(
-        causal=causal,
-        return_lse=return_lse,
-        softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        window=window,
-        softcap=softcap,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-        deterministic=deterministic,
-        backend=backend,
-        strategy=strategy,
-    )
+    options = fill(Options, locals())
     return _plan(_describe(tensors, options, layout, convert=stand_in)[0])
 
 
@@ -404,8 +377,5 @@ def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tens
         "rope_attention", (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
     )
     tensors = tensors._replace(q=q, k=k, v=v, sinks=sinks, q_norm=q_norm, k_norm=k_norm)
-    if problem.sequences is None:
-        o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
-    else:
-        o, lse = reference.packed_attention(**arguments_by_name(_OF_PACKED_ATTENTION, problem, tensors))
+    o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
     return from_heads_first(o, layout, contiguous=True), lse.detach()

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 PDL = ("sm_90", "sm_100", "sm_120")  # programmatic dependent launch
@@ -225,11 +223,3 @@ def bucket(length: int) -> str:
     if length <= 1024:
         return "tiny" if length <= 512 else "short"
     return "medium" if length <= 4096 else "long"
-
-
-def find_row(rows: Sequence[Any], *key: Any) -> Any:
-    """Return the first row that matches ``key``, or raise LookupError."""
-    for row in rows:
-        if row.matches(*key):
-            return row
-    raise LookupError(f"no configuration for {key}")

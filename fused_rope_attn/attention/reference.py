@@ -64,6 +64,38 @@ def visible_keys(
     return position, low, torch.where(position < 0, 0, high)
 
 
+def packed_range(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, len_q: int, len_k: int, causal: bool, *, window: tuple[int, int] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return `visible_range` of packed sequences, and the position of every key and whether it is in none, (1, NK).
+
+    Queries after the last sequence see no key, and no query sees the keys there. If either of `cu_seqlens` does not
+    begin with 0, falls, or ends past the last token, this holds for all rows.
+    """
+
+    def is_wrong(cu: Tensor, length: int) -> Tensor:
+        return (cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length)
+
+    wrong = is_wrong(cu_seqlens_q, len_q) | is_wrong(cu_seqlens_k, len_k)
+
+    def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sequence of every token, its index in it, and all lengths, with an empty sequence at the end."""
+        token = torch.arange(length, device=cu.device)
+        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0).masked_fill(wrong, cu.shape[0] - 1)
+        lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
+        return sequence, token - cu[sequence], lengths
+
+    sequence, index, lengths_q = sequences(cu_seqlens_q, len_q)
+    sequence_k, position_k, lengths_k = sequences(cu_seqlens_k, len_k)
+    length = lengths_k[sequence]
+    position, low, high = visible_keys(length - lengths_q[sequence] + index, length, causal, window=window)
+    high = torch.where(sequence == lengths_q.shape[0] - 1, 0, high)
+    first = cu_seqlens_k.long()[sequence]
+    outside = sequence_k == lengths_k.shape[0] - 1
+    position_k = torch.where(outside, 0, position_k)
+    return position[None], (low + first)[None], (high + first)[None], position_k[None], outside[None]
+
+
 class _Visible(torch.autograd.Function):
     """Base of the two products of visible pairs, which save their inputs for the gradient."""
 
@@ -185,6 +217,8 @@ def attention(
     sinks: Tensor | None = None,
     kv_starts: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float | None = None,
@@ -199,92 +233,34 @@ def attention(
     Norm and rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row
     without a visible key gives o = 0, lse = -inf and gradients 0. The values of such a row, and of k and v outside
     [kv_starts, kv_lens), reach neither the output nor a gradient, even if they are NaN.
+
+    `cu_seqlens_q`, `cu_seqlens_k` (sequences + 1,) int32, both or neither: B is 1 and the sequences are packed along NQ
+    and NK; positions restart in each. This makes the whole (NQ, NK) matrix of scores all the same. NaN and infinities
+    of one sequence, or of rows after the last, do not reach other rows, in o and in the gradients.
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-    position, low, high = visible_range(
-        len_q, len_k, causal, window=window, kv_starts=kv_starts, kv_lens=kv_lens, device=q.device
-    )
-    absent = absent_keys(len_k, position, window=window, kv_starts=kv_starts, kv_lens=kv_lens)
+    absent: Tensor | None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        position, low, high = visible_range(
+            len_q, len_k, causal, window=window, kv_starts=kv_starts, kv_lens=kv_lens, device=q.device
+        )
+        absent = absent_keys(len_k, position, window=window, kv_starts=kv_starts, kv_lens=kv_lens)
+        of_keys = cos[:, None, :len_k], sin[:, None, :len_k]
+    else:
+        position, low, high, position_k, absent = packed_range(
+            cu_seqlens_q, cu_seqlens_k, len_q, len_k, causal, window=window
+        )
+        rows = max(cos.shape[1] - 1, 0)
+        position, of_keys = position.clamp(max=rows), query_rows(cos, sin, position_k.clamp(max=rows))
     if absent is not None:
         absent = absent[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-    k_rot = norm_rotate(k, k_norm, cos[:, None, :len_k], sin[:, None, :len_k], **options)
+    k_rot = norm_rotate(k, k_norm, *of_keys, **options)
     q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), unseeing=low >= high, **options)
-    return attend(q_rot, k_rot, v, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
-
-
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    causal: bool = False,
-    *,
-    softmax_scale: float,
-    rotary_dim: int,
-    interleaved: bool = False,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float | None = None,
-    norm_offset: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `attention` of packed sequences: q (1, HQ, T_q, D), k and v (1, HKV, T_k, D). Positions restart in each.
-
-    `cu_seqlens_q`, `cu_seqlens_k`: (sequences + 1,) int32. Every mask is still an interval of keys, so this makes the
-    whole (T_q, T_k) matrix of scores. Queries after the last sequence see no key, and no query sees the keys there. If
-    either of `cu_seqlens` does not begin with 0, falls, or ends past the last token, this holds for all rows. NaN and
-    infinities of one sequence, or of rows after the last, do not reach other rows, in o and in the gradients.
-    """
-    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-
-    def is_wrong(cu: Tensor, length: int) -> Tensor:
-        return (cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length)
-
-    wrong = is_wrong(cu_seqlens_q, q.shape[2]) | is_wrong(cu_seqlens_k, k.shape[2])
-
-    def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sequence of every token, its index in it, and all lengths, with an empty sequence at the end."""
-        token = torch.arange(length, device=cu.device)
-        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0).masked_fill(wrong, cu.shape[0] - 1)
-        lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
-        return sequence, token - cu[sequence], lengths
-
-    sequence, index, lengths_q = sequences(cu_seqlens_q, q.shape[2])
-    sequence_k, position_k, lengths_k = sequences(cu_seqlens_k, k.shape[2])
-    length = lengths_k[sequence]
-    position = length - lengths_q[sequence] + index
-    position, low, high = visible_keys(position, length, causal, window=window)
-    high = torch.where(sequence == lengths_q.shape[0] - 1, 0, high)
-    outside = sequence_k == lengths_k.shape[0] - 1
-    k, v = (x.masked_fill(outside[None, None, :, None], 0) for x in (k, v))
-    rows = max(cos.shape[1] - 1, 0)
-    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-    k_rot = norm_rotate(
-        k, k_norm, *query_rows(cos, sin, torch.where(outside, 0, position_k).clamp(max=rows)[None]), **options
-    )
-    q_rot = norm_rotate(
-        q, q_norm, *query_rows(cos, sin, position.clamp(max=rows)[None]), unseeing=(low >= high)[None], **options
-    )
-    first = cu_seqlens_k.long()[sequence]
-    return attend(
-        q_rot,
-        k_rot,
-        v,
-        (low + first)[None],
-        (high + first)[None],
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        apart=True,
-    )
+    scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
+    return attend(q_rot, k_rot, v, low, high, **scores, apart=cu_seqlens_q is not None)
 
 
 def norm_rotate(

@@ -15,7 +15,6 @@ if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.attention import ops
 
 _OF_ATTENTION = parameters_of(reference.attention)
-_OF_PACKED_ATTENTION = parameters_of(reference.packed_attention)
 
 
 def plan_of(problem: Problem) -> Plan | None:
@@ -77,6 +76,4 @@ class _Recording:
 
 
 def _reference(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    if problem.sequences is None:
-        return reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
-    return reference.packed_attention(**arguments_by_name(_OF_PACKED_ATTENTION, problem, tensors))
+    return reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))

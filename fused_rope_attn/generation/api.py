@@ -146,21 +146,8 @@ def rope_attention_with_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    scales, norms = (k_scale, v_scale), (q_norm, k_norm)
-    tensors = StepTensors(
-        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *norms
-    )
-    options = Options(
-        causal=causal,
-        return_lse=return_lse,
-        softmax_scale=softmax_scale,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        window=window,
-        softcap=softcap,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-    )
+    given = locals()
+    tensors, options = fill(StepTensors, given), fill(Options, given)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -225,10 +212,13 @@ def write_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    tensors = Written(
-        k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale
+    _write(
+        fill(Written, locals()),
+        layout,
+        cache_is_rotated=cache_is_rotated,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
     )
-    _write(tensors, layout, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved)
 
 
 def run_write(*arguments, backend: str = "auto", **options) -> None:

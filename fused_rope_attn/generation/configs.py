@@ -18,8 +18,8 @@ from fused_rope_attn.attention.configs import (
     PDL,
     SMALL,
     TritonOptions,
-    find_row,
 )
+from fused_rope_attn.runtime.rows import find_row
 
 # Most query rows (new tokens times heads of a group) of one program of the generation step: registers hold no more next
 # to a pipeline of enough stages for the memory.
@@ -74,31 +74,13 @@ class DecodeRow:
     whether caches have SMALL_CACHE rows at most. None matches anything.
     """
 
-    archs: tuple[str, ...]
+    arch: tuple[str, ...]
     element_size: int
     head_dim: int
     config: DecodeConfig
     rotated: bool | None = None
     most_page: int | None = None
     small: bool | None = None
-
-    def matches(
-        self,
-        arch: str,
-        element_size: int,
-        head_dim: int,
-        rotated: bool,
-        page_size: int | None = None,
-        small: bool = False,
-    ) -> bool:
-        return (
-            arch in self.archs
-            and element_size == self.element_size
-            and head_dim <= self.head_dim
-            and self.rotated in (None, rotated)
-            and (self.most_page is None or page_size is not None and page_size <= self.most_page)
-            and self.small in (None, small)
-        )
 
     def config_on(self, arch: str) -> DecodeConfig:
         """Return the configuration as ``arch`` takes it."""
@@ -114,79 +96,79 @@ SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
     # Two programs have 64 KB of keys and values in flight each, by arithmetic. Untimed.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=64, rotated=True,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=64, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
     # H200, 2026-11-23: pages of 16 cost 2 to 5 %, and 5 to 20 % where each row looks its page up.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True, most_page=63,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=128, rotated=True, most_page=63,
         config=DecodeConfig(block_n=32, num_warps=2, num_stages=3, programs_per_sm=4, by_page=True)),
     # H200, 2026-11-22: as fast as one program of 128 keys at equal lengths, up to 4 % faster with 64 sequences, .80 of
     # its time where lengths are mixed.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=128, rotated=True,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=3, registers_apart=192)),
     # Two programs have 64 KB of keys and values in flight each, by arithmetic. Untimed.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=256, rotated=True,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=256, rotated=True,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=4)),
     # The angles of a tile are as many bytes as its keys and values in 2-byte elements. Untimed.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=64, rotated=False,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=64, rotated=False,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=False,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=128, rotated=False,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=256, rotated=False,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=256, rotated=False,
         config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
     # Two programs have as many bytes in flight each as one of 2-byte elements, by arithmetic. Untimed.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=64,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=64,
         config=DecodeConfig(block_n=128, num_warps=4, num_stages=4)),
     # H200, 2026-11-22, B8-4K: .85 of bf16's time in pages, programs of 2 warps .98.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True, small=True,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=128, rotated=True, small=True,
         config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
     # H200, 2026-11-22, B8-32K: .63 of bf16's time with triton 3.6.0, tiles of 128 keys .69.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True, most_page=127,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=128, rotated=True, most_page=127,
         config=DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=4)),
     # H200, 2026-11-22, B8-32K: .57 of bf16's time with triton 3.9.0, .63 with 3.6.0.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
     # The angles of a tile are as many bytes as its keys and values in 2-byte elements. Untimed.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=False,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=128, rotated=False,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
     # Two programs have as many bytes in flight each as one of 2-byte elements, by arithmetic. Untimed.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=256,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=256,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=4)),
     # Sized by shared memory and registers. Untimed.
-    DecodeRow(archs=SMALL_FLOAT8, element_size=1, head_dim=64,
+    DecodeRow(arch=SMALL_FLOAT8, element_size=1, head_dim=64,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
-    DecodeRow(archs=SMALL_FLOAT8, element_size=1, head_dim=128,
+    DecodeRow(arch=SMALL_FLOAT8, element_size=1, head_dim=128,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    DecodeRow(archs=SMALL_FLOAT8, element_size=1, head_dim=256,
+    DecodeRow(arch=SMALL_FLOAT8, element_size=1, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
-    DecodeRow(archs=AMPERE + SMALL, element_size=2, head_dim=64,
+    DecodeRow(arch=AMPERE + SMALL, element_size=2, head_dim=64,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
-    DecodeRow(archs=AMPERE + SMALL, element_size=2, head_dim=128,
+    DecodeRow(arch=AMPERE + SMALL, element_size=2, head_dim=128,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    DecodeRow(archs=AMPERE + SMALL, element_size=2, head_dim=256,
+    DecodeRow(arch=AMPERE + SMALL, element_size=2, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
     # True float32 products run on the FMA units: sized by registers. Untimed.
-    DecodeRow(archs=NVIDIA, element_size=4, head_dim=64,
+    DecodeRow(arch=NVIDIA, element_size=4, head_dim=64,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=2)),
-    DecodeRow(archs=NVIDIA, element_size=4, head_dim=128,
+    DecodeRow(arch=NVIDIA, element_size=4, head_dim=128,
         config=DecodeConfig(block_n=16, num_warps=8, num_stages=2)),
-    DecodeRow(archs=NVIDIA, element_size=4, head_dim=256,
+    DecodeRow(arch=NVIDIA, element_size=4, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=8, num_stages=1)),
     # Sized by shared memory and registers. Untimed.
-    DecodeRow(archs=AMD, element_size=2, head_dim=128,
+    DecodeRow(arch=AMD, element_size=2, head_dim=128,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=2)),
-    DecodeRow(archs=AMD, element_size=2, head_dim=256,
+    DecodeRow(arch=AMD, element_size=2, head_dim=256,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=2)),
-    DecodeRow(archs=AMD, element_size=4, head_dim=128,
+    DecodeRow(arch=AMD, element_size=4, head_dim=128,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=1)),
-    DecodeRow(archs=AMD, element_size=4, head_dim=256,
+    DecodeRow(arch=AMD, element_size=4, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=4, num_stages=1)),
     # num_sms is 1 in the interpreter: enough programs that heads are shared, and that some have more than one.
     # More than one tile in few rows, so that small tests cross every border.
-    DecodeRow(archs=INTERPRETER, element_size=1, head_dim=256,
+    DecodeRow(arch=INTERPRETER, element_size=1, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
-    DecodeRow(archs=INTERPRETER, element_size=2, head_dim=256,
+    DecodeRow(arch=INTERPRETER, element_size=2, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
-    DecodeRow(archs=INTERPRETER, element_size=4, head_dim=256,
+    DecodeRow(arch=INTERPRETER, element_size=4, head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
 )
 
@@ -194,19 +176,19 @@ DECODE: tuple[DecodeRow, ...] = (
 CHUNKS: tuple[DecodeRow, ...] = (
     # H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less.
     # by_page: ptxas 13.4 loses a register in pages of 16 if each row looks up its page. 3.9.0, 2026-11-24. Untimed.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=True,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128, by_page=True)),
     # The angles leave fewer registers. Untimed.
-    DecodeRow(archs=HOPPER, element_size=2, head_dim=128, rotated=False,
+    DecodeRow(arch=HOPPER, element_size=2, head_dim=128, rotated=False,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=64)),
     # H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=True,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128)),
     # The angles leave fewer registers. Untimed.
-    DecodeRow(archs=HOPPER, element_size=1, head_dim=128, rotated=False,
+    DecodeRow(arch=HOPPER, element_size=1, head_dim=128, rotated=False,
         config=DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, block_m=64)),
     # More than one tile in few rows, so that small tests cross every border.
-    DecodeRow(archs=INTERPRETER, element_size=4, head_dim=256,
+    DecodeRow(arch=INTERPRETER, element_size=4, head_dim=256,
         config=DecodeConfig(block_n=32, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, block_m=128)),
 )
 # fmt: on
@@ -215,8 +197,11 @@ CHUNKS: tuple[DecodeRow, ...] = (
 @functools.cache
 def chunk(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeConfig | None:
     """``decode`` of a chunk; None where it is a step like any other."""
-    found = [row for row in CHUNKS if row.matches(arch, element_size, head_dim, rotated)]
-    return replace(found[0].config, pdl=arch in PDL) if found else None
+    try:
+        row = find_row(CHUNKS, arch=arch, element_size=element_size, head_dim=head_dim, rotated=rotated)
+    except LookupError:
+        return None
+    return replace(row.config, pdl=arch in PDL)
 
 
 @functools.cache
@@ -224,4 +209,5 @@ def decode(
     arch: str, element_size: int, head_dim: int, rotated: bool, page_size: int | None = None, small: bool = False
 ) -> DecodeConfig:
     """The configuration of the generation step for these properties, as ``DecodeRow`` names them."""
-    return find_row(DECODE, arch, element_size, head_dim, rotated, page_size, small).config_on(arch)
+    key = {"element_size": element_size, "rotated": rotated, "most_page": page_size, "small": small}
+    return find_row(DECODE, arch=arch, head_dim=head_dim, **key).config_on(arch)

@@ -10,6 +10,8 @@ import functools
 import math
 from dataclasses import dataclass
 
+from fused_rope_attn.runtime.rows import find_row
+
 
 @dataclass(frozen=True)
 class RotationConfig:
@@ -28,34 +30,28 @@ class RotationConfig:
 class RotationRow:
     """Hold one row: ``config`` for the calls that the other fields select.
 
-    max_bytes: of a call's largest tensor. norms: whether the call has any. None matches anything.
+    most_bytes: of a call's largest tensor. norms: whether the call has any. None matches anything.
     """
 
     config: RotationConfig
-    archs: tuple[str, ...] | None = None
-    max_bytes: int | None = None
+    arch: tuple[str, ...] | None = None
+    most_bytes: int | None = None
     norms: bool | None = None
-
-    def matches(self, arch: str, size: float, norms: bool) -> bool:
-        known = self.norms is None or self.norms is norms
-        return (
-            known and (self.archs is None or arch in self.archs) and (self.max_bytes is None or size <= self.max_bytes)
-        )
 
 
 # fmt: off
 TABLE: tuple[RotationRow, ...] = (
     # More than one tile in few rows, so that small tests cross every border.
-    RotationRow(archs=("interpreter",), config=RotationConfig(tile_bytes=1 << 11, run_bytes=1 << 8, num_warps=1)),
+    RotationRow(arch=("interpreter",), config=RotationConfig(tile_bytes=1 << 11, run_bytes=1 << 8, num_warps=1)),
     # Twice the programs, with eight 16-byte loads of a thread in flight. Untimed.
-    RotationRow(max_bytes=4 << 20, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    RotationRow(most_bytes=4 << 20, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
     # 90 registers forward and 128 backward on sm_90, so that smaller tiles keep more in flight. Untimed.
     RotationRow(norms=True, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
     # H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts.
     RotationRow(config=RotationConfig(tile_bytes=1 << 14, run_bytes=1 << 12, num_warps=8)),
 )
 # fmt: on
-_LIMITS = sorted({row.max_bytes for row in TABLE if row.max_bytes is not None})
+_LIMITS = sorted({row.most_bytes for row in TABLE if row.most_bytes is not None})
 
 
 def rotation(arch: str, size: int, norms: bool = False) -> RotationConfig:
@@ -66,4 +62,4 @@ def rotation(arch: str, size: int, norms: bool = False) -> RotationConfig:
 @functools.cache
 def _rotation(arch: str, bucket: int, norms: bool) -> RotationConfig:
     size = (*_LIMITS, math.inf)[bucket]
-    return next(row.config for row in TABLE if row.matches(arch, size, norms))
+    return find_row(TABLE, arch=arch, most_bytes=size, norms=norms).config

@@ -54,7 +54,7 @@ def test_shared_heads_have_rows_of_their_own(arch, heads):
 def test_rows_of_older_releases_of_triton():
     """A row with ``before`` serves the releases before that one alone; the next row that matches serves the others."""
     old, new = (hopper_configs.forward(128, True, "tiny", False, release=release) for release in ((3, 8), (3, 9)))
-    assert old.before == (3, 9) and new.before is None
+    assert old.most_release == (3, 8) and new.most_release is None
     assert not old.config.skips_masked_half and new.config.skips_masked_half
     assert hopper_configs.forward(128, True, "tiny", False, release=(4, 0)) is new
 

@@ -101,7 +101,9 @@ def test_the_reference_does_so_too(ends, wrong):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     both = [int32([0] * (len(ends) - 1) + [20])] * 2
     both[wrong] = int32(ends)
-    o, lse = reference.packed_attention(q, k, v, cos, sin, *both, True, softmax_scale=0.3, rotary_dim=case.rotary)
+    o, lse = reference.attention(
+        q, k, v, cos, sin, True, softmax_scale=0.3, rotary_dim=case.rotary, cu_seqlens_q=both[0], cu_seqlens_k=both[1]
+    )
     assert_nothing_is_seen((o, lse, *torch.autograd.grad(o, (q, k, v), do)))
 
 

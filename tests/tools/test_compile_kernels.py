@@ -40,7 +40,7 @@ def test_every_configuration_fits(compiled, arch):
         assert row["registers"] <= (512 if arch == "gfx942" else 255)
     assert any(row["job"].startswith("rotation ") for row in rows)
     decode = [row for row in rows if row["job"].startswith("decode ")]
-    of_raw_keys = any(row.rotated is False and arch in row.archs for row in generation_configs.DECODE)
+    of_raw_keys = any(row.rotated is False and arch in row.arch for row in generation_configs.DECODE)
     assert {" raw " in row["job"] for row in decode} == {False, arch in aot.THOROUGH or of_raw_keys}
     assert {row["kernel"] for row in decode} == {"decode_kernel", "combine_kernel"}
     # Loads of fewer than 16 bytes are not pipelined, and take hardly any shared memory.
@@ -64,11 +64,11 @@ def test_no_row_is_left_out(arch):
     rows = [("forward", row) for row in portable_configs.FORWARD]
     rows += [("backward", row) for row in portable_configs.BACKWARD]
     for direction, row in rows:
-        if arch in row.archs:
-            of_row = [replace(row.config(arch, strategy), section_bytes=0) for strategy in row.strategies]
+        if arch in row.arch:
+            of_row = [replace(row.config(arch, strategy), section_bytes=0) for strategy in row.strategy]
             assert any((direction, row.element_size, row.head_dim, config) in compiled for config in of_row), row
     for row in generation_configs.DECODE:
-        if arch in row.archs:
+        if arch in row.arch:
             assert ("decode", row.element_size, row.head_dim, row.config_on(arch)) in compiled, row
     for direction, table in (("forward", hopper_configs.FORWARD), ("backward", hopper_configs.BACKWARD)):
         for row in table if arch == "sm_90" else ():

@@ -18,9 +18,9 @@ from fused_rope_attn.attention.configs import (
     WORK_LEVELS,
     HopperBackwardConfig,
     HopperForwardConfig,
-    find_row,
 )
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.rows import find_row
 
 # Largest head dimension of the kernels, and of the wide ones, which share files with them and little else.
 HEAD_DIM = 128
@@ -41,10 +41,10 @@ LEAST_MEAN_LENGTH = 64
 class Row:
     """Hold one row: ``config`` for the calls that the other fields select.
 
-    head_dim: the largest head dimension served. before: (major, minor) of the first release of Triton that the row does
-    not serve, because releases make different code of the same kernel. None matches anything. auto: the length buckets
+    head_dim: the largest head dimension served. most_release: (major, minor) of the last release of Triton that the row
+    serves, because releases make different code of the same kernel. None matches anything. auto: the length buckets
     in which ``backend="auto"`` takes the row instead of the portable kernels, from ``least_work`` on, which is one of
-    ``WORK_LEVELS``; ``backend="hopper"`` takes it in all of ``buckets``.
+    ``WORK_LEVELS``; ``backend="hopper"`` takes it in all of ``bucket``.
 
     Raises:
         ValueError: for a least_work that is not one of ``WORK_LEVELS``.
@@ -54,27 +54,15 @@ class Row:
     config: HopperForwardConfig | HopperBackwardConfig
     auto: tuple[str, ...]
     causal: bool | None = None
-    buckets: tuple[str, ...] | None = None
+    bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     packed: bool | None = None
-    before: tuple[int, int] | None = None
+    most_release: tuple[int, int] | None = None
     least_work: int = 0
 
     def __post_init__(self) -> None:
         if self.least_work not in WORK_LEVELS:
             raise ValueError(f"least_work must be one of {WORK_LEVELS}, but is {self.least_work}")
-
-    def matches(
-        self, head_dim: int, causal: bool, length_bucket: str, gqa: bool, packed: bool, release: tuple[int, int]
-    ) -> bool:
-        return (
-            head_dim <= self.head_dim
-            and self.causal in (None, causal)
-            and (self.buckets is None or length_bucket in self.buckets)
-            and self.gqa in (None, gqa)
-            and self.packed in (None, packed)
-            and (self.before is None or release < self.before)
-        )
 
 
 # section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB.
@@ -84,11 +72,11 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=32, auto=(),
         config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
     # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22.
-    Row(head_dim=64, packed=False, buckets=("long",), auto=("long",),
+    Row(head_dim=64, packed=False, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=64, causal=True, buckets=("long",), auto=("long",),
+    Row(head_dim=64, causal=True, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Up to 1024 tokens the portable kernels are faster. 3.6.0 and 3.9.0, 2026-11-22.
     Row(head_dim=64, causal=True, auto=("medium",), least_work=MANY_TILES,
@@ -96,30 +84,30 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=False, auto=("short", "medium", "long"),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, buckets=("long",), auto=("long",),
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("long",), auto=("long",),
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Skipping the masked half takes 1.5 to 2.5 % less time with 3.9.0 and .5 to 1.5 % more with 3.6.0, too little for
     # a row each. 2026-11-23.
-    Row(head_dim=HEAD_DIM, buckets=("long",), auto=("long",),
+    Row(head_dim=HEAD_DIM, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     # Skipping the masked half takes 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23.
-    Row(head_dim=HEAD_DIM, buckets=("medium",), auto=("medium",), least_work=MANY_TILES,
+    Row(head_dim=HEAD_DIM, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
-    Row(head_dim=HEAD_DIM, packed=True, buckets=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
+    Row(head_dim=HEAD_DIM, packed=True, bucket=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23.
-    Row(head_dim=HEAD_DIM, buckets=("tiny",), before=(3, 9), auto=BUCKETS, least_work=SOME_TILES,
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 9 and 15 % faster than the portable kernels with 64 and 128 heads of 512 tokens. 3.6.0, 2026-11-22.
-    Row(head_dim=HEAD_DIM, buckets=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
@@ -135,39 +123,39 @@ BACKWARD: tuple[Row, ...] = (
     Row(head_dim=32, auto=(),
         config=HopperBackwardConfig(section_bytes=32 * MIB, norm_rows=16, norm_heads=4)),
     # 3.6.0, 2026-11-21.
-    Row(head_dim=64, buckets=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
+    Row(head_dim=64, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
-    Row(head_dim=64, buckets=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=64, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
             norm_heads=4)),
     # 3.6.0, 2026-11-21.
     Row(head_dim=64, auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, buckets=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, buckets=("medium",), auto=BUCKETS,
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("medium",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("tiny",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
-    Row(head_dim=HEAD_DIM, buckets=("tiny",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
-    Row(head_dim=HEAD_DIM, buckets=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
     # 3.6.0, 2026-11-21.
     Row(head_dim=NARROW_HEAD_DIM, auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # With 32 MiB the last section leaves a tail. 3.6.0, 2026-11-21.
-    Row(head_dim=HEAD_DIM, gqa=True, buckets=("medium",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, gqa=True, bucket=("medium",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=64 * MIB, post_rows=8, post_heads=8)),
     # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, buckets=("medium",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("medium",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM, auto=BUCKETS,
@@ -183,17 +171,19 @@ Release = tuple[int, int]
 
 
 def forward(
-    head_dim: int, causal: bool, length_bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
+    head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
 ) -> Row:
     """Return the row of the forward pass for these properties.
 
     release: (major, minor) of Triton, by default those of the installed one.
     """
-    return find_row(FORWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())
+    key = {"bucket": bucket, "gqa": gqa, "packed": packed, "most_release": release or device.triton_release()}
+    return find_row(FORWARD, head_dim=head_dim, causal=causal, **key)
 
 
 def backward(
-    head_dim: int, causal: bool, length_bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
+    head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
 ) -> Row:
     """Return the row of the backward pass for these properties; release as in ``forward``."""
-    return find_row(BACKWARD, head_dim, causal, length_bucket, gqa, packed, release or device.triton_release())
+    key = {"bucket": bucket, "gqa": gqa, "packed": packed, "most_release": release or device.triton_release()}
+    return find_row(BACKWARD, head_dim=head_dim, causal=causal, **key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fused_rope_attn.attention.configs import (
     AMD,
@@ -23,8 +23,8 @@ from fused_rope_attn.attention.configs import (
     BackwardConfig,
     ForwardConfig,
     Tile,
-    find_row,
 )
+from fused_rope_attn.runtime.rows import find_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,40 +36,18 @@ class Row:
     for the pre-pass alone.
     """
 
-    archs: tuple[str, ...]
+    arch: tuple[str, ...]
     element_size: int
     head_dim: int
-    strategies: tuple[str, ...] = STRATEGIES
+    strategy: tuple[str, ...] = STRATEGIES
     causal: bool | None = None
-    buckets: tuple[str, ...] | None = None
+    bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     masked: bool | None = None
     section_bytes: int = 0
     rotate_rows: int = 32
     rotate_heads: int = 4
     tma: bool = False
-
-    def matches(
-        self,
-        arch: str,
-        element_size: int,
-        head_dim: int,
-        strategy: str,
-        causal: bool,
-        length_bucket: str,
-        gqa: bool,
-        masked: bool = False,
-    ) -> bool:
-        return (
-            arch in self.archs
-            and element_size == self.element_size
-            and head_dim <= self.head_dim
-            and strategy in self.strategies
-            and self.causal in (None, causal)
-            and (self.buckets is None or length_bucket in self.buckets)
-            and self.gqa in (None, gqa)
-            and self.masked in (None, masked)
-        )
 
     def _options(self, arch: str, strategy: str) -> dict[str, Any]:
         return {
@@ -107,140 +85,143 @@ class BackwardRow(Row):
         return BackwardConfig(dkdv=self.dkdv, dq=self.dq, one_launch=self.one_launch, **self._options(arch, strategy))
 
 
+AnyRow = TypeVar("AnyRow", ForwardRow, BackwardRow)
+
+
 # section_bytes: of K and V (or of Q and dO), 24 MiB stay in a Hopper L2 next to little other traffic, 8 MiB next to
 # much.
 # fmt: off
 FORWARD: tuple[ForwardRow, ...] = (
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    ForwardRow(archs=HOPPER, element_size=2, head_dim=64, buckets=("tiny",),
+    ForwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny",),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=512),
-    ForwardRow(archs=HOPPER, element_size=2, head_dim=64, buckets=("tiny", "short"),
+    ForwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny", "short"),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=128),
-    ForwardRow(archs=HOPPER, element_size=2, head_dim=128, buckets=("medium",),
+    ForwardRow(arch=HOPPER, element_size=2, head_dim=128, bucket=("medium",),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=8 * MIB, tma=True),
-    ForwardRow(archs=HOPPER, element_size=2, head_dim=128,
+    ForwardRow(arch=HOPPER, element_size=2, head_dim=128,
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    ForwardRow(archs=HOPPER, element_size=2, head_dim=256, strategies=("inline",),
+    ForwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("inline",),
         tile=Tile(64, 32, num_warps=8, num_stages=2), section_bytes=8 * MIB),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    ForwardRow(archs=HOPPER, element_size=2, head_dim=256, strategies=("prepass",),
+    ForwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("prepass",),
         tile=Tile(64, 32, num_warps=4, num_stages=3), section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    ForwardRow(archs=AMPERE, element_size=2, head_dim=64,
+    ForwardRow(arch=AMPERE, element_size=2, head_dim=64,
         tile=Tile(128, 64, num_warps=4, num_stages=3)),
-    ForwardRow(archs=AMPERE, element_size=2, head_dim=128,
+    ForwardRow(arch=AMPERE, element_size=2, head_dim=128,
         tile=Tile(128, 32, num_warps=8, num_stages=3)),
-    ForwardRow(archs=SMALL, element_size=2, head_dim=64,
+    ForwardRow(arch=SMALL, element_size=2, head_dim=64,
         tile=Tile(128, 64, num_warps=8, num_stages=2)),
-    ForwardRow(archs=SMALL, element_size=2, head_dim=128,
+    ForwardRow(arch=SMALL, element_size=2, head_dim=128,
         tile=Tile(128, 32, num_warps=8, num_stages=2)),
-    ForwardRow(archs=AMPERE + SMALL, element_size=2, head_dim=256,
+    ForwardRow(arch=AMPERE + SMALL, element_size=2, head_dim=256,
         tile=Tile(32, 32, num_warps=8, num_stages=1)),
     # True float32 products run on the FMA units: sized by registers, untimed.
-    ForwardRow(archs=NVIDIA, element_size=4, head_dim=64,
+    ForwardRow(arch=NVIDIA, element_size=4, head_dim=64,
         tile=Tile(64, 16, num_warps=8, num_stages=1)),
-    ForwardRow(archs=NVIDIA, element_size=4, head_dim=128,
+    ForwardRow(arch=NVIDIA, element_size=4, head_dim=128,
         tile=Tile(32, 16, num_warps=8, num_stages=1)),
-    ForwardRow(archs=NVIDIA, element_size=4, head_dim=256,
+    ForwardRow(arch=NVIDIA, element_size=4, head_dim=256,
         tile=Tile(16, 16, num_warps=8, num_stages=1)),
     # Sized by shared memory and registers, untimed.
-    ForwardRow(archs=AMD, element_size=2, head_dim=128,
+    ForwardRow(arch=AMD, element_size=2, head_dim=128,
         tile=Tile(128, 32, num_warps=4, num_stages=2)),
-    ForwardRow(archs=AMD, element_size=2, head_dim=256,
+    ForwardRow(arch=AMD, element_size=2, head_dim=256,
         tile=Tile(64, 32, num_warps=4, num_stages=1)),
-    ForwardRow(archs=AMD, element_size=4, head_dim=128,
+    ForwardRow(arch=AMD, element_size=4, head_dim=128,
         tile=Tile(32, 32, num_warps=4, num_stages=1)),
-    ForwardRow(archs=AMD, element_size=4, head_dim=256,
+    ForwardRow(arch=AMD, element_size=4, head_dim=256,
         tile=Tile(16, 16, num_warps=4, num_stages=1)),
     # More than one tile in few rows, so that small tests cross every border.
-    ForwardRow(archs=INTERPRETER, element_size=2, head_dim=256,
+    ForwardRow(arch=INTERPRETER, element_size=2, head_dim=256,
         tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
-    ForwardRow(archs=INTERPRETER, element_size=4, head_dim=256,
+    ForwardRow(arch=INTERPRETER, element_size=4, head_dim=256,
         tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16, tma=True),
 )
 
 BACKWARD: tuple[BackwardRow, ...] = (
     # One launch, because no launch then waits for another. H200, 2026-11-23, triton 3.6.0; untimed on sm_100.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=64, buckets=("tiny",),
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny",),
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2), tma=True,
         one_launch=True),
     # With masks the tiles for longer sequences spill up to 500 bytes in their loops, these spill nothing. Untimed.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=64, strategies=("prepass",), masked=True,
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=64, strategy=("prepass",), masked=True,
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=64, buckets=("tiny", "short"),
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny", "short"),
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=3),
         section_bytes=24 * MIB, tma=True),
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=64,
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=64,
         dkdv=Tile(32, 128, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=128, strategies=("inline",),
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=128, strategy=("inline",),
         dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=128, strategies=("prepass",), buckets=("tiny", "short"),
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=128, strategy=("prepass",), bucket=("tiny", "short"),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=2),
         section_bytes=24 * MIB, tma=True),
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=128, strategies=("prepass",),
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=128, strategy=("prepass",),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=8, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=256, strategies=("inline",),
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("inline",),
         dkdv=Tile(64, 32, num_warps=8, num_stages=1), dq=Tile(32, 32, num_warps=8, num_stages=1)),
     # With masks 64 key rows spill 992 bytes (triton 3.8), 32 spill nothing. Untimed.
-    BackwardRow(archs=HOPPER, element_size=2, head_dim=256, strategies=("prepass",), masked=True,
+    BackwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("prepass",), masked=True,
         dkdv=Tile(32, 32, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     # 64x64 is 3 % faster with triton 3.6, but spills 856 bytes with 3.9. H200, 2026-11-21.
-    BackwardRow(archs=("sm_90",), element_size=2, head_dim=256, strategies=("prepass",),
+    BackwardRow(arch=("sm_90",), element_size=2, head_dim=256, strategy=("prepass",),
         dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(archs=("sm_100",), element_size=2, head_dim=256, strategies=("prepass",),
+    BackwardRow(arch=("sm_100",), element_size=2, head_dim=256, strategy=("prepass",),
         dkdv=Tile(64, 64, num_warps=8, num_stages=1), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     # True float32 products run on the FMA units: sized by registers, untimed.
-    BackwardRow(archs=HOPPER, element_size=4, head_dim=64,
+    BackwardRow(arch=HOPPER, element_size=4, head_dim=64,
         dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(archs=HOPPER, element_size=4, head_dim=128,
+    BackwardRow(arch=HOPPER, element_size=4, head_dim=128,
         dkdv=Tile(32, 32, num_warps=8, num_stages=1), dq=Tile(32, 32, num_warps=8, num_stages=1)),
-    BackwardRow(archs=HOPPER, element_size=4, head_dim=256,
+    BackwardRow(arch=HOPPER, element_size=4, head_dim=256,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(archs=AMPERE, element_size=2, head_dim=64,
+    BackwardRow(arch=AMPERE, element_size=2, head_dim=64,
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
-    BackwardRow(archs=AMPERE, element_size=2, head_dim=128,
+    BackwardRow(arch=AMPERE, element_size=2, head_dim=128,
         dkdv=Tile(32, 128, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=8, num_stages=2)),
-    BackwardRow(archs=AMPERE, element_size=2, head_dim=256,
+    BackwardRow(arch=AMPERE, element_size=2, head_dim=256,
         dkdv=Tile(32, 64, num_warps=8, num_stages=1), dq=Tile(64, 32, num_warps=8, num_stages=1)),
-    BackwardRow(archs=SMALL, element_size=2, head_dim=64,
+    BackwardRow(arch=SMALL, element_size=2, head_dim=64,
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
-    BackwardRow(archs=SMALL, element_size=2, head_dim=128,
+    BackwardRow(arch=SMALL, element_size=2, head_dim=128,
         dkdv=Tile(32, 64, num_warps=8, num_stages=1), dq=Tile(64, 32, num_warps=8, num_stages=1)),
-    BackwardRow(archs=SMALL, element_size=2, head_dim=256,
+    BackwardRow(arch=SMALL, element_size=2, head_dim=256,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
     # True float32 products run on the FMA units: sized by registers, untimed.
-    BackwardRow(archs=AMPERE + SMALL, element_size=4, head_dim=64,
+    BackwardRow(arch=AMPERE + SMALL, element_size=4, head_dim=64,
         dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(archs=AMPERE + SMALL, element_size=4, head_dim=128,
+    BackwardRow(arch=AMPERE + SMALL, element_size=4, head_dim=128,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
-    BackwardRow(archs=AMPERE + SMALL, element_size=4, head_dim=256,
+    BackwardRow(arch=AMPERE + SMALL, element_size=4, head_dim=256,
         dkdv=Tile(16, 16, num_warps=8, num_stages=1), dq=Tile(16, 16, num_warps=8, num_stages=1)),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(archs=AMD, element_size=2, head_dim=64,
+    BackwardRow(arch=AMD, element_size=2, head_dim=64,
         dkdv=Tile(32, 64, num_warps=4, num_stages=1), dq=Tile(64, 32, num_warps=4, num_stages=1)),
-    BackwardRow(archs=AMD, element_size=2, head_dim=128,
+    BackwardRow(arch=AMD, element_size=2, head_dim=128,
         dkdv=Tile(32, 64, num_warps=4, num_stages=1), dq=Tile(64, 32, num_warps=4, num_stages=1)),
-    BackwardRow(archs=AMD, element_size=2, head_dim=256,
+    BackwardRow(arch=AMD, element_size=2, head_dim=256,
         dkdv=Tile(16, 32, num_warps=4, num_stages=1), dq=Tile(32, 16, num_warps=4, num_stages=1)),
-    BackwardRow(archs=AMD, element_size=4, head_dim=256,
+    BackwardRow(arch=AMD, element_size=4, head_dim=256,
         dkdv=Tile(16, 16, num_warps=4, num_stages=1), dq=Tile(16, 16, num_warps=4, num_stages=1)),
     # More than one tile in few rows, so that small tests cross every border.
-    BackwardRow(archs=INTERPRETER, element_size=2, head_dim=256,
+    BackwardRow(arch=INTERPRETER, element_size=2, head_dim=256,
         dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
-    BackwardRow(archs=INTERPRETER, element_size=4, head_dim=256,
+    BackwardRow(arch=INTERPRETER, element_size=4, head_dim=256,
         dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16,
         tma=True),
 )
@@ -251,12 +232,17 @@ BACKWARD: tuple[BackwardRow, ...] = (
 def forward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> ForwardConfig:
     """Return the configuration of the forward pass for these properties.
 
-    shape: causal, length bucket, gqa and, where it is not False, masked, as ``Row.matches`` takes them.
+    shape: causal, length bucket, gqa and, where it is not False, masked, as ``Row`` names them.
     """
-    return find_row(FORWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
+    return _find(FORWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 
 @functools.cache
 def backward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> BackwardConfig:
     """Return the configuration of the backward pass for these properties, as in ``forward``."""
-    return find_row(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
+    return _find(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
+
+
+def _find(rows: tuple[AnyRow, ...], *properties: int | str) -> AnyRow:
+    names = ("arch", "element_size", "head_dim", "strategy", "causal", "bucket", "gqa", "masked")
+    return find_row(rows, **{"masked": False, **dict(zip(names, properties))})

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fused_rope_attn.runtime.rows import find_row
+
 # Head dimensions that the kernels serve, from the first to the last.
 HEAD_DIMS = (32, 128)
 
@@ -43,9 +45,6 @@ class CoRopeRow:
     block_n: int
     heads: tuple[int, int]
     most_group: int | None = None
-
-    def matches(self, element_size: int, group_size: int) -> bool:
-        return element_size == self.element_size and (self.most_group is None or group_size <= self.most_group)
 
     def config(self, group_size: int) -> CoRopeConfig:
         """Return the configuration for this group size."""
@@ -86,4 +85,4 @@ def backward_config(dtype: torch.dtype, group_size: int) -> CoRopeConfig:
 
 
 def _find(rows: tuple[CoRopeRow, ...], dtype: torch.dtype, group_size: int) -> CoRopeConfig:
-    return next(row for row in rows if row.matches(dtype.itemsize, group_size)).config(group_size)
+    return find_row(rows, element_size=dtype.itemsize, most_group=group_size).config(group_size)
