@@ -20,9 +20,8 @@ from fused_rope_attn.runtime.checks import (
     check_kinds,
     check_queries_and_keys,
     check_tables,
+    check_tensor,
     named,
-    refuse_device,
-    refuse_non_tensor,
     shown,
     warn_once,
 )
@@ -90,13 +89,8 @@ def check_packed(
             form = "(T_q, HQ, D)" if name == "q" else "(T_k, HKV, D)"
             raise ValueError(f"{name} must have shape {form}, but has {x.ndim} dimensions: {shown(x.shape)}")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(x, Tensor):
-            refuse_non_tensor(**{name: x})
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, but is {named(x.dtype)}")
-        if x.device != q.device:
-            refuse_device(q.device, **{name: x})
-        if x.ndim != 1 or x.shape[0] < 1:
+        check_tensor(name, x, (torch.int32,), q.device, "shape (sequences + 1,)", (None,))
+        if x.shape[0] < 1:
             raise ValueError(f"{name} must have shape (sequences + 1,), but has {shown(x.shape)}")
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, but has stride {x.stride()[0]}")
@@ -117,8 +111,7 @@ def check_packed(
 
 def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
     """Check the arguments of `cu_seqlens_from_position_ids`."""
-    if not isinstance(position_ids, Tensor):
-        refuse_non_tensor(position_ids=position_ids)
+    check_kinds(position_ids=position_ids)
     if position_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"position_ids must be int32 or int64, but is {named(position_ids.dtype)}")
     if position_ids.device.type == "meta" and max_sequences is None:

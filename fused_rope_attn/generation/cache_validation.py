@@ -15,6 +15,7 @@ from fused_rope_attn.runtime.checks import (
     check_ends,
     check_kinds,
     check_tables,
+    check_tensor,
     named,
     refuse_device,
     refuse_dtype,
@@ -87,13 +88,9 @@ def check_pool_shape(k_cache: Tensor, v_cache: Tensor, layout: str, *, paged: bo
 
 
 def check_block_table(block_table: Any, device: torch.device, batch: int) -> None:
-    check_kinds(block_table=block_table)
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table must be int32, but is {named(block_table.dtype)}")
-    if block_table.device != device:
-        refuse_device(device, block_table=block_table)
-    if block_table.ndim != 2 or block_table.shape[0] != batch:
-        raise ValueError(f"block_table must have shape (B, pages) with B = {batch}, but has {shown(block_table.shape)}")
+    check_tensor(
+        "block_table", block_table, (torch.int32,), device, f"shape (B, pages) with B = {batch}", (batch, None)
+    )
 
 
 def check_cache_scales(k_cache: Tensor, k_scale: Any, v_scale: Any) -> None:
@@ -102,19 +99,13 @@ def check_cache_scales(k_cache: Tensor, k_scale: Any, v_scale: Any) -> None:
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue
-        check_kinds(**{name: scale})
         if k_cache.dtype != FLOAT8:
             raise ValueError(
                 f"{name} must be None unless the caches are float8_e4m3fn; they are {named(k_cache.dtype)}"
             )
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32, but is {named(scale.dtype)}")
-        if scale.device != k_cache.device:
-            refuse_device(k_cache.device, **{name: scale})
-        if scale.numel() != 1 and tuple(scale.shape) != (heads_kv,):
-            raise ValueError(
-                f"{name} must have one element or shape (HKV,) = ({heads_kv},), but has {shown(scale.shape)}"
-            )
+        check_kinds(**{name: scale})
+        shape = scale.shape if scale.numel() == 1 else (heads_kv,)
+        check_tensor(name, scale, (torch.float32,), k_cache.device, "one element or shape (HKV,)", shape)
 
 
 def check_written(k: Tensor, v: Tensor, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
@@ -164,12 +155,8 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
     if heads < 1 or head_dim < 2 or head_dim % 2:
         raise ValueError(f"k must have at least one head and an even head dim of at least 2, but has {shown(k.shape)}")
     if packed:
-        check_kinds(cu_seqlens=cu_seqlens)
-        if cu_seqlens.dtype != torch.int32:
-            raise TypeError(f"cu_seqlens must be int32, but is {named(cu_seqlens.dtype)}")
-        if cu_seqlens.device != device:
-            refuse_device(device, "k", cu_seqlens=cu_seqlens)
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), device, "shape (B + 1,)", (None,), "k")
+        if cu_seqlens.shape[0] < 2:
             raise ValueError(f"cu_seqlens must have shape (B + 1,) with B >= 1, but has {shown(cu_seqlens.shape)}")
         check_ends("cu_seqlens", cu_seqlens, k.shape[0], "k")
     batch = cu_seqlens.shape[0] - 1 if packed else k.shape[0]

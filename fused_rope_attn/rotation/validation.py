@@ -15,7 +15,7 @@ from fused_rope_attn.runtime.checks import (
     check_norms,
     check_rotary_dim,
     check_tables,
-    kind_of,
+    check_tensor,
     named,
     refuse_choice,
     refuse_device,
@@ -114,13 +114,9 @@ def check_rotation(
 
 def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int, first: str) -> bool:
     """Check position_ids, and return whether every token has two."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"position_ids must be a torch.Tensor or None, but is {kind_of(ids)}")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"position_ids must be int32 or int64, but is {named(ids.dtype)}")
-    if ids.device != device:
-        refuse_device(device, first, position_ids=ids)
+    check_kinds(position_ids=ids)
     shape = ids.shape
+    check_tensor("position_ids", ids, (torch.int32, torch.int64), device, "", shape, first)
     one = len(shape) == 1 or (len(shape) == 2 and shape[0] in (1, batch))
     two = len(shape) == 3 and shape[0] in (1, batch) and shape[1] == 2
     if not (one or two) or shape[-1] != length:
@@ -132,12 +128,8 @@ def _check_position_ids(ids: Any, device: torch.device, batch: int, length: int,
 
 
 def _check_cu_seqlens(ends: Any, device: torch.device, first: str) -> None:
-    if not isinstance(ends, Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor or None, but is {kind_of(ends)}")
-    if ends.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens must be int32, but is {named(ends.dtype)}")
-    if ends.device != device:
-        refuse_device(device, first, cu_seqlens=ends)
+    check_kinds(cu_seqlens=ends)
+    check_tensor("cu_seqlens", ends, (torch.int32,), device, "", ends.shape, first)
     if ends.ndim != 1 or ends.shape[0] < 1 or not ends.is_contiguous():
         raise ValueError(
             "cu_seqlens must be contiguous with shape (number of sequences + 1,), but has shape "
@@ -147,14 +139,7 @@ def _check_cu_seqlens(ends: Any, device: torch.device, first: str) -> None:
 
 def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any], norms: Norms) -> None:
     for (name, x), (out_name, out) in zip(xs.items(), outs.items()):
-        if not isinstance(out, Tensor):
-            raise TypeError(f"{out_name} must be a torch.Tensor or None, but is {kind_of(out)}")
-        if out.dtype != x.dtype:
-            raise TypeError(f"{out_name} must have {name}'s dtype {named(x.dtype)}, but is {named(out.dtype)}")
-        if out.device != x.device:
-            refuse_device(x.device, name, **{out_name: out})
-        if out.shape != x.shape:
-            raise ValueError(f"{out_name} must have {name}'s shape {shown(x.shape)}, but has {shown(out.shape)}")
+        check_tensor(out_name, out, (x.dtype,), x.device, f"{name}'s shape", x.shape, name)
         if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
             raise ValueError(f"{out_name} must not be expanded: several elements share memory, strides {out.stride()}")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):

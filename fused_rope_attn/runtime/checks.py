@@ -233,13 +233,7 @@ def refuse_one_norm(lacking: str, given: str) -> NoReturn:
 
 
 def _check_weight(name: str, weight: Any, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
-    check_kinds(**{name: weight})
-    if weight.dtype not in (torch.float32, dtype):
-        raise TypeError(f"{name} must be float32 or have q's dtype {named(dtype)}, but is {named(weight.dtype)}")
-    if weight.device != device:
-        refuse_device(device, **{name: weight})
-    if weight.ndim != 1 or weight.shape[0] != head_dim:
-        raise ValueError(f"{name} must have shape (D,) = ({head_dim},), but has {shown(weight.shape)}")
+    check_tensor(name, weight, (torch.float32, dtype), device, "shape (D,)", (head_dim,))
 
 
 def check_window(name: str, window: Any, _: Any) -> None:
@@ -257,15 +251,8 @@ def check_window(name: str, window: Any, _: Any) -> None:
 
 
 def check_sinks(name: str, sinks: Any, tensors: Any) -> None:
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, but is {kind_of(sinks)}")
     q = tensors.q
-    if sinks.dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"{name} must be float32 or have q's dtype {named(q.dtype)}, but is {named(sinks.dtype)}")
-    if sinks.device != q.device:
-        refuse_device(q.device, **{name: sinks})
-    if sinks.ndim != 1 or sinks.shape[0] != q.shape[1]:
-        raise ValueError(f"{name} must have shape (HQ,) = ({q.shape[1]},), but has {shown(sinks.shape)}")
+    check_tensor(name, sinks, (torch.float32, q.dtype), q.device, "shape (HQ,)", (q.shape[1],))
 
 
 def check_bounds_of_keys(name: str, bounds: Any, tensors: Any) -> None:
@@ -273,14 +260,7 @@ def check_bounds_of_keys(name: str, bounds: Any, tensors: Any) -> None:
 
 
 def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> None:
-    if not isinstance(bounds, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, but is {kind_of(bounds)}")
-    if bounds.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, but is {named(bounds.dtype)}")
-    if bounds.device != device:
-        refuse_device(device, **{name: bounds})
-    if bounds.ndim != 1 or bounds.shape[0] != batch:
-        raise ValueError(f"{name} must have shape (B,) = ({batch},), but has {shown(bounds.shape)}")
+    check_tensor(name, bounds, (torch.int32,), device, "shape (B,)", (batch,))
 
 
 def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] | None:
@@ -303,6 +283,30 @@ def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] |
     if ends[-1] > rows:
         raise ValueError(f"{name} must end at or before {of}'s {rows} tokens, but ends at {ends[-1]}")
     return ends
+
+
+def check_tensor(
+    name: str,
+    x: Any,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    form: str,
+    shape: tuple[int | None, ...],
+    of: str = "q",
+) -> None:
+    """Check a tensor's kind, dtype, device and shape.
+
+    form: the shape in words, for messages. A size of `shape` that is None may be any. of: the argument that is on
+    `device`.
+    """
+    check_kinds(**{name: x})
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(dict.fromkeys(map(named, dtypes)))}, but is {named(x.dtype)}")
+    if x.device != device:
+        refuse_device(device, of, **{name: x})
+    if x.ndim != len(shape) or any(size not in (None, found) for size, found in zip(shape, x.shape)):
+        expected = "" if None in shape else f"{' =' if form[-1] == ')' else ''} {tuple(shape)}"
+        raise ValueError(f"{name} must have {form}{expected}, but has {shown(x.shape)}")
 
 
 def check_kinds(**arguments: Any) -> None:

@@ -108,7 +108,7 @@ def test_refusals(error, name, changes, pattern):
         (ValueError, "q_norm", {"k_norm": WEIGHT}, "given where k_norm is.*None"),
         (ValueError, "k_norm", {"q_norm": WEIGHT}, "given where q_norm is.*None"),
         (TypeError, "q_norm", {"q_norm": [1.0] * 8, "k_norm": WEIGHT}, "Tensor.*list"),
-        (TypeError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT.half()}, "q's dtype float32.*float16"),
+        (TypeError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT.half()}, "must be float32, but is float16"),
         (ValueError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT.to("meta")}, "q's device cpu.*meta"),
         (ValueError, "q_norm", {"q_norm": WEIGHT[:6], "k_norm": WEIGHT}, r"\(8,\).*\(6,\)"),
         (ValueError, "k_norm", {"q_norm": WEIGHT, "k_norm": WEIGHT[None]}, r"\(8,\).*\(1, 8\)"),
