@@ -8,7 +8,7 @@ from fused_rope_attn.attention.arguments import result_strides, rotated_shape, s
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
-from fused_rope_attn.attention.prepass import RotateKeys, RotateQueries
+from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
@@ -55,11 +55,11 @@ class ForwardCall:
         in_tiles = saving is Saving.TILES
         self.rotate_queries = None
         if reads_rotated:
-            self.rotate_queries = RotateQueries(given, problem, shared, config, in_tiles=in_tiles)
+            self.rotate_queries = Rotate("q", given, problem, shared, config, in_tiles=in_tiles)
         self.rotate_keys = None
         if not keys_are_ready:
-            self.rotate_keys = RotateKeys(
-                given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=reads_rotated
+            self.rotate_keys = Rotate(
+                "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=reads_rotated
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for

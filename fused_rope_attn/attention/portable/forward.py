@@ -13,7 +13,7 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
-from fused_rope_attn.attention.prepass import RotateKeys
+from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
 from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
@@ -41,7 +41,7 @@ class ForwardCall:
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and problem.batch * problem.len_k > 0:
-            self.rotate_keys = RotateKeys(given, problem, shared, config)
+            self.rotate_keys = Rotate("k", given, problem, shared, config)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None
         tile, pad_d = config.tile, block_d(problem.head_dim)

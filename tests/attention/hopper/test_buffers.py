@@ -30,12 +30,12 @@ SM_90 = (
 @cases(*SM_90)
 def test_the_table_of_packed_tiles(case):
     """The table of tiles that the sm_90 forward reads has every query in one tile, with its sequence."""
-    from fused_rope_attn.attention.prepass import RotateKeys
+    from fused_rope_attn.attention.prepass import Rotate
     from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 
     problem, tensors, shared = described_for_launch(make_inputs(case), case)
     config = configs.HopperForwardConfig(128, rotate_rows=64, pdl=False)
-    rotate = RotateKeys(tensors, problem, shared, config, counter=True, tile_rows=32)
+    rotate = Rotate("k", tensors, problem, shared, config, counter=True, tile_rows=32)
     counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
     rotate(0, tensors, counter)
     table = [tuple(row[:6]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
@@ -74,7 +74,7 @@ def test_rotated_queries_in_tiles(case):
 
 
 def check_rotated_queries(case, *, in_tiles):
-    from fused_rope_attn.attention.prepass import RotateQueries
+    from fused_rope_attn.attention.prepass import Rotate
 
     inputs = make_inputs(case)
     problem, tensors, shared = described_for_launch(inputs, case)
@@ -84,7 +84,7 @@ def check_rotated_queries(case, *, in_tiles):
     else:
         sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
     config = configs.HopperForwardConfig(64, pdl=False)
-    rotate = RotateQueries(tensors, problem, shared | {"q_sign": -1.0}, config, in_tiles=in_tiles)
+    rotate = Rotate("q", tensors, problem, shared | {"q_sign": -1.0}, config, in_tiles=in_tiles)
     out = rotate(0, tensors)
     for s, (batch, first, len_q, len_k) in enumerate(sequences):
         position = torch.arange(len_q) + len_k - len_q
