@@ -9,8 +9,7 @@ import torch
 from fused_rope_attn.rotation import reference
 from fused_rope_attn.rotation.keywords import ROTATION
 from fused_rope_attn.rotation.problem import WITH_NORMS, RotationOptions, RotationTensors
-from fused_rope_attn.rotation.validation import LAYOUTS, check_rotation
-from fused_rope_attn.runtime.checks import NO_NORMS, norms_of
+from fused_rope_attn.rotation.validation import LAYOUTS, Norms, check_rotation
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.differentiation import differentiable
 from fused_rope_attn.runtime.keywords import explain_keywords
@@ -115,11 +114,11 @@ def apply_rope_qk(
         if len(out) != len(xs):
             raise ValueError(f"out must hold {len(xs)} tensors, for {', '.join(xs)}, but holds {len(out)}")
         outs = {f"out[{i}]": x for i, x in enumerate(out)}
-    norms = norms_of(q_norm, k_norm, norm_eps, norm_offset)
+    norms = Norms(q, q_norm, k_norm, norm_eps, norm_offset)
     return tuple(_apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms))
 
 
-def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms=NO_NORMS):
+def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms=None):
     places = {"layout": layout, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
     flags = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse}
     rotary_dim = check_rotation(xs, cos, sin, **flags, **places, outs=outs, norms=norms)
@@ -128,7 +127,7 @@ def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids,
     given = None if outs is None else list(outs.values())
     tensors = RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens)
     options = RotationOptions(rotary_dim, interleaved, inverse, layout)
-    if norms.q_norm is not None:
+    if norms is not None and norms.q_norm is not None:
         tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
         options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
     return rotate_checked(options, tensors)

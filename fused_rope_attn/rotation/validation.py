@@ -1,18 +1,18 @@
 """Every refusal of `apply_rope` and `apply_rope_qk`, raised before anything is written, launched or allocated."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_rope_attn.runtime.checks import (
     INPUT_DTYPES,
-    NO_NORMS,
-    Norms,
     are_ordinary,
     check_ends,
     check_kinds,
-    check_norms,
+    check_norm,
+    check_norm_eps,
+    check_norm_offset,
     check_rotary_dim,
     check_tables,
     check_tensor,
@@ -32,6 +32,16 @@ LAYOUTS: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
+class Norms(NamedTuple):
+    """The arguments of a norm of q and k, as a caller gave them, and q in any layout."""
+
+    q: Any
+    q_norm: Any
+    k_norm: Any
+    norm_eps: Any
+    norm_offset: Any
+
+
 def check_rotation(
     xs: dict[str, Tensor],
     cos: Tensor,
@@ -44,7 +54,7 @@ def check_rotation(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     outs: dict[str, Any] | None,
-    norms: Norms = NO_NORMS,
+    norms: Norms | None = None,
 ) -> int:
     """Check the arguments of `apply_rope` and `apply_rope_qk`, tensors by their names, and return the rotary dim R.
 
@@ -106,7 +116,12 @@ def check_rotation(
                 raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
         half = None if rotary_dim is None else rotary_dim // 2
         rotary_dim = 2 * check_tables(cos, sin, dtype, batch, rows, head_dim // 2, half, first, first)
-    check_norms(norms, dtype, device, head_dim)
+    if norms is not None:
+        for name in ("q_norm", "k_norm"):
+            if getattr(norms, name) is not None:
+                check_norm(name, getattr(norms, name), norms)
+        check_norm_eps("norm_eps", norms.norm_eps, norms)
+        check_norm_offset("norm_offset", norms.norm_offset, norms)
     if outs is not None:
         _check_outs(xs, outs, norms)
     return rotary_dim
@@ -137,7 +152,7 @@ def _check_cu_seqlens(ends: Any, device: torch.device, first: str) -> None:
         )
 
 
-def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any], norms: Norms) -> None:
+def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any], norms: Norms | None) -> None:
     for (name, x), (out_name, out) in zip(xs.items(), outs.items()):
         check_tensor(out_name, out, (x.dtype,), x.device, f"{name}'s shape", x.shape, name)
         if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
@@ -145,6 +160,7 @@ def _check_outs(xs: dict[str, Tensor], outs: dict[str, Any], norms: Norms) -> No
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             wanting = name if x.requires_grad else out_name
             raise ValueError(f"{out_name} must be None where {wanting} requires a gradient: there is none through out=")
-    for name, weight in zip(Norms._fields, norms[:2]):
+    weights = {} if norms is None else {"q_norm": norms.q_norm, "k_norm": norms.k_norm}
+    for name, weight in weights.items():
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"out must be None where {name} requires a gradient: there is none through out=")

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, strided
@@ -20,26 +20,6 @@ from fused_rope_attn.runtime.registration import is_plain
 
 # float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Norms(NamedTuple):
-    """The arguments of a norm over the heads of q and of k, as a public function got them: weights (D,), or None."""
-
-    q_norm: Any
-    k_norm: Any
-    norm_eps: Any
-    norm_offset: Any
-
-
-NO_NORMS = Norms(None, None, 1e-6, 0.0)
-
-
-def norms_of(q_norm: Any, k_norm: Any, norm_eps: Any, norm_offset: Any) -> Norms:
-    """Return the ``Norms`` of a call."""
-    if q_norm is None and k_norm is None and torch.compiler.is_compiling():
-        # Reading a number makes it an input of the graph, so that torch.compile would compile the graph a second time.
-        return NO_NORMS
-    return Norms(q_norm, k_norm, norm_eps, norm_offset)
 
 
 def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: Tensor | None) -> tuple[Any, ...]:
@@ -183,17 +163,13 @@ def check_softcap(name: str, value: Any, _: Any) -> None:
 
 def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
     if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
-        return  # ``norms_of`` says why
+        return  # to read the number would make it an input of the graph, which would be compiled a second time
     _check_finite(name, value)
 
 
 def check_norm_eps(name: str, value: Any, tensors: Any) -> None:
     if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
         return
-    _check_eps(name, value)
-
-
-def _check_eps(name: str, value: Any) -> None:
     _check_finite(name, value)
     if value < 0:
         raise ValueError(f"{name} must be at least 0, but is {value}")
@@ -207,33 +183,12 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def check_norm(name: str, weight: Any, tensors: Any) -> None:
-    """Check one of the two norm weights of a call of attention."""
+    """Check one of the two norm weights of a call."""
     other = "k_norm" if name == "q_norm" else "q_norm"
     if getattr(tensors, other) is None:
-        refuse_one_norm(other, name)
-    _check_weight(name, weight, tensors.q.dtype, tensors.q.device, tensors.q.shape[3])
-
-
-def check_norms(norms: Norms, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
-    """Check the norms of a rotation against the dtype, device and head dim of q."""
-    if norms is NO_NORMS:
-        return
-    _check_eps("norm_eps", norms.norm_eps)
-    _check_finite("norm_offset", norms.norm_offset)
-    if norms.q_norm is None and norms.k_norm is None:
-        return
-    for name, weight, other in (("q_norm", norms.q_norm, "k_norm"), ("k_norm", norms.k_norm, "q_norm")):
-        if weight is None:
-            refuse_one_norm(name, other)
-        _check_weight(name, weight, dtype, device, head_dim)
-
-
-def refuse_one_norm(lacking: str, given: str) -> NoReturn:
-    raise ValueError(f"{lacking} must be given where {given} is, or neither, but is None")
-
-
-def _check_weight(name: str, weight: Any, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
-    check_tensor(name, weight, (torch.float32, dtype), device, "shape (D,)", (head_dim,))
+        raise ValueError(f"{other} must be given where {name} is, or neither, but is None")
+    q = tensors.q
+    check_tensor(name, weight, (torch.float32, q.dtype), q.device, "shape (D,)", (q.shape[-1],))
 
 
 def check_window(name: str, window: Any, _: Any) -> None:
