@@ -124,35 +124,21 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
     Read only properties that are constants of a traced graph. Raise if an explicit backend cannot run.
     """
     choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
-    return choose(
-        problem.backend,
-        _arch(problem.device),
-        problem.dtype,
-        problem.head_dim,
-        problem.strategy,
-        problem.cache is not None,
-        problem.backend == "hopper" and problem.len_k == 0,
-        problem.device.type == "cpu",
-    )
+    no_keys = problem.backend == "hopper" and problem.len_k == 0
+    cached = problem.cache is not None
+    needs = Needs(_arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, False, cached, no_keys)
+    return choose(problem.backend, needs, problem.device.type == "cpu")
 
 
 @functools.cache
-def _choose(
-    backend: str,
-    arch: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    strategy: str,
-    cached: bool,
-    no_keys: bool,
-    on_cpu: bool,
-) -> tuple[str, str]:
+def _choose(backend: str, needs: Needs, on_cpu: bool) -> tuple[str, str]:
+    strategy = needs.strategy
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
         return "reference", "asked for"
     kernels = "hopper" if backend == "hopper" else "triton"
-    found = obstacle(kernels, Needs(arch, dtype, head_dim, strategy, cached=cached, no_keys=no_keys))
+    found = obstacle(kernels, needs)
     if found is not None:
         if backend != "auto" or strategy != "auto":
             raise found[0](found[1])

@@ -53,13 +53,14 @@ def gather_pages(pool: Tensor, entries: Tensor) -> Tensor:
     return found.transpose(1, 2).flatten(2, 3).view(pool.dtype)
 
 
-def write_rows(cache: Tensor, x: Tensor, position: Tensor) -> None:
-    """Write x (B, HKV, N, D) into rows ``position`` (B, N) of the cache (B, HKV, S, D); none where that is negative."""
-    write_pages(cache, x, position, torch.arange(cache.shape[0], device=cache.device).unsqueeze(1))
+def own_pages(cache: Tensor) -> Tensor:
+    """Return the entries (B, 1) of a contiguous cache (B, HKV, S, D), which is a pool with one page a sequence."""
+    return torch.arange(cache.shape[0], device=cache.device).unsqueeze(1)
 
 
 def write_pages(pool: Tensor, x: Tensor, position: Tensor, entries: Tensor) -> None:
-    """The same in the pages ``entries`` (B, pages) of a pool (num_pages, HKV, page_size, D)."""
+    """Write x (B, HKV, N, D) into rows ``position`` (B, N) of each sequence, in its pages ``entries`` (B, pages) of a
+    pool (num_pages, HKV, page_size, D); none where the position is negative."""
     page_size, num_rows = pool.shape[2], pool.shape[0] * pool.shape[2]
     if num_rows == 0 or entries.shape[1] == 0:
         return

@@ -14,11 +14,12 @@ from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward import COUNTER_WORDS, ForwardCall
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.generation.gather_kernel import clear_kernel, gather_kernel
-from fused_rope_attn.generation.launch import cache_arguments
+from fused_rope_attn.generation.launch import cache_arguments, pointers
 from fused_rope_attn.generation.planning import attention_problem
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.generation.write_launch import WriteCall
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.keywords import fill
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long
 
@@ -74,7 +75,7 @@ class GatheredCall:
 
     @staticmethod
     def _written(given: StepTensors) -> Written:
-        return Written(**{name: getattr(given, name, None) for name in Written._fields})
+        return fill(Written, given._asdict())
 
     @staticmethod
     def _seen(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
@@ -92,21 +93,7 @@ class GatheredCall:
         keys = torch.empty(self.shape, dtype=q.dtype, device=q.device)
         values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
         counter = torch.empty(COUNTER_WORDS, dtype=torch.int32, device=q.device)
-        self.gather(
-            stream,
-            k_cache_ptr=tensors.k_cache,
-            v_cache_ptr=tensors.v_cache,
-            k_ptr=keys,
-            v_ptr=values,
-            cos_ptr=tensors.cos,
-            sin_ptr=tensors.sin,
-            table_ptr=tensors.block_table,
-            lens_ptr=lens,
-            starts_ptr=tensors.kv_starts,
-            k_scale_ptr=tensors.k_scale,
-            v_scale_ptr=tensors.v_scale,
-            counter_ptr=counter,
-        )
+        self.gather(stream, pointers(tensors, k_ptr=keys, v_ptr=values, lens_ptr=lens, counter_ptr=counter))
         seen = self._seen(tensors, keys, tensors.v_cache if values is None else values, lens)
         o, lse, *_ = self.attend(seen, counter=counter)
         if self.appends:

@@ -18,12 +18,12 @@ from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_ro
 
 @triton.jit(do_not_specialize=["left", "NQ", "NK", "S", "HKV", "num_pages", "position_limit", "tiles"])
 def gather_kernel(
-    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, table_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr,
-    counter_ptr, k_cache_strides, v_cache_strides, k_strides, v_strides, cos_strides, sin_strides, table_strides,
-    k_scale_stride, v_scale_stride, left, NQ, NK, S, HKV, num_pages, position_limit, tiles, D: tl.constexpr,
-    R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CACHE_IS_ROTATED: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_FLOAT8: tl.constexpr,
-    USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, block_table_ptr, lens_ptr, kv_starts_ptr, k_scale_ptr,
+    v_scale_ptr, counter_ptr, k_cache_strides, v_cache_strides, k_strides, v_strides, cos_strides, sin_strides,
+    table_strides, k_scale_stride, v_scale_stride, left, NQ, NK, S, HKV, num_pages, position_limit, tiles,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather BLOCK_T cached rows of HEADS key heads of one sequence. Grid: (head blocks * tiles * B,).
 
@@ -44,7 +44,7 @@ def gather_kernel(
     sequence = pid // head_blocks // tiles
     sequence64 = tl.cast(sequence, tl.int64)
     num_keys = existing_keys(lens_ptr, sequence, NK)
-    first_seen = first_key(starts_ptr, sequence, num_keys - NQ, num_keys, left)
+    first_seen = first_key(kv_starts_ptr, sequence, num_keys - NQ, num_keys, left)
     end = tl.minimum(num_keys, S)
     if (start >= end) | (start + BLOCK_T <= first_seen):
         return
@@ -55,8 +55,8 @@ def gather_kernel(
     start64 = tl.cast(start, tl.int64)
     pages = None
     entries = None
-    if table_ptr is not None:
-        table = BlockTable(table_ptr, table_strides, num_pages, PAGE_SIZE)
+    if block_table_ptr is not None:
+        table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
         pages = sequence_pages(table, sequence64, k_cache.strides[0], v_cache.strides[0])
         entries = page_entries(pages, positions, end)
         assert_in_pool(entries, pages)

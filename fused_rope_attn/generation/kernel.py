@@ -69,18 +69,18 @@ def keys_seen_by_all(keys, first_token, last_position, right, S):
 
 
 @triton.jit(do_not_specialize=STEP_NUMBERS)
-def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
-                  table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
-                  k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides,
-                  table_strides, k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset,
-                  window, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
-                  R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr,
-                  CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
-                  PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                  ALIGNMENT: tl.constexpr, IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
-                  IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
-                  ONE_PASS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def decode_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr,
+    block_table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
+    k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides, table_strides,
+    k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, programs, B, HKV,
+    GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+    NEW_WITH_PARTS: tl.constexpr, ONE_PASS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Attend to one share of all key tiles. Grid: (programs,).
 
     q (B, HQ, NQ, D), caches (B, HKV, S, D) with strides in units of STRIDE_UNIT (``cache_view``), new k and v (B, HKV,
@@ -99,12 +99,12 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     """
     let_next_launch_start(PDL)
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, window[0], HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
+        cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS
     )
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     k_cache = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     v_cache = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
-    table = BlockTable(table_ptr, table_strides, num_pages, PAGE_SIZE)
+    table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
     k_scales, v_scales = HeadScales(k_scale_ptr, k_scale_stride), HeadScales(v_scale_ptr, v_scale_stride)
     stored = CacheInputs(
         k_cache, v_cache, table, k_scales, v_scales, CACHE_IS_ROTATED, ALIGNMENT, FLOAT8_DTYPE, IS_ALIGNED
@@ -113,9 +113,9 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
     k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
-    scale, limit = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit
+    scale, limit, starts = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit, kv_starts_ptr
     inputs = StepInputs(
-        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, window_of(window), NQ, S, row_format
+        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts, window_of(window), NQ, S, row_format
     )
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
@@ -150,7 +150,7 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
             float8 = float8_of(stored, head_kv)
         queries = load_queries(inputs, rows, keys, float8)
         first_row = None
-        if ALIGNMENT > 1 and (starts_ptr is not None or window[0] is not None):
+        if ALIGNMENT > 1 and (kv_starts_ptr is not None or window[0] is not None):
             first_row = keys.first_key
         cache = cache_of_head(inputs, keys, batch, head_kv, first_row, float8)
         sums = no_sums(BLOCK_M, BLOCK_D, IS_FLOAT8=FLOAT8_DTYPE is not None)
@@ -170,8 +170,8 @@ def decode_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_pt
                 # The program with the last tile also attends to the new tokens. It reads them from the arguments,
                 # because another program may still be writing them to the cache.
                 first_new = None
-                if starts_ptr is not None:
-                    first_new = tl.load(starts_ptr + sequence)
+                if kv_starts_ptr is not None:
+                    first_new = tl.load(kv_starts_ptr + sequence)
                 new = new_keys_of_head(inputs, keys, batch, head_kv)
                 num_seen = new.k.num_rows
                 if IS_CHUNK and is_causal(window[1]):
@@ -233,30 +233,30 @@ def new_tokens_of_row(inputs, keys, batch, head_kv, head, row, GROUP_SIZE, BLOCK
 
 
 @triton.jit(do_not_specialize=STEP_NUMBERS)
-def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, seqlens_ptr, starts_ptr, sinks_ptr,
-                   table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
-                   k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides,
-                   table_strides, k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset,
-                   window, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr,
-                   R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
-                   BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr,
-                   INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
-                   HAS_NEW_KEYS: tl.constexpr, PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-                   PAGE_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr, FLOAT8_DTYPE: tl.constexpr,
-                   IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, NEW_WITH_PARTS: tl.constexpr,
-                   ONE_PASS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def combine_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr,
+    block_table_ptr, k_scale_ptr, v_scale_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, parts_ptr, q_strides,
+    k_cache_strides, v_cache_strides, cos_strides, sin_strides, k_strides, v_strides, o_strides, table_strides,
+    k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, programs, B, HKV,
+    GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
+    HAS_NEW_KEYS: tl.constexpr, PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ALIGNMENT: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+    NEW_WITH_PARTS: tl.constexpr, ONE_PASS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Add up one query row: the new tokens (NEW_WITH_PARTS), and its parts. Grid: (B * HKV * NQ * GROUP_SIZE,).
 
     Without the new tokens only rows with parts from several programs are written. The arguments are those of
     ``decode_kernel``; BLOCK_PARTS parts are added at once.
     """
     caches = Caches(
-        seqlens_ptr, starts_ptr, B, NQ, S, window[0], HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS=ONE_PASS
+        cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], HAS_NEW_KEYS, BLOCK_N, BLOCK_B, ALIGNMENT, ONE_PASS
     )
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     k_cache = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     v_cache = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
-    table = BlockTable(table_ptr, table_strides, num_pages, PAGE_SIZE)
+    table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
     k_scales, v_scales = HeadScales(k_scale_ptr, k_scale_stride), HeadScales(v_scale_ptr, v_scale_stride)
     stored = CacheInputs(
         k_cache, v_cache, table, k_scales, v_scales, CACHE_IS_ROTATED, ALIGNMENT, FLOAT8_DTYPE, IS_ALIGNED
@@ -265,9 +265,9 @@ def combine_kernel(q_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, k_ptr, v_p
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
     k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
-    scale, limit = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit
+    scale, limit, starts = ScoreScale(qk_scale, cap_scale, PRECISION), position_limit, kv_starts_ptr
     inputs = StepInputs(
-        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts_ptr, window_of(window), NQ, S, row_format
+        q, k, v, stored, tables, limit, q_norm, k_norm, scale, q_sign, starts, window_of(window), NQ, S, row_format
     )
     pid = tl.program_id(0)
     group_rows = NQ * GROUP_SIZE

@@ -11,7 +11,7 @@ from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
 from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
-from fused_rope_attn.generation.problem import StepTensors, cache_of
+from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
@@ -71,11 +71,9 @@ def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
     return page_size if by_page and block_n % page_size == 0 else 1
 
 
-# The kernels' names of the fields of ``StepTensors``, of the outputs, and of the workspace.
-_POINTERS = (
-    "q_ptr k_cache_ptr v_cache_ptr cos_ptr sin_ptr k_ptr v_ptr seqlens_ptr starts_ptr sinks_ptr table_ptr "
-    "k_scale_ptr v_scale_ptr q_norm_ptr k_norm_ptr o_ptr lse_ptr parts_ptr"
-).split()
+def pointers(tensors: StepTensors | Written, **own: Any) -> dict[str, Any]:
+    """Return the tensors of a call by the kernels' names, and ``own``, for the ``shared`` of launches."""
+    return {f"{name}_ptr": x for name, x in tensors._asdict().items()} | own
 
 
 class StepCall:
@@ -152,7 +150,7 @@ class StepCall:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         stream = device.current_stream(q.device)
-        pointers = dict(zip(_POINTERS, (*tensors, o, lse, parts)))
-        self.attend(stream, **pointers)
-        self.combine(stream, **pointers)
+        given = pointers(StepTensors(*tensors), o_ptr=o, lse_ptr=lse, parts_ptr=parts)
+        self.attend(stream, given)
+        self.combine(stream, given)
         return o, lse

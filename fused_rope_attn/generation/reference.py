@@ -11,9 +11,9 @@ from fused_rope_attn.generation.cache_reference import (
     dequantise,
     gather_pages,
     needed_pages,
+    own_pages,
     quantise,
     write_pages,
-    write_rows,
 )
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 
@@ -53,7 +53,7 @@ def write_kvcache(
     cached = cached.long().clamp(0, capacity).unsqueeze(1)
     position = torch.where(exists & (cached + index < capacity), cached + index, -1)
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-    entries = None
+    entries = own_pages(k_cache)
     if block_table is not None:
         row = torch.arange(capacity, device=k.device)
         needed = (row >= cached) & (row <= position.amax(1, keepdim=True)) if k.shape[2] else row < 0 * cached
@@ -68,7 +68,7 @@ def append(
     caches: tuple[Tensor, Tensor],
     tables: tuple[Tensor, Tensor],
     position: Tensor,
-    entries: Tensor | None,
+    entries: Tensor,
     scales: tuple[Tensor | None, Tensor | None],
     *,
     cache_is_rotated: bool,
@@ -79,8 +79,8 @@ def append(
 ) -> None:
     """Write new k and v (B, HKV, N, D) into rows `position` (B, N) of the caches; a negative position is left out.
 
-    With a `k_norm`, k is normed before. With `entries` (B, pages) of the block table the caches are pools. The tables
-    are `normalise_tables`'.
+    With a `k_norm`, k is normed before. `entries` (B, pages): of the block table, or `own_pages`. The tables are
+    `normalise_tables`'.
     """
     k, v = new
     is_float8 = caches[0].dtype == FLOAT8
@@ -93,11 +93,7 @@ def append(
     else:
         k = norm(wide, k_norm, norm_eps, norm_offset).to(wide.dtype)
     for cache, x, scale in zip(caches, (k, v), scales):
-        x = quantise(x, scale) if is_float8 else x
-        if entries is None:
-            write_rows(cache, x, position)
-        else:
-            write_pages(cache, x, position, entries)
+        write_pages(cache, quantise(x, scale) if is_float8 else x, position, entries)
 
 
 def attention_with_kvcache(
@@ -153,7 +149,7 @@ def attention_with_kvcache(
     absent = cast(
         Tensor, absent_keys(capacity, position, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
     )
-    entries = None
+    entries = own_pages(k_cache)
     if block_table is not None:
         # A sequence without a query in the cache reads nothing.
         needed, row = ~absent & (position >= 0).any(1, keepdim=True), torch.arange(capacity, device=q.device)
@@ -163,7 +159,7 @@ def attention_with_kvcache(
     if k is not None and v is not None:
         scales, options["cache_is_rotated"] = (k_scale, v_scale), cache_is_rotated
         append((k, v), (k_cache, v_cache), (cos, sin), slots, entries, scales, k_norm=k_norm, **options)
-    keys, values = (x if entries is None else gather_pages(x, entries) for x in (k_cache, v_cache))
+    keys, values = (x if block_table is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:
         keys, values = (dequantise(x, scale, q.dtype) for x, scale in ((keys, k_scale), (values, v_scale)))
     keys, values = (x.masked_fill(absent[:, None, :, None], 0) for x in (keys, values))

@@ -61,12 +61,12 @@ def slots_of_head(cache, head, slots):
 
 @triton.jit(do_not_specialize=["N", "S", "HKV", "num_sequences", "num_pages", "position_limit", "tiles"])
 def write_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, table_ptr, seqlens_ptr, lens_ptr, cu_ptr, k_scale_ptr,
-    v_scale_ptr, k_norm_ptr, sums_ptr, k_strides, v_strides, k_cache_strides, v_cache_strides, cos_strides, sin_strides,
-    table_strides, k_scale_stride, v_scale_stride, norm_eps, norm_offset, N, S, HKV, num_sequences, num_pages,
-    position_limit, tiles, D: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, block_table_ptr, cache_seqlens_ptr, new_lens_ptr,
+    cu_seqlens_ptr, k_scale_ptr, v_scale_ptr, k_norm_ptr, sums_ptr, k_strides, v_strides, k_cache_strides,
+    v_cache_strides, cos_strides, sin_strides, table_strides, k_scale_stride, v_scale_stride, norm_eps, norm_offset, N,
+    S, HKV, num_sequences, num_pages, position_limit, tiles, D: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_T tokens of HEADS key heads. Grid: (head blocks * tiles * B,), packed sequences have one B.
 
@@ -82,20 +82,20 @@ def write_kernel(
     pid = tl.program_id(0)
     first_head = pid % head_blocks * HEADS
     tile = pid // head_blocks % tiles
-    if cu_ptr is None:
+    if cu_seqlens_ptr is None:
         sequence = pid // head_blocks // tiles
         batch = tl.cast(sequence, tl.int64)
         first_row = 0
-        num_new = existing_keys(lens_ptr, sequence, N)
+        num_new = existing_keys(new_lens_ptr, sequence, N)
     else:
-        sequence, first_row, num_new, tile = packed_tile(tile, cu_ptr, None, num_sequences, N, 0, BLOCK_T)
+        sequence, first_row, num_new, tile = packed_tile(tile, cu_seqlens_ptr, None, num_sequences, N, 0, BLOCK_T)
         num_new = rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
         batch = tl.full((), 0, tl.int64)
     start = tile * BLOCK_T
     cached = 0
-    if seqlens_ptr is not None:
-        cached = existing_keys(seqlens_ptr, sequence, S)
+    if cache_seqlens_ptr is not None:
+        cached = existing_keys(cache_seqlens_ptr, sequence, S)
         if sums_ptr is not None:
             if tile + first_head == 0:
                 tl.store(sums_ptr + sequence, cached + N)
@@ -110,8 +110,8 @@ def write_kernel(
     first64 = tl.cast(position, tl.int64)
     pages = None
     entries = None
-    if table_ptr is not None:
-        table = BlockTable(table_ptr, table_strides, num_pages, PAGE_SIZE)
+    if block_table_ptr is not None:
+        table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
         pages = sequence_pages(table, sequence64, k_cache.strides[0], v_cache.strides[0])
         entries = page_entries(pages, positions, position + limit)
         assert_in_pool(entries, pages)

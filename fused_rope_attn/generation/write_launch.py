@@ -6,19 +6,13 @@ import torch
 
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation.launch import cache_arguments
+from fused_rope_attn.generation.launch import cache_arguments, pointers
 from fused_rope_attn.generation.problem import Written, cache_of
 from fused_rope_attn.generation.write_kernel import write_kernel
 from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long
-
-# The kernel's names of the fields of ``Written``, and of ``k_norm`` and ``sums``.
-_POINTERS = (
-    "k_ptr v_ptr k_cache_ptr v_cache_ptr cos_ptr sin_ptr table_ptr seqlens_ptr lens_ptr cu_ptr k_scale_ptr v_scale_ptr "
-    "k_norm_ptr sums_ptr"
-).split()
 
 
 class WriteCall:
@@ -50,5 +44,5 @@ class WriteCall:
 
     def __call__(self, tensors: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
         """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
-        pointers = dict(zip(_POINTERS, (*tensors, k_norm, sums)))
-        self.launch(device.current_stream(tensors[0].device), **pointers)
+        given = pointers(Written(*tensors), k_norm_ptr=k_norm, sums_ptr=sums)
+        self.launch(device.current_stream(tensors[0].device), given)

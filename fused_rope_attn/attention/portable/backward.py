@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
@@ -25,14 +23,16 @@ from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, has_descriptor, is_long
 
 
-@dataclass(frozen=True)
 class _Results:
     """The result buffers of a backward signature, and the steps that follow the kernels of attention."""
 
-    strides: tuple[tuple[int, int, int, int], ...]  # of dq, dk and dv
-    key_dtype: torch.dtype
-    dsinks_shape: tuple[int, int] | None  # of the parts of the sinks' gradient, one for each tile of queries and head
-    norms: NormGradients | None
+    def __init__(
+        self, problem: Problem, given: Tensors, strides: tuple, tiles: int, shared: dict, is_rotated: bool, pdl: bool
+    ):
+        self.strides, self.key_dtype = strides, key_gradient_dtype(problem)
+        # Of the parts of the sinks' gradient, one for each of the ``tiles`` of queries and each head.
+        self.dsinks_shape = (tiles * problem.batch, problem.heads_q) if problem.has_sinks else None
+        self.norms = NormGradients(problem, given, shared, strides, is_rotated, pdl) if problem.has_norms else None
 
     def allocate(self, o: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple) -> list[torch.Tensor]:
         """Return dq, dk and dv: the caller's output buffers, or new ones."""
@@ -72,9 +72,8 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         inline = config.strategy == "inline" and not is_rotated
-        self.preprocess = self.dkdv = self.dq = norms = None
+        self.preprocess = self.dkdv = self.dq = None
         query_tiles = tile_count(problem.len_q, sequences, config.dq.block_m)
-        dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
         strides = dq_strides, dk_strides, dv_strides = result_strides(outputs, gradient_strides(given, o, is_rotated))
         # The products read q and k themselves, because they are rotated in the loops or are rotated already.
         self.takes_given = inline or is_rotated
@@ -150,9 +149,7 @@ class BackwardCall:
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
             )
-        if problem.has_norms:
-            norms = NormGradients(problem, given, shared, strides, is_rotated, pdl)
-        self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
+        self.results = _Results(problem, given, strides, query_tiles, shared, is_rotated, pdl)
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for the rotated q and k, or q and k if they are rotated inline or already."""
@@ -233,11 +230,7 @@ class OneLaunchCall:
                 DQ_BLOCK_M=config.dq.block_m,
                 DQ_BLOCK_N=config.dq.block_n,
             )
-        dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
-        norms = None
-        if problem.has_norms:
-            norms = NormGradients(problem, given, shared, strides, is_rotated, pdl=False)
-        self.results = _Results(strides, key_gradient_dtype(problem), dsinks_shape, norms)
+        self.results = _Results(problem, given, strides, query_tiles, shared, is_rotated, pdl=False)
 
     def __call__(self, arguments: tuple) -> Gradients:
         """Launch the call, as ``BackwardCall`` does."""
