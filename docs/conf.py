@@ -60,6 +60,7 @@ python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 
 # Show the signature, which names every option: autodoc prefers overloads, and those have the options in a TypedDict.
 ModuleAnalyzer.overloads = property(lambda self: {}, lambda self, found: None)

@@ -18,15 +18,16 @@ _HEADER = ("module", "class", "patched", "norms", "calls served here", "calls of
 class ModuleReport(NamedTuple):
     """The report of one attention module.
 
-    path: within the model; "" if the model is the module.
-    name: of its class.
-    patched: whether ``rope_attention`` replaces its attention.
-    reason: why it is not patched, or "".
-    served: number of calls that ``rope_attention`` served since it was patched.
-    own: number of calls that took the module's own forward since then, by reason.
-    norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` if the kernels did so in
-        the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call, the
-        choice for the norms as they are now. "" without such norms.
+    Attributes:
+        path: within the model; "" if the model is the module.
+        name: of its class.
+        patched: whether ``rope_attention`` replaces its attention.
+        reason: why it is not patched, or "".
+        served: number of calls that ``rope_attention`` served since it was patched.
+        own: number of calls that took the module's own forward since then, by reason.
+        norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` if the kernels did
+            so in the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call,
+            the choice for the norms as they are now. "" without such norms.
     """
 
     path: str
