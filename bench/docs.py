@@ -37,9 +37,13 @@ class Block(NamedTuple):
 
 README, BENCHMARKS = "README.md", "docs/benchmarks.md"
 _ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
+_IN_README = ("readme:attention", "readme:llama", "readme:qwen", "bench:headline")
 BLOCKS: tuple[Block, ...] = tuple(
-    Block(name, README if name == "bench:headline" else BENCHMARKS, f"{file}.jsonl", function)
+    Block(name, README if name in _IN_README else BENCHMARKS, f"{file}.jsonl", function)
     for name, file, function in (
+        ("readme:attention", _ATTENTION, "readme.attention"),
+        ("readme:llama", "models-h200-2026-11-21", "readme.llama"),
+        ("readme:qwen", "models-norms-h200-2026-11-23", "readme.qwen"),
         ("bench:headline", _ATTENTION, "attention.tables.headline"),
         ("bench:results", _ATTENTION, "attention.tables.results"),
         ("bench:standing", _ATTENTION, "attention.tables.standing"),

@@ -39,7 +39,12 @@ def test_the_files_of_rows_that_pages_show_are_committed():
     assert files <= {path.name for path in docs.RESULTS.glob("*.jsonl")}
     assert all(report.read_runs([docs.RESULTS / file]) for file in files)
     assert {block.page for block in docs.BLOCKS} == set(_PAGES)
-    assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == ["bench:headline"]
+    assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == [
+        "readme:attention",
+        "readme:llama",
+        "readme:qwen",
+        "bench:headline",
+    ]
 
 
 @pytest.mark.parametrize("page", _PAGES)
