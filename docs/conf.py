@@ -6,6 +6,7 @@ inventory at every build.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,7 +39,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]
 
 html_theme = "furo"
-html_title = "fused_rope_attn"
+html_title = f"fused_rope_attn {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
@@ -48,6 +49,16 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#2457a6", "color-brand-content": "#2457a6"},
     "dark_css_variables": {"color-brand-primary": "#8ab4f8", "color-brand-content": "#8ab4f8"},
 }
+# The repository is the one that this checkout was cloned from. A URL with "@" may hold somebody's password.
+_REMOTE = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+try:
+    repository = subprocess.run(_REMOTE, capture_output=True, text=True).stdout.strip().removesuffix(".git")
+except OSError:  # no git
+    repository = ""
+if repository.startswith("https://") and "@" not in repository:
+    html_theme_options["footer_icons"] = [{"name": "Repository", "url": repository, "html": repository, "class": ""}]
+    if "github.com" in repository:
+        html_theme_options |= {"source_repository": repository, "source_branch": "main", "source_directory": "docs/"}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = r"\$ "
