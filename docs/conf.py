@@ -49,7 +49,7 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#2457a6", "color-brand-content": "#2457a6"},
     "dark_css_variables": {"color-brand-primary": "#8ab4f8", "color-brand-content": "#8ab4f8"},
 }
-# The repository is the one that this checkout was cloned from. A URL with "@" may hold somebody's password.
+# The repository is the one that this checkout was cloned from. A URL with "@" may hold a password.
 _REMOTE = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
 try:
     repository = subprocess.run(_REMOTE, capture_output=True, text=True).stdout.strip().removesuffix(".git")
