@@ -19,8 +19,8 @@ PADDED_TILE_ROWS = 64
 def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
     """Return the sizes, scales, masks and rotation of a call, for ``Launch``'s ``shared``.
 
-    Options that a call does not use are None (``cap_scale`` to ``right``, ``num_sequences``), so that the compiler
-    removes their code.
+    Options that a call does not use are None (``cap_scale``, the norms, the window's ends, ``num_sequences``), so that
+    the compiler removes their code.
     """
     qk_scale, q_sign, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
     cos_strides, sin_strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 PDL = ("sm_90", "sm_100", "sm_120")  # programmatic dependent launch
-HOPPER = ("sm_90", "sm_100")  # 227 KB of shared memory per block
-AMPERE = ("sm_80",)  # 163 KB
+LARGE = ("sm_90", "sm_100")  # 227 KB of shared memory per block
+MEDIUM = ("sm_80",)  # 163 KB
 SMALL = ("sm_86", "sm_89", "sm_120")  # 99 KB
-NVIDIA = HOPPER + AMPERE + SMALL
+NVIDIA = LARGE + MEDIUM + SMALL
 AMD = ("gfx942",)  # 64 KB
 INTERPRETER = ("interpreter",)
 

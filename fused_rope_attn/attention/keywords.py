@@ -13,7 +13,7 @@ _TABLES = "pass the table as cos or sin, the fourth and fifth argument"
 _POSITIONS = "key j takes row j of the tables: pass the rows themselves, cos[position_ids] and sin[position_ids]"
 _PAGES = "paged caches are not served by this function"
 
-# Keywords for every function of attention. The tables below replace the entries that do not hold for other functions.
+# keyword: (whose it is, advice), for every function of attention. Tables of other functions replace what does not hold.
 ATTENTION: dict[str, tuple[str, str]] = {
     "query": (SDPA, "it is q here"),
     "key": (SDPA, "it is k here"),
@@ -49,7 +49,7 @@ ATTENTION: dict[str, tuple[str, str]] = {
     "cache_batch_idx": (FLASH, "index the caches"),
     "logits_soft_cap": (FLASHINFER, "use softcap"),
     "sm_scale": (FLASHINFER, "use softmax_scale"),
-    "softmax_temp": ("flash-attn's of old", "use softmax_scale"),
+    "softmax_temp": ("early flash-attn's", "use softmax_scale"),
     "freqs_cis": (LLAMA, "pass freqs_cis.real and freqs_cis.imag as cos and sin, with interleaved=True"),
     "cu_seqlens": (PACKED, "packed sequences are that function's, as cu_seqlens_q and cu_seqlens_k"),
     "cu_seqlens_q": (PACKED, "packed sequences are that function's"),

@@ -15,13 +15,17 @@ from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, store_tile
 
-# The parameters of both kernels that they are not specialised on.
+# The parameters of both kernels that Triton must not specialise on.
 STEP_NUMBERS = "window programs B HKV GROUP_SIZE NQ S num_pages position_limit".split()
 
 
 @record
 class CacheInputs:
-    """The caches of a step, (B, HKV, S, D) or pools of pages."""
+    """The caches of a step, (B, HKV, S, D) or pools of pages.
+
+    ALIGNMENT: tiles begin at multiples of so many keys. IS_ALIGNED: rows begin at multiples of 16 bytes, and columns
+    are adjacent.
+    """
 
     k: TensorView
     v: TensorView

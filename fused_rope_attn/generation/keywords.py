@@ -10,7 +10,7 @@ KVCACHE = ATTENTION | {
     "attn_mask": (SDPA, _MASK),
     "attention_mask": (TRANSFORMERS, _MASK),
     "key_padding_mask": (MODULE, "use kv_starts for left padding and cache_seqlens for the number of keys"),
-    "position_ids": (TRANSFORMERS, "new token i stands at cache_seqlens + i, in the cache and in the tables"),
+    "position_ids": (TRANSFORMERS, "new token i has position cache_seqlens + i, in the cache and in the tables"),
     "cache_position": (TRANSFORMERS, "use cache_seqlens, the number of keys of every sequence before the call"),
     "past_key_values": (TRANSFORMERS, "pass its tensors as k_cache and v_cache"),
     "seqused_k": (FLASH, "use cache_seqlens"),

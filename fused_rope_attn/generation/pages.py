@@ -117,8 +117,8 @@ def tile_in_pages(rows, page_stride, pages, entries, start, offs, end, ALL_EXIST
     """Return the ``Rows`` of the tile ``start + offs``, counted from ``start``, with ``entries`` of ``tile_entries``.
 
     rows: the head's in page 0; [first_row, end) exist. ALL_EXIST: all rows of the tile do. Until the assertion stops
-    the call, a page outside the pool is not read, or if all rows exist or a tile holds several pages, read as the last
-    page of the pool.
+    the call, a page outside the pool counts as missing. If all rows exist, or if the tile holds several pages, the last
+    page of the pool is read instead.
     """
     last_page = (pages.num_pages - 1).to(tl.uint32)
     if pages.BY_PAGE and offs.shape[0] > pages.SIZE:

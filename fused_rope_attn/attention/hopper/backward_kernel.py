@@ -79,8 +79,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     Grid: (``count_tiles`` of the keys * B * HKV).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
-    (2 * B * HQ * pitch,) lse and delta. dq_accumulator (B, HQ, pitch, ``needed_columns``) float32, zero before the
-    first block: a descriptor, or for BLOCK_D beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
+    (2 * B * HQ * pitch,) lse and delta, ``stats_size`` of each; pitch: NQ rounded up to whole query blocks.
+    dq_accumulator (B, HQ, pitch, ``needed_columns``) float32, zero before the first block: a descriptor, or for BLOCK_D
+    beyond 128 a pointer, each BLOCK_M rows in the order of ``add_half``.
 
     Arguments that a call does not use are None: starts_ptr and lens_ptr, kv_starts and kv_lens (B,) int32; cu_q_ptr,
     cu_k_ptr and num_sequences; window, for ``kernels.masks.window_of``; cap_scale, as in ``ScoreScale``; and for a
@@ -89,7 +90,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
     first query's window. num_heads: B * HKV; heads_per_section of them are scheduled together. IS_ALIGNED (BLOCK_D up
     to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see
-    none of its keys.
+    none of its keys. DS_LAYOUT: of a tile of dS in shared memory.
 
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
@@ -133,6 +134,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_N)
+    # The query blocks that the next key block does not see: this program stores their dQ instead of adding it.
     num_begun = queries.count
     if BEGINS_DQ:
         if start_n + BLOCK_N < NK:
@@ -140,13 +142,13 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             num_begun = gl.minimum(queries.count, next_queries.first - queries.first)
     first_key = mask.first_key
     if first_key is None:
-        first_key = queries.first * 0
+        first_key = gl.to_tensor(0)
     # Without lengths no key is before the first one, or the window hides those keys.
     mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
     num_hidden = None
     if IS_ALIGNED:
-        # The block's diagonal has query rows only if the queries do not begin after it.
+        # 1 if there are query rows on the block's diagonal: the second warpgroup sees none of them.
         num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS else None
     queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count)

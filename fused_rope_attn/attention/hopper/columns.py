@@ -87,7 +87,7 @@ def issue_by_columns(a, b, parts):
 
 @jit
 def wait_for_parts(parts, PENDING: gl.constexpr):
-    """Return ``ColumnParts`` complete that were in flight; at most PENDING younger groups of products still are."""
+    """Wait until these ``ColumnParts`` are complete and return them; up to PENDING younger groups stay in flight."""
     if parts.right is None:
         return ColumnParts(left=warpgroup_mma_wait(PENDING, deps=[parts.left]), right=None)
     else:

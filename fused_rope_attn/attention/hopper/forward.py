@@ -24,7 +24,7 @@ COUNTER_WORDS = TILE_WORDS.value
 class ForwardCall:
     """The launches of one forward signature.
 
-    Packed queries that the main kernel rotates, which have up to 128 columns, cannot be saved as ``Saving.ROWS``.
+    Packed queries that the main kernel rotates (D up to 128) can be saved as ``Saving.TILES`` only.
 
     keys_are_ready: k is rotated and in pair order when the call begins, and an earlier launch zeroes the counter that
     the call is given. k may have fewer rows than NK if no query sees the keys past its end.

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from fused_rope_attn.attention.configs import (
     AMD,
-    AMPERE,
-    HOPPER,
     INTERPRETER,
+    LARGE,
+    MEDIUM,
     MIB,
     NVIDIA,
     PDL,
@@ -29,7 +29,7 @@ from fused_rope_attn.runtime.rows import find_row
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Hold the key of one row, and what both passes configure.
+    """The key of one row, and the fields that both passes share.
 
     head_dim: the largest head dimension served. masked: whether the call has a window, lengths, a cap or sinks, which
     take registers. None matches anything. section_bytes and the fields after it: as in ``ForwardConfig``; tma holds
@@ -93,30 +93,30 @@ AnyRow = TypeVar("AnyRow", ForwardRow, BackwardRow)
 # fmt: off
 FORWARD: tuple[ForwardRow, ...] = (
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    ForwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny",),
+    ForwardRow(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny",),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=512),
-    ForwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny", "short"),
+    ForwardRow(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny", "short"),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=128),
-    ForwardRow(arch=HOPPER, element_size=2, head_dim=128, bucket=("medium",),
+    ForwardRow(arch=LARGE, element_size=2, head_dim=128, bucket=("medium",),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=8 * MIB, tma=True),
-    ForwardRow(arch=HOPPER, element_size=2, head_dim=128,
+    ForwardRow(arch=LARGE, element_size=2, head_dim=128,
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    ForwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("inline",),
+    ForwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("inline",),
         tile=Tile(64, 32, num_warps=8, num_stages=2), section_bytes=8 * MIB),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    ForwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("prepass",),
+    ForwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("prepass",),
         tile=Tile(64, 32, num_warps=4, num_stages=3), section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    ForwardRow(arch=AMPERE, element_size=2, head_dim=64,
+    ForwardRow(arch=MEDIUM, element_size=2, head_dim=64,
         tile=Tile(128, 64, num_warps=4, num_stages=3)),
-    ForwardRow(arch=AMPERE, element_size=2, head_dim=128,
+    ForwardRow(arch=MEDIUM, element_size=2, head_dim=128,
         tile=Tile(128, 32, num_warps=8, num_stages=3)),
     ForwardRow(arch=SMALL, element_size=2, head_dim=64,
         tile=Tile(128, 64, num_warps=8, num_stages=2)),
     ForwardRow(arch=SMALL, element_size=2, head_dim=128,
         tile=Tile(128, 32, num_warps=8, num_stages=2)),
-    ForwardRow(arch=AMPERE + SMALL, element_size=2, head_dim=256,
+    ForwardRow(arch=MEDIUM + SMALL, element_size=2, head_dim=256,
         tile=Tile(32, 32, num_warps=8, num_stages=1)),
     # True float32 products run on the FMA units: sized by registers, untimed.
     ForwardRow(arch=NVIDIA, element_size=4, head_dim=64,
@@ -143,35 +143,35 @@ FORWARD: tuple[ForwardRow, ...] = (
 
 BACKWARD: tuple[BackwardRow, ...] = (
     # One launch, because no launch then waits for another. H200, 2026-11-23, triton 3.6.0; untimed on sm_100.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny",),
+    BackwardRow(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny",),
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2), tma=True,
         one_launch=True),
     # With masks the tiles for longer sequences spill up to 500 bytes in their loops, these spill nothing. Untimed.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=64, strategy=("prepass",), masked=True,
+    BackwardRow(arch=LARGE, element_size=2, head_dim=64, strategy=("prepass",), masked=True,
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=64, bucket=("tiny", "short"),
+    BackwardRow(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny", "short"),
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=3),
         section_bytes=24 * MIB, tma=True),
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=64,
+    BackwardRow(arch=LARGE, element_size=2, head_dim=64,
         dkdv=Tile(32, 128, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=128, strategy=("inline",),
+    BackwardRow(arch=LARGE, element_size=2, head_dim=128, strategy=("inline",),
         dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=128, strategy=("prepass",), bucket=("tiny", "short"),
+    BackwardRow(arch=LARGE, element_size=2, head_dim=128, strategy=("prepass",), bucket=("tiny", "short"),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=2),
         section_bytes=24 * MIB, tma=True),
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=128, strategy=("prepass",),
+    BackwardRow(arch=LARGE, element_size=2, head_dim=128, strategy=("prepass",),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=8, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("inline",),
+    BackwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("inline",),
         dkdv=Tile(64, 32, num_warps=8, num_stages=1), dq=Tile(32, 32, num_warps=8, num_stages=1)),
     # With masks 64 key rows spill 992 bytes (triton 3.8), 32 spill nothing. Untimed.
-    BackwardRow(arch=HOPPER, element_size=2, head_dim=256, strategy=("prepass",), masked=True,
+    BackwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("prepass",), masked=True,
         dkdv=Tile(32, 32, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     # 64x64 is 3 % faster with triton 3.6, but spills 856 bytes with 3.9. H200, 2026-11-21.
@@ -183,18 +183,18 @@ BACKWARD: tuple[BackwardRow, ...] = (
         dkdv=Tile(64, 64, num_warps=8, num_stages=1), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     # True float32 products run on the FMA units: sized by registers, untimed.
-    BackwardRow(arch=HOPPER, element_size=4, head_dim=64,
+    BackwardRow(arch=LARGE, element_size=4, head_dim=64,
         dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=HOPPER, element_size=4, head_dim=128,
+    BackwardRow(arch=LARGE, element_size=4, head_dim=128,
         dkdv=Tile(32, 32, num_warps=8, num_stages=1), dq=Tile(32, 32, num_warps=8, num_stages=1)),
-    BackwardRow(arch=HOPPER, element_size=4, head_dim=256,
+    BackwardRow(arch=LARGE, element_size=4, head_dim=256,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
     # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=AMPERE, element_size=2, head_dim=64,
+    BackwardRow(arch=MEDIUM, element_size=2, head_dim=64,
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
-    BackwardRow(arch=AMPERE, element_size=2, head_dim=128,
+    BackwardRow(arch=MEDIUM, element_size=2, head_dim=128,
         dkdv=Tile(32, 128, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=8, num_stages=2)),
-    BackwardRow(arch=AMPERE, element_size=2, head_dim=256,
+    BackwardRow(arch=MEDIUM, element_size=2, head_dim=256,
         dkdv=Tile(32, 64, num_warps=8, num_stages=1), dq=Tile(64, 32, num_warps=8, num_stages=1)),
     BackwardRow(arch=SMALL, element_size=2, head_dim=64,
         dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
@@ -203,11 +203,11 @@ BACKWARD: tuple[BackwardRow, ...] = (
     BackwardRow(arch=SMALL, element_size=2, head_dim=256,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
     # True float32 products run on the FMA units: sized by registers, untimed.
-    BackwardRow(arch=AMPERE + SMALL, element_size=4, head_dim=64,
+    BackwardRow(arch=MEDIUM + SMALL, element_size=4, head_dim=64,
         dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=AMPERE + SMALL, element_size=4, head_dim=128,
+    BackwardRow(arch=MEDIUM + SMALL, element_size=4, head_dim=128,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
-    BackwardRow(arch=AMPERE + SMALL, element_size=4, head_dim=256,
+    BackwardRow(arch=MEDIUM + SMALL, element_size=4, head_dim=256,
         dkdv=Tile(16, 16, num_warps=8, num_stages=1), dq=Tile(16, 16, num_warps=8, num_stages=1)),
     # Sized by shared memory and registers, untimed.
     BackwardRow(arch=AMD, element_size=2, head_dim=64,
