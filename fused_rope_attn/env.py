@@ -1,4 +1,4 @@
-"""``python -m fused_rope_attn.env``: facts about the machine for a bug report, as text or with ``--json``.
+"""``python -m fused_rope_attn.env``: facts about the machine for a bug report, as JSON.
 
 Importing this module asks nothing. The report starts CUDA if there is a GPU, compiles nothing, and works without a GPU,
 Triton or an extra.
@@ -6,12 +6,10 @@ Triton or an extra.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -114,37 +112,10 @@ def _attempt(question: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def as_text(facts: dict[str, Any]) -> str:
-    """Return one fact a line, and one line for every entry of a list or a mapping."""
-    lines: list[tuple[str, Any]] = []
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            lines += [(f"{name}.{key}", item) for key, item in value.items()] or [(name, None)]
-        elif isinstance(value, list):
-            lines += [(f"{name}[{index}]", item) for index, item in enumerate(value)] or [(name, None)]
-        else:
-            lines.append((name, value))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {_one_line(value)}" for name, value in lines)
-
-
-def _one_line(item: Any) -> str:
-    if item is None:
-        return "none"
-    if item == "":  # a switch that is set, and empty
-        return "''"
-    return ", ".join(f"{key} {value}" for key, value in item.items()) if isinstance(item, dict) else str(item)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the report and return the exit status, 0."""
-    parser = argparse.ArgumentParser(prog="python -m fused_rope_attn.env", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
-    options = parser.parse_args(argv)
-    facts = environment()
-    print(json.dumps(facts, indent=2) if options.json else as_text(facts))
-    return 0
+def main() -> None:
+    """Print the report."""
+    print(json.dumps(environment(), indent=2))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -118,8 +118,8 @@ class WriteJob:
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
+        from fused_rope_attn.generation.launch import WriteCall
         from fused_rope_attn.generation.problem import Written, describe_write
-        from fused_rope_attn.generation.write_launch import WriteCall
 
         def tensor(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")

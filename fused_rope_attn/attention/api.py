@@ -284,7 +284,7 @@ def cu_seqlens_from_position_ids(
     return cu_seqlens.scatter_(0, slot, index)[:-1], length
 
 
-@explain_keywords(ATTENTION)
+@explain_keywords(ATTENTION, of=rope_attention)
 def plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -292,32 +292,14 @@ def plan(
     cos: torch.Tensor,
     sin: torch.Tensor,
     causal: bool = False,
-    *,
-    softmax_scale: float | None = None,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    kv_starts: torch.Tensor | None = None,
-    kv_lens: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    layout: Layout = "bhsd",
-    return_lse: bool = False,
-    deterministic: bool = False,
-    backend: Backend = "auto",
-    strategy: Strategy = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> planning.Plan:
     """Return the plan of ``rope_attention`` for these arguments: backend, strategy, configurations and the reason.
 
     Launch nothing. Raise the errors that ``rope_attention`` would raise.
     """
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
-    options = fill(Options, locals())
-    return _plan(_describe(tensors, options, layout, convert=stand_in)[0])
+    given = bind(rope_attention, q, k, v, cos, sin, causal, **options)
+    return _plan(_describe(fill(Tensors, given), fill(Options, given), given["layout"], convert=stand_in)[0])
 
 
 @explain_keywords(VARLEN, of=rope_attention_varlen)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from fused_rope_attn.attention.problem import Problem
@@ -57,13 +57,13 @@ def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPla
                 f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, "
                 f"but is 'all_to_all', and k has {problem.heads_kv} heads"
             )
-        return _because(by_heads, "asked for")
+        return replace(by_heads, reason="asked for")
     if method == "all_gather":
-        return _because(by_gather, "asked for")
+        return replace(by_gather, reason="asked for")
     if size == 1:
-        return _because(by_gather, "one rank exchanges nothing")
+        return replace(by_gather, reason="one rank exchanges nothing")
     if not divides:
-        return _because(by_gather, f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
+        return replace(by_gather, reason=f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
     compute, link = by_gather.flops / FLOPS, by_gather.received_bytes / LINK
     hidden = min((1 - EXPOSED) * link, (1 - EXPOSED) * compute)
     gather_time = compute + link - hidden
@@ -73,17 +73,13 @@ def choose(problem: Problem, method: str, group: Group, shares: Shares) -> CpPla
         f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and after {by_heads.flops / 1e12:.3g}"
     )
     if gather_time <= heads_time:
-        return _because(by_gather, f"a rank receives {figures}")
-    return _because(by_heads, f"a rank would receive {figures}")
+        return replace(by_gather, reason=f"a rank receives {figures}")
+    return replace(by_heads, reason=f"a rank would receive {figures}")
 
 
 def when_it_runs(method: str) -> CpPlan:
     """Return the plan of a call that is being traced, where only the method asked for is known."""
     return CpPlan(method, "chosen when the graph runs", 0, 0.0, 0)
-
-
-def _because(plan: CpPlan, reason: str) -> CpPlan:
-    return CpPlan(plan.method, reason, plan.received_bytes, plan.flops, plan.gathered_bytes)
 
 
 def _pairs(problem: Problem, segment) -> float:

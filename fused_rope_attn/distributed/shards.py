@@ -152,39 +152,30 @@ def _resized(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, keyset, *arguments):
-        ctx.arguments = arguments[1:]
-        return _unshard.below_function(keyset, *arguments)
+class _Linear(torch.autograd.Function):
+    """One of the two operators below. Each is the gradient of the other."""
 
     @staticmethod
-    def backward(ctx, gradient):
-        return None, _sum(gradient, *ctx.arguments), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, keyset, *arguments):
-        ctx.arguments = arguments[1:]
-        return _sum.below_function(keyset, *arguments)
+    def forward(ctx, keyset, operator: Operator, transposed: Operator, *arguments):
+        ctx.transposed, ctx.arguments = transposed, arguments[1:]
+        return operator.below_function(keyset, *arguments)
 
     @staticmethod
     def backward(ctx, gradient):
-        return None, _unshard(gradient, *ctx.arguments), None, None, None
+        return None, None, None, ctx.transposed(gradient, *ctx.arguments), None, None, None
 
 
-_unshard = Operator(
+_unshard: Operator = Operator(
     "context_parallel_unshard(Tensor x, int dim, str group, str sharding) -> Tensor",
     run=_unshard_impl,
     fake=lambda x, dim, name, sharding: _resized(x, dim, x.shape[dim] * group_named(name).size),
     function="cp_unshard",
-    autograd=lambda keyset, *arguments: apply_in_operator(_Unshard, keyset, *arguments),
+    autograd=lambda keyset, *arguments: apply_in_operator(_Linear, keyset, _unshard, _sum, *arguments),
 )
-_sum = Operator(
+_sum: Operator = Operator(
     "context_parallel_sum(Tensor x, int dim, str group, str sharding) -> Tensor",
     run=_sum_impl,
     fake=lambda x, dim, name, sharding: _resized(x, dim, x.shape[dim] // group_named(name).size),
     function="cp_unshard",
-    autograd=lambda keyset, *arguments: apply_in_operator(_Sum, keyset, *arguments),
+    autograd=lambda keyset, *arguments: apply_in_operator(_Linear, keyset, _sum, _unshard, *arguments),
 )

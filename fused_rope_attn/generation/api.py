@@ -9,10 +9,9 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.cache_validation import check_write
 from fused_rope_attn.generation.keywords import KVCACHE
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of, describe_write, step_of
-from fused_rope_attn.generation.validation import check_kvcache
+from fused_rope_attn.generation.validation import check_kvcache, check_write
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.checks import heads_first

@@ -14,10 +14,9 @@ from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward import COUNTER_WORDS, ForwardCall
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.generation.gather_kernel import clear_kernel, gather_kernel
-from fused_rope_attn.generation.launch import cache_arguments, pointers
+from fused_rope_attn.generation.launch import WriteCall, cache_arguments, pointers
 from fused_rope_attn.generation.planning import attention_problem
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
-from fused_rope_attn.generation.write_launch import WriteCall
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.keywords import fill
 from fused_rope_attn.runtime.launch import Launch

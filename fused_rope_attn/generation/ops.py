@@ -10,7 +10,7 @@ from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning
 from fused_rope_attn.generation.chunk_launch import GatheredCall
 from fused_rope_attn.generation.configs import DecodeConfig
-from fused_rope_attn.generation.launch import StepCall
+from fused_rope_attn.generation.launch import StepCall, WriteCall
 from fused_rope_attn.generation.problem import (
     SCHEMA,
     WRITE_SCHEMA,
@@ -21,7 +21,6 @@ from fused_rope_attn.generation.problem import (
     rebuild,
     rebuild_write,
 )
-from fused_rope_attn.generation.write_launch import WriteCall
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Calls
 from fused_rope_attn.runtime.layouts import like_input

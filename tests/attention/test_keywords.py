@@ -119,7 +119,7 @@ def test_signatures_are_the_functions_own():
         signature = inspect.signature(function)
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         assert function.__name__ == name and function.__doc__ and pickle.loads(pickle.dumps(function)) is function
-        assert name.startswith("plan_") or inspect.Parameter.VAR_KEYWORD not in kinds
+        assert name.startswith("plan") or inspect.Parameter.VAR_KEYWORD not in kinds
     names = (
         "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
         "q_norm k_norm norm_eps norm_offset layout return_lse deterministic backend strategy"

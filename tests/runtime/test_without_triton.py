@@ -131,8 +131,7 @@ def test_the_kernels_say_what_is_missing_and_the_plan_goes_without(interpret):
 
 def test_the_report_of_the_environment_works():
     run("""
-        from fused_rope_attn.env import as_text, environment
+        from fused_rope_attn.env import environment
         facts = environment()
         assert facts["plan"].get("backend") == "reference", facts["plan"]
-        assert as_text(facts)
     """)
