@@ -150,11 +150,6 @@ class Costs:
         return [(c * self.chunk, self.firsts[c]) for c in chunks if c * self.chunk < self.end]
 
 
-def share_of_ideal(work: Sequence[int]) -> float:
-    """Return the mean of the ranks' work over the most that one has: 1 if all have the same."""
-    return sum(work) / len(work) / max(work) if any(work) else 1.0
-
-
 def deal(limits: Sequence[int], total: int, size: int, causal: bool = True, window: Window = None) -> str:
     """Return the sharding that gives P = ``size`` ranks nearly equal work on these documents, the same on all ranks.
 

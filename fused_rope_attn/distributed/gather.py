@@ -14,10 +14,9 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed import local
-from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.groups import join_rows
 from fused_rope_attn.distributed.keys import GatheredKeys, ScatteredGradients
-from fused_rope_attn.distributed.layout import Segment
+from fused_rope_attn.distributed.layout import Call, Segment
 from fused_rope_attn.distributed.streams import TwoStreams
 from fused_rope_attn.runtime.layouts import like_input
 

@@ -9,9 +9,9 @@ import torch
 
 from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed import local
-from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.cuts import chunks_of, owners_of
 from fused_rope_attn.distributed.groups import Exchange, Group, join_rows, others
+from fused_rope_attn.distributed.layout import Call
 from fused_rope_attn.runtime.layouts import like_input
 
 

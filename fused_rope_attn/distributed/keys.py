@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from fused_rope_attn.attention.problem import Gradients
-from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.groups import Exchange
+from fused_rope_attn.distributed.layout import Call
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

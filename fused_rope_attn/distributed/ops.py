@@ -9,10 +9,9 @@ import torch
 from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import DESCRIBED, SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.distributed import gather, heads
-from fused_rope_attn.distributed.call import Call
 from fused_rope_attn.distributed.documents import plan_of
 from fused_rope_attn.distributed.groups import agree, group_named
-from fused_rope_attn.distributed.layout import shares
+from fused_rope_attn.distributed.layout import Call, shares
 from fused_rope_attn.distributed.planning import choose
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import apply_in_operator, in_forward_mode

@@ -13,7 +13,6 @@ from fused_rope_attn.distributed.cuts import (
     chunks_of,
     deal,
     pairs_of,
-    share_of_ideal,
 )
 from fused_rope_attn.distributed.documents import DocumentPlan
 from fused_rope_attn.distributed.groups import Group
@@ -57,7 +56,8 @@ def test_dealt_documents_are_balanced(causal, window):
         check_sharding("sharding", sharding, size)
         every = [chunks_of(rank, size, sharding) for rank in range(size)]
         costs = Costs(limits, padded, chunk_count(size, sharding), causal, window)
-        found = share_of_ideal([sum(costs.work[c] for c in chunks) for chunks in every])
+        work = [sum(costs.work[c] for c in chunks) for chunks in every]
+        found = sum(work) / len(work) / max(work) if any(work) else 1.0
         assert window is not None or found >= 0.93, (size, seed, sharding)  # else calls may cost more
         zigzag = Costs(limits, padded, 2 * size, causal, window)
         least = max(zigzag.of(chunks_of(rank, size, "zigzag")) for rank in range(size))
