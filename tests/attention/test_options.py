@@ -29,7 +29,7 @@ FUNCTIONS = {
     "plan_cp": (distributed_api, {"group": None}),
 }
 # Whose arguments a function takes that passes them on.
-OF = {name: f"rope_attention_{name.removeprefix('plan_')}" for name in FUNCTIONS if name.startswith("plan_")}
+OF = {name: name.replace("plan", "rope_attention") for name in FUNCTIONS if name.startswith("plan")}
 
 
 class Described(Exception):
