@@ -14,14 +14,13 @@ from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_va
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import buffers
-from fused_rope_attn.integrations.transformers.batch import (
-    PAST_NAMES,
-    Batch,
+from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of
+from fused_rope_attn.integrations.transformers.caches import (
+    cache_of,
     count_written,
-    describe_layer,
-    kept_of,
     may_be_written,
     tokens_seen,
+    update_options,
 )
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
@@ -44,8 +43,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     module's own forward then runs, unless the call has no mask and no cache.
     """
     batch = kwargs.pop(BATCH, None)
-    caches = [kwargs[name] for name in PAST_NAMES if kwargs.get(name) is not None]
-    past = caches[0] if caches else None
+    past = cache_of(kwargs)
     if batch is None:
         batch = describe_layer(module, kwargs, bool(args) or past is not None)
         if batch.original:
@@ -63,7 +61,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
 
     convention = patch.convention
     q, k, v, *gate = convention.project(module, hidden_states)
-    q, k, norms = _normed(module, convention, q, k, past is not None or batch.paged is not None)
+    q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
         q = q * convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
     tables = tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
@@ -84,9 +82,9 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         # The cache needs rotated keys, but attention rotates them again, because that costs less than to write rotated
         # queries and read them back.
         o = _attend(tokens, batch, trained, packed=batch.declared)
-        _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, _cache_options(kwargs))
+        _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, update_options(kwargs))
     else:
-        o = _attend_cache(module.layer_idx, tokens, past, batch, features, _cache_options(kwargs))
+        o = _attend_cache(module.layer_idx, tokens, past, batch, features, update_options(kwargs))
     return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
 
 
@@ -171,12 +169,6 @@ def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tens
             tables.joined = cos, sin
         cos, sin = tables.joined
     return rope_attention_cp(q, k, v, cos, sin, **ranks | options | tokens.options)
-
-
-def _cache_options(kwargs: dict) -> tuple:
-    """Return the argument by which transformers 4.57 tells static caches where to write."""
-    position = kwargs.get("cache_position")
-    return () if position is None else ({"cache_position": position},)
 
 
 def _begin_cache(tokens: Tokens, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn import cu_seqlens_from_position_ids
+from fused_rope_attn.integrations.transformers.caches import cache_of, is_paged, may_be_written, reused, tokens_seen
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.obstacles import (
     asked_is_causal,
@@ -30,7 +31,6 @@ from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.device import is_capturing
 
-PAST_NAMES = ("past_key_values", "layer_past", "past_key_value")
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -105,7 +105,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     """
     refuse_wrong_calls(attentions, given)
     causal = is_causal(attentions, config, given)
-    if given.get("cache") is not None:
+    past = cache_of(given)
+    if is_paged(past):
         reason = obstacle_to_pages(attentions, config, given, causal)
         return Batch(reason) if reason else Batch(paged=PagedPass(given), kept=Kept())
     reason = obstacle(attentions, config, given, causal)
@@ -113,14 +114,13 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         return Batch(reason)
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
-    past = given.get("past_key_values")
     # Not the cache's first layer, which in hybrid models may be of another kind.
     seen = 0 if past is None else tokens_seen(past, layer_of(attentions[0]))
     # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     convention = state_of(attentions[0], PATCH).convention
-    batch = _masked(given, tokens, seen, bool(causal), config, convention)
+    batch = _masked(given, tokens, past, seen, bool(causal), config, convention)
     if batch.original:
         return batch
     if not causal:
@@ -156,11 +156,16 @@ def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
 
 
 def _masked(
-    given: dict[str, Any], tokens: Tensor, seen: int | None, causal: bool, config: Any, convention: Convention
+    given: dict[str, Any],
+    tokens: Tensor,
+    past: Cache | None,
+    seen: int | None,
+    causal: bool,
+    config: Any,
+    convention: Convention,
 ) -> Batch:
     """Return the batch that its padding mask, its cu_seqlens or its position ids describe."""
     size, length = tokens.shape[:2]
-    past = given.get("past_key_values")
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
@@ -195,32 +200,13 @@ def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: i
     may_write = may_be_written(past)
     if may_write and not alone and any(type(layer) is DynamicLayer for layer in past.layers):
         batch = batch._replace(rows=seen)
-    if seen == 0 and not _reused(past) or batch.declared:
+    if seen == 0 and not reused(past) or batch.declared:
         return batch
     size, length = tokens.shape[:2]
     kv_lens = _lengths(past, given, seen, size, length, tokens.device)
     written = (StaticLayer,) if batch.rows is None else (StaticLayer, DynamicLayer)
     may_write = may_write and any(type(layer) in written for layer in past.layers)
     return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if may_write else None)
-
-
-def _reused(past: Cache | None) -> bool:
-    """Return whether a static layer is initialised, and so, as it may count on the device, may hold tokens."""
-    return past is not None and any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in past.layers)
-
-
-def tokens_seen(past: Cache, layer_idx: int) -> int | None:
-    """Return the number of tokens that the cache has seen; None if only the device knows it."""
-    if layer_idx >= len(past.layers):
-        return 0
-    layer = past.layers[layer_idx]
-    if isinstance(layer, StaticLayer):
-        if not layer.is_initialized:
-            return 0
-        # transformers 5 counts by a tensor and, in sliding layers, by an int too; 4.57 in sliding layers by an int.
-        count = getattr(layer, "cumulative_length_int", getattr(layer, "cumulative_length", None))
-        return count if isinstance(count, int) else None
-    return layer.get_seq_length()
 
 
 # Cache to (the shape of its last mask, whether a row of that is padded on the left). Only masks without holes and with
@@ -341,14 +327,3 @@ def _lengths(
         # StaticLayer.update would raise, but the kernel that replaces it skips tokens without a row.
         torch._assert_async(total <= whole.max_cache_len, f"a static cache of {whole.max_cache_len} tokens is full")
     return total.to(device, torch.int32).reshape(1).repeat(size)
-
-
-def may_be_written(past: Cache) -> bool:
-    """Return whether the cache adds tokens by its layers' ``update`` and does nothing else."""
-    return type(past).update is Cache.update and not past.offloading
-
-
-def count_written(layer: StaticLayer, tokens: int) -> None:
-    """Count tokens that a kernel has written, as ``StaticLayer.update`` does. 4.57 instead counts nonzero rows."""
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length.add_(tokens)  # in place: compiled graphs know its address

@@ -10,6 +10,7 @@ from torch import nn
 
 from fused_rope_attn.integrations.transformers.attention import BATCH
 from fused_rope_attn.integrations.transformers.batch import Batch, Kept, describe
+from fused_rope_attn.integrations.transformers.caches import cache_of
 from fused_rope_attn.integrations.transformers.families import name_of
 from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
 from fused_rope_attn.integrations.transformers.serving import refuse_what_lacks_masks
@@ -116,11 +117,10 @@ class Preparation(Method):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self.own(*args, **kwargs)
         given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
-        past = inputs.get("past_key_values")
         decoder, maker = decoder_in(self.model)
         # With a static cache the method replaces the 2-D mask by one of four dimensions, which cannot be described.
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
-        if decoder is None or past is None or not made:
+        if decoder is None or cache_of(inputs) is None or not made:
             return inputs
         if maker is None and inputs.get("token_type_ids") is not None:
             return inputs

@@ -12,9 +12,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import cache_utils, masking_utils, modeling_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers import masking_utils, modeling_utils
 
+from fused_rope_attn.integrations.transformers.caches import cache_of, foreign_cache, is_paged
 from fused_rope_attn.integrations.transformers.conventions import (
     attention_dropout,
     window_of_layer,
@@ -60,8 +60,6 @@ _LIGER = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss",
     "liger_kernel.transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb",
 }
-# A decoder without a given cache may make one of these.
-_CACHES_OF_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def refuse_wrong_calls(attentions: list[nn.Module], given: dict[str, Any], *, on_shards: bool = False) -> None:
@@ -95,8 +93,8 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         given: the arguments of the decoder's forward by name.
         causal: the result of ``is_causal`` for these.
     """
-    implementation = implementation_of(attentions[0].config)
-    if given.get("cache") is not None:
+    implementation, past = implementation_of(attentions[0].config), cache_of(given)
+    if is_paged(past):
         return "a paged cache (continuous batching)"
     if "paged" in implementation and implementation != PAGES:
         return f"attn_implementation={implementation!r} without the paged cache that it takes (continuous batching)"
@@ -114,7 +112,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         return "a mask for each type of layer, made outside of the patched model,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
-    return _changed_window(attentions, config) or _foreign_cache(given.get("past_key_values"), attentions)
+    return _changed_window(attentions, config) or foreign_cache(past, list(map(layer_of, attentions)))
 
 
 def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
@@ -154,7 +152,7 @@ def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
     """Return the ``is_causal`` of a call, or else of its config; None if neither has one."""
     wanted = getattr(config, "is_causal", None)
     # In continuous batching the call's value only tells whether the mask contains the causal mask.
-    return wanted if given.get("cache") is not None else given.get("is_causal", wanted)
+    return wanted if is_paged(cache_of(given)) else given.get("is_causal", wanted)
 
 
 def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
@@ -186,15 +184,15 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
     """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if given.get("cache") is not None:  # continuous batching always makes one
+    mask, positions, past = given.get("attention_mask"), given.get("position_ids"), cache_of(given)
+    if is_paged(past):  # continuous batching always makes one
         return True
     if tokens is None:  # a layer was called without its decoder
         return mask is not None
     # A single new token sees every key, so that either answer is right. Bidirectional masks are never left out.
     if tokens.shape[1] == 1 or not is_causal:
         return True
-    if given.get("past_key_values") is not None or is_blind(tokens) or torch.jit.is_tracing():
+    if past is not None or is_blind(tokens) or torch.jit.is_tracing():
         return None
     window = getattr(config, "sliding_window", None)
     if window is not None and tokens.shape[1] >= window:  # layers without a window may get none
@@ -316,39 +314,3 @@ def layer_of(module: nn.Module) -> int:
     """Return the index of a module's keys and values in a cache."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) else 0
-
-
-def _foreign_cache(past: Any, attentions: list[nn.Module]) -> str:
-    """Return why a cache (or None) may return other keys and values than transformers' caches, "" if it cannot.
-
-    Classes are compared exactly, because a subclass may override anything.
-    """
-    if past is None:
-        return next(filter(None, map(_foreign_update, _CACHES_OF_DECODERS)), "")
-    # Some caches of transformers 5 place queries elsewhere than at the end of the keys.
-    offset = getattr(type(past), "get_query_offset", None) is getattr(Cache, "get_query_offset", None)
-    if not (isinstance(past, Cache) and _is_of_transformers(type(past), past) and offset):
-        return f"a cache of type {type(past).__name__}"
-    reason, last = _foreign_update(type(past)), None
-    for place in map(layer_of, attentions):  # layers of other modules may hold anything
-        layer = past.layers[place] if place < len(past.layers) else None
-        cls = getattr(past, "layer_class_to_replicate", None) if layer is None else type(layer)
-        if cls is not last and cls is not None:
-            if not issubclass(cls, (DynamicLayer, StaticLayer)):
-                return f"a cache of type {type(past).__name__}"
-            last, reason = cls, reason or _foreign_update(cls)
-        if cls is not None and not _is_of_transformers(cls, layer):
-            return f"a cache with layers of type {cls.__name__}"
-    return reason
-
-
-def _is_of_transformers(cls: type, cache: Any) -> bool:
-    """Return True if transformers defines the class of a cache or layer and the instance, or None, keeps its update."""
-    return cls.__module__ == cache_utils.__name__ and (cache is None or "update" not in cache.__dict__)
-
-
-def _foreign_update(cls: type) -> str:
-    update: Any = cls.update  # type: ignore[attr-defined]
-    if update.__module__ == cache_utils.__name__:
-        return ""
-    return f"a cache whose {cls.__name__}.update was replaced by {described(update)}"

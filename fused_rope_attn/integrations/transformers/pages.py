@@ -16,6 +16,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
+from fused_rope_attn.integrations.transformers.caches import cache_of
 from fused_rope_attn.integrations.transformers.obstacles import (
     implementation_of,
     is_causal,
@@ -75,16 +76,16 @@ class PagedPass:
     """
 
     # Not a dict, because accelerate and others take containers apart to move the tensors in them.
-    __slots__ = ("_found", "_given", "cu_seqlens_q", "max_seqlen_q")
+    __slots__ = ("_cache", "_found", "_given", "cu_seqlens_q", "max_seqlen_q")
 
     def __init__(self, given: dict[str, Any]):
-        self._given = given
+        self._given, self._cache = given, cache_of(given)
         self.cu_seqlens_q: Tensor = given["cu_seq_lens_q"]
         self.max_seqlen_q: int = _named(given, "max_length_q", "max_seqlen_q")
         self._found: dict[int, Pages | None] = {}
 
     def pool(self, layer: int) -> Pool:
-        return pool_of(self._given["cache"], layer)
+        return pool_of(self._cache, layer)
 
     def keys_of(self, kind: str) -> tuple[Tensor, int]:
         """Return cu_seqlens (sequences + 1,) int32 of the keys in layers of a kind, and a bound of their lengths."""
@@ -94,7 +95,7 @@ class PagedPass:
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write new rotated keys and values (1, HKV, N, D); return all (T, HKV, D) of the pass's requests."""
-        cache, indices = self._given["cache"], {name: self._given[name] for name in ("read_index", "write_index")}
+        cache, indices = self._cache, {name: self._given[name] for name in ("read_index", "write_index")}
         if hasattr(cache, "layer_to_allocator"):
             indices |= {name: self._given[name] for name in ("cu_seq_lens_k", "max_length_k")}
             keys, values = cache.update(k, v, layer, indices)
@@ -148,7 +149,7 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
         return "continuous batching in a graph of torch.compile"
     if torch.is_grad_enabled():
         return "continuous batching with gradients enabled"
-    cache = given["cache"]
+    cache = cache_of(given)
     if torch.is_autocast_enabled(torch.device(cache.device).type):
         return "continuous batching under autocast"
     if not _is_known(cache):

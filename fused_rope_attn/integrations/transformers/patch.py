@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, TypeVar, cast
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention
+from fused_rope_attn.integrations.transformers.caches import CACHE_NAMES
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.families import (
     convention_of,
@@ -46,8 +48,8 @@ from fused_rope_attn.integrations.transformers.state import (
 Model = TypeVar("Model", bound=nn.Module)
 
 _METHODS: tuple[type[Method], ...] = (Preparation, Serving)
-# 5.24 renames ``past_key_values`` to ``cache`` in every model, which is a paged cache's name up to 5.23.
-_IS_KNOWN = Version(transformers.__version__) < Version("5.24")
+# The newest release whose attention classes have been read (tests/support/hf_fingerprints.json).
+_NEWEST = "5.24"
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -105,14 +107,9 @@ def patch_model(
         ValueError: unsupported is neither of the two, cp_sharding no sharding of these ranks, or cp_group has several
             dimensions.
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not, or
-            transformers is newer than the releases that are served; nothing has been changed then.
+            transformers has a new name for the argument of a cache; nothing has been changed then.
     """
     check_model(model)
-    if not _IS_KNOWN:
-        raise NotImplementedError(
-            f"patch_model knows transformers 4.57 to 5.23, but transformers {transformers.__version__} passes caches "
-            "to models by another name: pip install 'transformers<5.24'"
-        )
     if unsupported not in ("raise", "skip"):
         raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
     if not (deterministic is None or isinstance(deterministic, bool)):
@@ -123,6 +120,7 @@ def patch_model(
     supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
     if not supported or unsupported == "raise" and len(supported) < len(found):
         raise NotImplementedError(_refusal(model, found, supported))
+    _check_release(list(supported.values()))
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():
         _patch_module(module, cast(Convention, conventions[path]), bool(deterministic), shards)
@@ -195,6 +193,20 @@ def is_patched(model: nn.Module) -> bool:
     """
     check_model(model)
     return any(state_of(module, PATCH) is not None for module in model.modules())
+
+
+def _check_release(attentions: list[nn.Module]) -> None:
+    """Warn if transformers is newer than the releases that were read. Raise if it has another name for caches."""
+    knows = f"patch_model knows transformers 4.57 to {_NEWEST}, but transformers {transformers.__version__}"
+    for module in attentions:
+        if not set(CACHE_NAMES).intersection(names_of_parameters(module)):
+            raise NotImplementedError(
+                f"{knows} passes caches to {type(module).__name__} by another name than {', '.join(CACHE_NAMES)}"
+            )
+    if Version(transformers.__version__).release[:2] > Version(_NEWEST).release:
+        warnings.warn(
+            f"{knows} is installed: compare a pass of the patched model with one of the unpatched model", stacklevel=3
+        )
 
 
 def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str, nn.Module]) -> str:

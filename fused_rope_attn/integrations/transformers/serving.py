@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from fused_rope_attn.integrations.transformers.batch import Batch
+from fused_rope_attn.integrations.transformers.caches import cache_of, is_paged
 from fused_rope_attn.integrations.transformers.families import looks_like_attention
 from fused_rope_attn.integrations.transformers.obstacles import PAGES, implementation_of
 from fused_rope_attn.integrations.transformers.pages import FEWEST_ROWS, lasting_obstacle, window_of
@@ -156,7 +157,7 @@ def refuse_what_lacks_masks(config: Any, given: dict[str, Any], batch: Batch) ->
     given: the arguments of the decoder's forward by name.
     """
     implementation = implementation_of(config)
-    unmasked = given.get("cache") is not None and given.get("attention_mask") is None
+    unmasked = is_paged(cache_of(given)) and given.get("attention_mask") is None
     if batch.original and (implementation == PAGES or unmasked and implementation in _MASKED):
         raise NotImplementedError(
             f"{batch.original} is not served by the fused kernels, and this continuous batching was begun without the "

@@ -11,6 +11,7 @@ from fused_rope_attn.distributed.cuts import SHARDINGS, check_sharding
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
 from fused_rope_attn.distributed.shards import cp_unshard
+from fused_rope_attn.integrations.transformers.caches import cache_of
 from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_wrong_calls
 from fused_rope_attn.integrations.transformers.state import names_of_parameters
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice
@@ -68,10 +69,8 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
     reason = obstacle(attentions, config, given, causal)
     if reason:
         raise NotImplementedError(f"{reason} {_ON_SHARDS}")
-    if given.get("past_key_values") is not None:
-        raise NotImplementedError(
-            f"a cache (past_key_values) {_ON_SHARDS}: generate with the model unpatched, or whole"
-        )
+    if cache_of(given) is not None:
+        raise NotImplementedError(f"a cache {_ON_SHARDS}: generate with the model unpatched, or whole")
     if given.get("cu_seq_lens_q") is not None:
         raise NotImplementedError(f"cu_seq_lens_q {_ON_SHARDS}: leave it out, position_ids say where documents begin")
     position_ids = given.get("position_ids")
