@@ -66,6 +66,6 @@ def store(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> 
 
 
 def begin(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> None:
-    """``store`` into an empty layer, and set the attributes that ``DynamicLayer.lazy_initialization`` sets."""
+    """``store`` into an empty layer, and set the attributes that ``lazy_initialization`` sets (dtype up to 5.23)."""
     layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     store(layer, keys, values, buffer)

@@ -21,6 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fused_rope_attn.integrations.transformers import conventions as on
 from fused_rope_attn.integrations.transformers.conventions import Convention
 
+# The newest release whose attention classes have all been read (tests/support/hf_fingerprints.json).
+NEWEST = "5.24"
 _PREFIX = "transformers.models."
 _IS_5 = Version(transformers.__version__) >= Version("5")
 _TEXT_OF_QWEN3_VL = on.text_positions if Version(transformers.__version__) >= Version("5.3") else on.first_row
@@ -128,13 +130,13 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("its model has an encoder with an unsupported attention",
         "t5gemma.T5GemmaSelfAttention t5gemma2.T5Gemma2SelfAttention"),
     ("it computes the same as a supported class, but in a model of images or of speech that no test here covers",
-        "cosmos3_edge.Cosmos3EdgeTextAttention csm.CsmAttention deepseek_ocr2.DeepseekOcr2TextAttention "
-        "gradium_phonon_tts.GradiumPhononTTSAttention granite4_vision.Granite4VisionTextAttention "
-        "granite_docling.GraniteDoclingTextAttention higgs_audio_v2.HiggsAudioV2Attention "
-        "phi4_multimodal.Phi4MultimodalAttention pocket_tts.PocketTTSAttention qwen2_5_omni.Qwen2_5OmniAttention "
-        "qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention "
-        "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention voxtral_realtime.VoxtralRealtimeAttention "
-        "voxtral_realtime.VoxtralRealtimeTextAttention"),
+        "apertus1p5.Apertus1p5TextAttention cosmos3_edge.Cosmos3EdgeTextAttention csm.CsmAttention "
+        "deepseek_ocr2.DeepseekOcr2TextAttention gradium_phonon_tts.GradiumPhononTTSAttention "
+        "granite4_vision.Granite4VisionTextAttention granite_docling.GraniteDoclingTextAttention "
+        "higgs_audio_v2.HiggsAudioV2Attention phi4_multimodal.Phi4MultimodalAttention pocket_tts.PocketTTSAttention "
+        "qwen2_5_omni.Qwen2_5OmniAttention qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention "
+        "qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention "
+        "voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention"),
 )  # fmt: skip
 # Before transformers 5 the decoders of these drop further keywords, or make caches of their own types.
 SINCE_5 = (

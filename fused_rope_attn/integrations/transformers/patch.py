@@ -17,6 +17,7 @@ from fused_rope_attn.integrations.transformers import attention
 from fused_rope_attn.integrations.transformers.caches import CACHE_NAMES
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.families import (
+    NEWEST,
     convention_of,
     described,
     hands_padding_on,
@@ -48,8 +49,6 @@ from fused_rope_attn.integrations.transformers.state import (
 Model = TypeVar("Model", bound=nn.Module)
 
 _METHODS: tuple[type[Method], ...] = (Preparation, Serving)
-# The newest release whose attention classes have been read (tests/support/hf_fingerprints.json).
-_NEWEST = "5.24"
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -197,13 +196,13 @@ def is_patched(model: nn.Module) -> bool:
 
 def _check_release(attentions: list[nn.Module]) -> None:
     """Warn if transformers is newer than the releases that were read. Raise if it has another name for caches."""
-    knows = f"patch_model knows transformers 4.57 to {_NEWEST}, but transformers {transformers.__version__}"
+    knows = f"patch_model knows transformers 4.57 to {NEWEST}, but transformers {transformers.__version__}"
     for module in attentions:
         if not set(CACHE_NAMES).intersection(names_of_parameters(module)):
             raise NotImplementedError(
                 f"{knows} passes caches to {type(module).__name__} by another name than {', '.join(CACHE_NAMES)}"
             )
-    if Version(transformers.__version__).release[:2] > Version(_NEWEST).release:
+    if Version(transformers.__version__).release[:2] > Version(NEWEST).release:
         warnings.warn(
             f"{knows} is installed: compare a pass of the patched model with one of the unpatched model", stacklevel=3
         )

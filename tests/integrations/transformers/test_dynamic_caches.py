@@ -33,8 +33,11 @@ def test_a_dynamic_cache_grows_in_place():
     assert 2 <= len(places) <= 2 * 5  # buffers of 16 rows more
     assert all(torch.equal(x, kept) for x, kept in seen)
     for layer, other in zip(past.layers, plain.layers):
-        assert vars(layer).keys() == vars(other).keys()
-        assert layer.keys.shape == other.keys.shape and layer.dtype is other.dtype and layer.device == other.device
+        assert vars(layer).keys() - vars(other).keys() <= {"dtype"}  # which 5.24 no longer notes
+        assert all(
+            getattr(layer, name) == getattr(other, name) for name in vars(other) if name not in ("keys", "values")
+        )
+        assert layer.keys.shape == other.keys.shape
         assert_close(layer.keys, other.keys, 1e-5)
         assert_close(layer.values, other.values, 1e-5)
 

@@ -7,12 +7,11 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from fused_rope_attn.integrations.transformers.families import SUPPORTED, UNSUPPORTED
+from fused_rope_attn.integrations.transformers.families import NEWEST, SUPPORTED, UNSUPPORTED
 from fused_rope_attn.integrations.transformers.obstacles import EAGER, ROTATIONS
 from tests.support.hf_syntax import attention_classes, exists, fingerprint, recorded
 
-# The newest release with attention classes that have all been read.
-READ = Version("5.23")
+READ = Version(NEWEST)
 HOW = "compare `python -m tests.support.hf_syntax FOLDER.CLASS` with that of another release, see docs/howto"
 
 

@@ -8,6 +8,7 @@ import transformers
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fused_rope_attn.integrations.transformers import obstacles
@@ -125,7 +126,7 @@ def test_who_says_whether_attention_is_causal(own, of_config, of_call, causal):
         ("sdpa", {"input_ids": torch.ones(2, 8)}, None),
         ("sdpa", {"input_ids": torch.ones(2, 1), "past_key_values": transformers.DynamicCache()}, True),
         ("sdpa", {"input_ids": torch.ones(2, 5, device="meta")}, None),
-        ("sdpa", {"cache": object()}, True),
+        ("sdpa", {"cache": object.__new__(PagedAttentionCache)}, True),
         ("sdpa", {"input_ids": None}, False),
         ("sdpa", {"input_ids": None, "attention_mask": torch.ones(2, 1, 5, 5)}, True),
     ],

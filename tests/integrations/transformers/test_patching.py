@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import warnings
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from transformers.models.llama import modeling_llama
 
-from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
+from fused_rope_attn.integrations.transformers import is_patched, patch, patch_model, unpatch_model
 from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_close, run
 
@@ -131,8 +134,29 @@ def test_bare_decoder(calls):
     assert calls == {"rope_attention": 2}
 
 
-def test_a_release_that_names_caches_otherwise_is_refused(monkeypatch):
+def test_a_release_with_another_name_for_caches_is_refused(monkeypatch):
+    """Keys that a module never sees would be missing from its results."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, kv=None, **kwargs):
+        raise AssertionError
+
     model = make_model("llama")
-    monkeypatch.setattr("fused_rope_attn.integrations.transformers.patch._IS_KNOWN", False)
-    with pytest.raises(NotImplementedError, match="passes caches to models by another name"):
+    forward = FunctionType(forward.__code__, vars(modeling_llama), "forward", forward.__defaults__)
+    forward.__module__ = modeling_llama.__name__
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    with pytest.raises(
+        NotImplementedError, match="passes caches to LlamaAttention by another name than cache, past_key"
+    ):
         patch_model(model)
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize("version", ["5.25.0", "5.24.1", "5.23.0", "6.0.0.dev0"])
+def test_a_release_that_nobody_has_read(version, monkeypatch):
+    monkeypatch.setattr(patch, "transformers", SimpleNamespace(__version__=version))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(make_model("llama"))
+    texts = [str(warning.message) for warning in caught if "patch_model knows" in str(warning.message)]
+    assert len(texts) == (version[:4] not in ("5.23", "5.24")) and all(f"transformers {version}" in x for x in texts)
+    assert not texts or caught[-1].filename == __file__
