@@ -13,15 +13,8 @@ from fused_rope_attn import rope_attention, rope_attention_varlen, rope_attentio
 from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.generation import planning
-from fused_rope_attn.integrations.transformers import buffers
+from fused_rope_attn.integrations.transformers import buffers, caches
 from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of
-from fused_rope_attn.integrations.transformers.caches import (
-    cache_of,
-    count_written,
-    may_be_written,
-    tokens_seen,
-    update_options,
-)
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
 from fused_rope_attn.integrations.transformers.obstacles import layer_of
@@ -43,7 +36,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     module's own forward then runs, unless the call has no mask and no cache.
     """
     batch = kwargs.pop(BATCH, None)
-    past = cache_of(kwargs)
+    past = caches.cache_of(kwargs)
     if batch is None:
         batch = describe_layer(module, kwargs, bool(args) or past is not None)
         if batch.original:
@@ -78,13 +71,13 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         o = attend_paged(layer_of(module), tokens, batch, features)
     elif past is None:
         o = _attend(tokens, batch, trained, packed=batch.cu_seqlens is not None)
-    elif tokens_seen(past, module.layer_idx) == 0:
+    elif caches.tokens_seen(past, module.layer_idx) == 0:
         # The cache needs rotated keys, but attention rotates them again, because that costs less than to write rotated
         # queries and read them back.
         o = _attend(tokens, batch, trained, packed=batch.declared)
-        _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, update_options(kwargs))
+        _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, caches.update_options(kwargs))
     else:
-        o = _attend_cache(module.layer_idx, tokens, past, batch, features, update_options(kwargs))
+        o = _attend_cache(module.layer_idx, tokens, past, batch, features, caches.update_options(kwargs))
     return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
 
 
@@ -179,15 +172,15 @@ def _begin_cache(tokens: Tokens, past: Cache, layer_idx: int, in_place: bool, ca
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (tokens.k, tokens.v, *tokens.weights))
     # Do not ask Batch.rows: the model may have made the cache itself, after its batch was described.
-    if not in_place or type(layer) is not DynamicLayer or wanted or not may_be_written(past):
+    if not in_place or type(layer) is not DynamicLayer or wanted or not caches.may_be_written(past):
         past.update(tokens.rotated_keys(), tokens.v, layer_idx, *cache_options)
         return
     length = tokens.k.shape[2]
-    caches = [buffers.new_buffer(x, length) for x in (tokens.k, tokens.v)]
-    keys, values = (buffers.first_rows(cache, length) for cache in caches)
+    kv_buffers = [buffers.new_buffer(x, length) for x in (tokens.k, tokens.v)]
+    keys, values = (buffers.first_rows(cache, length) for cache in kv_buffers)
     tokens.rotated_keys(out=keys)
     values.copy_(tokens.v)
-    buffers.begin(layer, keys, values, caches[0])
+    buffers.begin(layer, keys, values, kv_buffers[0])
 
 
 def _attend_cache(
@@ -207,21 +200,21 @@ def _attend_cache(
         tokens = tokens.rotated(identity_row(tokens.q.device, batch))
     tables, options = tokens.tables, options | tokens.options
     if step and batch.cached is not None:
-        static, caches = type(layer) is StaticLayer, None
+        static, kv_caches = type(layer) is StaticLayer, None
         if static:
-            caches = layer.keys, layer.values
+            kv_caches = layer.keys, layer.values
         elif type(layer) is DynamicLayer and not torch.compiler.is_compiling() and layer.keys.shape[2] == batch.rows:
-            caches = buffers.buffers_of(layer, length)
-        if caches is not None:
+            kv_caches = buffers.buffers_of(layer, length)
+        if kv_caches is not None:
             options |= {"kv_starts": batch.kv_starts, "cache_seqlens": batch.cached}
-            arrays = tables.long(caches[0].shape[2])
-            o = rope_attention_with_kvcache(tokens.q, *caches, *arrays, tokens.k, tokens.v, **options)
+            arrays = tables.long(kv_caches[0].shape[2])
+            o = rope_attention_with_kvcache(tokens.q, *kv_caches, *arrays, tokens.k, tokens.v, **options)
             if static:
-                count_written(layer, length)
+                caches.count_written(layer, length)
             else:
                 rows = cast(int, batch.rows) + length
-                keys, values = (buffers.first_rows(cache, rows) for cache in caches)
-                buffers.store(layer, keys, values, caches[0])
+                keys, values = (buffers.first_rows(cache, rows) for cache in kv_caches)
+                buffers.store(layer, keys, values, kv_caches[0])
             return cast(Tensor, o)
     k = tokens.rotated_keys() if single else tokens.k
     keys, values = past.update(k, tokens.v, layer_idx, *cache_options)
@@ -253,5 +246,5 @@ def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Te
     """Return ``batch.kv_starts`` as rows of keys (B, HKV, rows, D): a sliding layer has dropped its first tokens."""
     if batch.kv_starts is None or not past.layers[layer_idx].is_sliding:
         return batch.kv_starts
-    dropped = cast(int, tokens_seen(past, layer_idx)) - keys.shape[2]  # sliding layers count on the host
+    dropped = cast(int, caches.tokens_seen(past, layer_idx)) - keys.shape[2]  # sliding layers count on the host
     return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts

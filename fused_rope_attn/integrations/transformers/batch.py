@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn import cu_seqlens_from_position_ids
-from fused_rope_attn.integrations.transformers.caches import cache_of, is_paged, may_be_written, reused, tokens_seen
+from fused_rope_attn.integrations.transformers import caches
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.obstacles import (
     asked_is_causal,
@@ -105,8 +105,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     """
     refuse_wrong_calls(attentions, given)
     causal = is_causal(attentions, config, given)
-    past = cache_of(given)
-    if is_paged(past):
+    past = caches.cache_of(given)
+    if caches.is_paged(past):
         reason = obstacle_to_pages(attentions, config, given, causal)
         return Batch(reason) if reason else Batch(paged=PagedPass(given), kept=Kept())
     reason = obstacle(attentions, config, given, causal)
@@ -115,12 +115,12 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     # Not the cache's first layer, which in hybrid models may be of another kind.
-    seen = 0 if past is None else tokens_seen(past, layer_of(attentions[0]))
+    seen = 0 if past is None else caches.tokens_seen(past, layer_of(attentions[0]))
     # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     convention = state_of(attentions[0], PATCH).convention
-    batch = _masked(given, tokens, past, seen, bool(causal), config, convention)
+    batch = _masked(given, tokens, seen, bool(causal), config, convention)
     if batch.original:
         return batch
     if not causal:
@@ -156,17 +156,11 @@ def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
 
 
 def _masked(
-    given: dict[str, Any],
-    tokens: Tensor,
-    past: Cache | None,
-    seen: int | None,
-    causal: bool,
-    config: Any,
-    convention: Convention,
+    given: dict[str, Any], tokens: Tensor, seen: int | None, causal: bool, config: Any, convention: Convention
 ) -> Batch:
     """Return the batch that its padding mask, its cu_seqlens or its position ids describe."""
     size, length = tokens.shape[:2]
-    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    past, mask, position_ids = caches.cache_of(given), given.get("attention_mask"), given.get("position_ids")
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
             return Batch("cu_seq_lens with a cache that holds tokens")
@@ -197,10 +191,10 @@ def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: i
         batch = batch._replace(kept=Kept())
     if past is None:
         return batch
-    may_write = may_be_written(past)
+    may_write = caches.may_be_written(past)
     if may_write and not alone and any(type(layer) is DynamicLayer for layer in past.layers):
         batch = batch._replace(rows=seen)
-    if seen == 0 and not reused(past) or batch.declared:
+    if seen == 0 and not caches.reused(past) or batch.declared:
         return batch
     size, length = tokens.shape[:2]
     kv_lens = _lengths(past, given, seen, size, length, tokens.device)

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fused_rope_attn.integrations.transformers import conventions as on
 from fused_rope_attn.integrations.transformers.conventions import Convention
 
-# The newest release whose attention classes have all been read (tests/support/hf_fingerprints.json).
+# The newest release with attention classes that were all read (tests/support/hf_fingerprints.json).
 NEWEST = "5.24"
 _PREFIX = "transformers.models."
 _IS_5 = Version(transformers.__version__) >= Version("5")

@@ -93,9 +93,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         given: the arguments of the decoder's forward by name.
         causal: the result of ``is_causal`` for these.
     """
-    implementation, past = implementation_of(attentions[0].config), cache_of(given)
-    if is_paged(past):
-        return "a paged cache (continuous batching)"
+    implementation = implementation_of(attentions[0].config)
     if "paged" in implementation and implementation != PAGES:
         return f"attn_implementation={implementation!r} without the paged cache that it takes (continuous batching)"
     reason = obstacle_of_any_kind(attentions, config, given, causal)
@@ -112,7 +110,7 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         return "a mask for each type of layer, made outside of the patched model,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
-    return _changed_window(attentions, config) or foreign_cache(past, list(map(layer_of, attentions)))
+    return _changed_window(attentions, config) or foreign_cache(cache_of(given), list(map(layer_of, attentions)))
 
 
 def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from fused_rope_attn.integrations.transformers import attention, batch, patch_model, rotations
+from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations
 from fused_rope_attn.integrations.transformers.batch import PLAIN, describe
 from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
@@ -175,8 +175,7 @@ def test_where_to_write_is_told_to_caches_that_ask_for_it(llama, monkeypatch):
         return own(self, keys, values, layer_idx)
 
     monkeypatch.setattr(transformers.Cache, "update", update)
-    for file in (attention, batch):  # as of a cache that is offloaded
-        monkeypatch.setattr(file, "may_be_written", lambda past: False)
+    monkeypatch.setattr(caches, "may_be_written", lambda past: False)  # as of a cache that is offloaded
     module, past = attentions_of(llama)[0], transformers.DynamicCache(config=llama.config)
     for tokens in (5, 1):
         for place in (None, torch.arange(tokens)):

@@ -1,4 +1,4 @@
-"""Which argument of a call is its cache, with the name of the installed release and with those of others."""
+"""The argument of a call that is its cache: by the name of the installed release, and by those of other releases."""
 
 import inspect
 from contextlib import nullcontext

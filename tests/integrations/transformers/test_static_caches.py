@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticLayer
 
-from fused_rope_attn.integrations.transformers import attention, patch_model
+from fused_rope_attn.integrations.transformers import caches, patch_model
 from tests.support.hf_caches import CAPACITY, make_cache, parts
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -48,13 +48,11 @@ def test_who_writes_a_static_cache(calls, monkeypatch):
     # Windows: a layer that is full moves what it holds.
     written.clear()
     model = patch_model(make_model("gemma3"))
+    count = caches.count_written
     monkeypatch.setattr(
-        attention,
+        caches,
         "count_written",
-        lambda layer, tokens, count=attention.count_written: (
-            written.append(type(layer).__name__),
-            count(layer, tokens),
-        ),
+        lambda layer, tokens: (written.append(type(layer).__name__), count(layer, tokens)),
     )
     parts(model, make_cache(model, "static"), ids, ends=(9, 10, 12))
     assert written == [9, "StaticLayer", "StaticLayer"]
