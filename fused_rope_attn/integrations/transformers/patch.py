@@ -197,15 +197,10 @@ def is_patched(model: nn.Module) -> bool:
 def _check_release(attentions: list[nn.Module]) -> None:
     """Warn if transformers is newer than the releases that were read. Raise if it has another name for caches."""
     knows = f"patch_model knows transformers 4.57 to {NEWEST}, but transformers {transformers.__version__}"
-    for module in attentions:
-        if not set(CACHE_NAMES).intersection(names_of_parameters(module)):
-            raise NotImplementedError(
-                f"{knows} passes caches to {type(module).__name__} by another name than {', '.join(CACHE_NAMES)}"
-            )
+    if not all(set(CACHE_NAMES).intersection(names_of_parameters(module)) for module in attentions):
+        raise NotImplementedError(f"{knows} passes caches by another name than {', '.join(CACHE_NAMES)}")
     if Version(transformers.__version__).release[:2] > Version(NEWEST).release:
-        warnings.warn(
-            f"{knows} is installed: compare a pass of the patched model with one of the unpatched model", stacklevel=3
-        )
+        warnings.warn(f"{knows} is installed: compare a pass with one of the unpatched model", stacklevel=3)
 
 
 def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str, nn.Module]) -> str:

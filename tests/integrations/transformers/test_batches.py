@@ -7,7 +7,8 @@ from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import batch as batches
 from fused_rope_attn.integrations.transformers import patch_model
-from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe, tokens_seen
+from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe
+from fused_rope_attn.integrations.transformers.caches import tokens_seen
 from tests.support.hf_models import attentions_of, make_model
 
 CAPACITY = 8

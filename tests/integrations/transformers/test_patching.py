@@ -144,9 +144,7 @@ def test_a_release_with_another_name_for_caches_is_refused(monkeypatch):
     forward = FunctionType(forward.__code__, vars(modeling_llama), "forward", forward.__defaults__)
     forward.__module__ = modeling_llama.__name__
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    with pytest.raises(
-        NotImplementedError, match="passes caches to LlamaAttention by another name than cache, past_key"
-    ):
+    with pytest.raises(NotImplementedError, match="passes caches by another name than cache, past_key_values"):
         patch_model(model)
     assert not is_patched(model)
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticLayer
 
-from fused_rope_attn.integrations.transformers import caches, patch_model
+from fused_rope_attn.integrations.transformers import caches, patch_model, unpatch_model
 from tests.support.hf_caches import CAPACITY, make_cache, parts
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -68,3 +68,21 @@ def test_a_static_cache_that_is_full():
         with pytest.raises(refusal, match=message):
             model(ids[:, CAPACITY:], past_key_values=past)
         patch_model(model)
+
+
+@pytest.mark.skipif(not getattr(StaticLayer, "is_croppable", False), reason="static caches are cropped from 5.24 on")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.no_grad()
+def test_a_static_cache_that_was_cropped(name):
+    """Assisted decoding takes refused tokens back. Their rows stay as they were, and must not be seen."""
+    model, ids, others = make_model(name), make_ids(2, 7), make_ids(2, 4, seed=2)
+    results = []
+    for patched in (unpatch_model, patch_model):
+        past = transformers.StaticCache(config=patched(model).config, max_cache_len=8)  # as long as the window
+        logits = [model(part, cache=past).logits for part in (ids[:, :4], others)]
+        past.crop(-4)
+        logits += [model(part, cache=past).logits for part in (ids[:, 4:6], ids[:, 6:])]
+        results.append(torch.cat(logits, 1))
+        assert int(past.get_seq_length()) == 7
+    assert_close(results[1], results[0], 1e-5)
+    assert_close(results[1][:, 8:], model(ids, use_cache=False).logits[:, 4:], 1e-5)
