@@ -13,6 +13,7 @@ KVCACHE = ATTENTION | {
     "position_ids": (TRANSFORMERS, "new token i has position cache_seqlens + i, in the cache and in the tables"),
     "cache_position": (TRANSFORMERS, "use cache_seqlens, the number of keys of every sequence before the call"),
     "past_key_values": (TRANSFORMERS, "pass its tensors as k_cache and v_cache"),
+    "cache": (TRANSFORMERS, "pass its tensors as k_cache and v_cache"),
     "seqused_k": (FLASH, "use cache_seqlens"),
     "block_tables": ("vLLM's", "use block_table"),
     "kv_lens": ("rope_attention's", "use cache_seqlens"),
