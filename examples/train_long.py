@@ -175,4 +175,5 @@ if rank == 0:
         print(f"wrote {args.out / f'train_long-{kind}.png'}")
     except ModuleNotFoundError as missing:
         print(f"no plot was written, since {missing.name} is not installed")
+dist.barrier()  # leave together: the first one that closes its connections could abort the others
 dist.destroy_process_group()
