@@ -1,6 +1,6 @@
 """Rows: their format, their files, and their text for the terminal and for the documents.
 
-A row is one JSON line with these fields; ``normalised`` brings those of earlier releases into this form.
+A row is one JSON line with these fields:
 
 - ``bench``, ``case``, ``shape``, ``groups``, and what the suite says of the case;
 - ``provider``, ``label``, ``role`` ("ours", "rival", "bare" or "ceiling", see ``suite.Provider``);
@@ -72,26 +72,13 @@ def read_lines(paths: Iterable[Path]) -> list[Row]:
             if not line.strip():
                 continue
             try:
-                row = normalised(json.loads(line))
+                row = json.loads(line)
                 key = tuple(row[name] for name in ("case", "shape", "provider", "pass", "mode", "gpu"))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
             latest.pop(key, None)
             latest[key] = row
     return list(latest.values())
-
-
-def normalised(row: Row) -> Row:
-    """Return a row of any release in the present form: ``role`` was ``ours``, ``rotates`` and ``bare``."""
-    if "role" not in row:
-        if row.get("ours", row["provider"].startswith("fused")):
-            role = "ours"
-        elif row["provider"] in ("copy", "read", "one"):
-            role = "ceiling"
-        else:
-            role = "bare" if row.get("bare") or not row.get("rotates", True) else "rival"
-        row = row | {"role": role}
-    return row | {"peak_mib": row["mib"]} if "mib" in row else row
 
 
 def read_runs(paths: Iterable[Path]) -> list[Row]:

@@ -73,9 +73,7 @@ def _groups(rows: list[Row], served: bool) -> dict[tuple[str, str], Group]:
     groups: dict[tuple[str, str], Group] = {}
     for row in timed(rows):
         if row["pass"].startswith("serve") is served:
-            # Rows of earlier releases have the name of the work only as their pass.
-            shape = row["shape"].removeprefix(f"{row['pass']} ")
-            groups.setdefault((row["case"], f"{row['pass']}, {shape}"), {})[row["provider"]] = row
+            groups.setdefault((row["case"], row["shape"].replace(" ", ", ", 1)), {})[row["provider"]] = row
     groups = {key: group for key, group in groups.items() if OURS in group}
     if not groups:
         raise ValueError("no rows of bench models with our own times")

@@ -39,16 +39,6 @@ def test_a_case_comes_from_one_run(tmp_path):
     }
 
 
-def test_rows_of_earlier_releases_get_a_role():
-    def role(**fields):
-        return report.normalised({"provider": "x", **fields})["role"]
-
-    assert role(ours=True) == "ours" and role(ours=False) == "rival" and role(provider="fused-balanced") == "ours"
-    assert role(ours=False, rotates=False) == role(ours=False, bare=True) == "bare"
-    assert role(provider="copy", ours=False) == "ceiling" and role(role="ours", ours=False) == "ours"
-    assert report.normalised({"role": "ours", "mib": 3.0})["peak_mib"] == 3.0
-
-
 def test_losses_are_printed_like_wins():
     text = summary(published())
     # Small-512, Small-1K, Llama7B-2K, Llama70B-1K beat the strongest separate pair; the other four lose.
