@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench import report
+from bench import plots, report
 from bench.environment import RESULTS, card, environment, shown
 from bench.names import words
 from bench.report import Row
@@ -155,18 +155,20 @@ def heading(facts: Row, out: Path) -> str:
 
 
 def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None) -> bool:
-    """Write the plots of a suite and name them; return whether there were any."""
+    """Write the plots of a mode, by default the first that was timed, and name them; return whether there were any."""
     assert suite.draw is not None
-    try:
-        files = suite.draw(rows, directory, mode)
-    except RuntimeError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return False
-    for file in files:
-        print(f"wrote {shown(file)}")
-    if not files:
-        print("bench: no timed rows to draw", file=sys.stderr)
-    return bool(files)
+    for found in (mode,) if mode else ("graph", "eager", "load"):
+        if chosen := report.timed(rows, mode=found):
+            try:
+                files = plots.save(suite.draw(chosen, found), directory, found)
+            except RuntimeError as error:
+                print(f"bench: {error}", file=sys.stderr)
+                return False
+            for file in files:
+                print(f"wrote {shown(file)}")
+            return bool(files)
+    print("bench: no timed rows to draw", file=sys.stderr)
+    return False
 
 
 def parser(suite: Suite) -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,7 +135,8 @@ class Suite:
     means all. provider_groups: names for several providers. passes: what ``--passes`` chooses from. modes: what
     ``--mode`` chooses from. arguments: adds options. adapt: changes the chosen cases and the options by the arguments.
     clock: makes the clock of a device and a mode. obstacle: why a case cannot be measured here. run: makes the run,
-    by default a ``runner.Run`` on one GPU. draw: writes plots.
+    by default a ``runner.Run`` on one GPU. draw: figures by name, of the
+    timed rows of one mode.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Suite:
     clock: Callable[[torch.device, Options], Any] = lambda device, options: timing.GpuClock(device)
     obstacle: Callable[[Any], str | None] = lambda case: None
     run: Callable[..., Any] | None = None
-    draw: Callable[[list[Row], Path, str | None], list[Path]] | None = None
+    draw: Callable[[list[Row], str], dict[str, Any]] | None = None
 
     def choose(self, text: str) -> list[Any]:
         """Return the cases that ``--cases`` asks for, as ``matching`` reads it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
+from typing import Any
 
-from bench.names import length_name
-from bench.plots import STYLE, pyplot, save
+from bench import plots
+from bench.plots import Series
 from bench.report import PASSES, Row, markdown, provenance, timed
 
 
@@ -36,30 +37,21 @@ def results(rows: list[Row]) -> str:
     )
 
 
-def draw(rows: list[Row], directory: Path, mode: str | None = None) -> list[Path]:
-    """Draw efficiency over the length: a panel for each kind and pass, a line for each number of ranks and provider."""
+_COLOURS = ("#e5383b", "#3f8fd6", "#2fae58", "#f2a33a", "#8e7cc3", "#17a2a2")
+
+
+def draw(rows: list[Row], mode: str) -> dict[str, Any]:
+    """Return ``context_parallel``: efficiency over the length, a line for each number of ranks and provider."""
     rows = [row for row in rows if "efficiency" in row]
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    if not kinds:
-        return []
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(2, len(kinds), figsize=(5 * len(kinds), 7), squeeze=False, sharey=True)
-        for i, part in enumerate(PASSES):
-            for axis, kind in zip(axes[i], kinds):
-                chosen = [r for r in rows if r["kind"] == kind and r["pass"] == part]
-                for label, shape in dict.fromkeys((r["label"], r["shape"]) for r in chosen):
-                    of = [r for r in chosen if (r["label"], r["shape"]) == (label, shape)]
-                    line = sorted((r["length"], 100 * r["efficiency"]) for r in of)
-                    axis.plot(*zip(*line), marker="o", label=f"{label}, {shape}")
-                lengths = sorted({r["length"] for r in chosen})
-                axis.set_xscale("log", base=2)
-                axis.set_xticks(lengths, [length_name(length) for length in lengths])
-                axis.axhline(100, color="#343a40", linewidth=1.2)
-                axis.set_title(f"{kind}, {PASSES[part]}")
-                axis.set_xlabel("tokens")
-                axis.legend()
-            axes[i][0].set_ylabel("% of one GPU's time / P")
-        figure.suptitle(f"One sequence over several GPUs: {rows[0]['gpu']}", fontsize=16, fontweight="bold")
-        figure.tight_layout()
-        return save({"context_parallel": figure}, directory, "eager")
+    who = list(dict.fromkeys((row["label"], row["shape"]) for row in rows))
+    panels = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for part, words in PASSES.items():
+            here = [row for row in rows if row["kind"] == kind and row["pass"] == part]
+            series = []
+            for colour, key in zip(itertools.cycle(_COLOURS), who):
+                found = [(r["length"], 100 * r["efficiency"]) for r in here if (r["label"], r["shape"]) == key]
+                series += [Series(", ".join(key), colour, found)] if found else []
+            panels[f"{kind}, {words}"] = series
+    title = f"One sequence over several GPUs: {rows[0]['gpu']}" if rows else ""
+    return {"context_parallel": plots.lines(panels, title, "% of one GPU's time / P", level=100)}

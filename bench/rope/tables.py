@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from bench.plots import STYLE, pyplot, save
-from bench.report import PASSES, Group, Row, faster, groups, markdown, provenance, timed
+from bench import plots
+from bench.plots import Series
+from bench.report import PASSES, Group, Row, faster, groups, markdown, provenance
 from bench.rope.providers import COPY, OURS, PROVIDERS
 from bench.timing import EVEN
 
@@ -73,46 +73,26 @@ def _block(found: dict[tuple[str, str, str, str], Group]) -> str:
 
 
 _COLOURS = {
-    OURS: "#d7263d",
     "liger": "#f2a33a",
-    "flash_attn": "#2a9d4b",
-    "compiled": "#56a3d9",
-    "hf": "#adb5bd",
-    COPY: "#343a40",
+    "flash_attn": "#2fae58",
+    "compiled": "#3f8fd6",
+    "hf": "#96a0a9",
+    COPY: "#8d6e63",
+    OURS: "#e5383b",
 }
 
 
-def draw(rows: list[Row], directory: Path, mode: str | None = None) -> list[Path]:
-    """Write ``rope_wide``: GB/s over the length."""
-    mode = mode or ("graph" if timed(rows, mode="graph") else "eager")
-    rows = timed(rows, mode=mode)
-    return save({"rope_wide": _wide(rows)}, directory, mode)
-
-
-def _wide(rows: list[Row]) -> Any:
+def draw(rows: list[Row], mode: str) -> dict[str, Any]:
+    """Return ``rope_wide``: GB/s over the length."""
     rows = [row for row in rows if "wide" in row["groups"]]
-    columns = list(dict.fromkeys((row["dtype"], row["style"]) for row in rows))
-    if not columns:
-        return None
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        size = (4.2 * max(2, len(columns)), 8.0)
-        figure, axes = plt.subplots(2, len(columns), figsize=size, squeeze=False, sharey=True, layout="constrained")
-        for line, part in enumerate(PASSES):
-            for (dtype, style), axis in zip(columns, axes[line]):
-                chosen = [r for r in rows if (r["dtype"], r["style"], r["pass"]) == (dtype, style, part)]
-                for name in (name for name in PROVIDERS if any(r["provider"] == name for r in chosen)):
-                    points = sorted((r["length"], r["gb_s"]) for r in chosen if r["provider"] == name)
-                    style_of = {"label": PROVIDERS[name].label, "color": _COLOURS[name]}
-                    style_of |= {"marker": "", "linestyle": "--"} if name == COPY else {"marker": "o"}
-                    style_of |= {"linewidth": 3.2, "zorder": 5} if name == OURS else {"linewidth": 1.8, "zorder": 3}
-                    axis.plot(*zip(*points), **style_of)
-                axis.set_title(f"{dtype}, {style}, {PASSES[part]}")
-                axis.set_ylim(bottom=0)
-                axis.set_xlabel("tokens")
-        for axis in axes[:, 0]:
-            axis.set_ylabel("GB/s")
-        handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6)
-        figure.suptitle(f"Rotation alone, 10 x 96 heads x 128: {rows[0]['gpu']}", fontsize=16, fontweight="bold")
-    return figure
+    panels = {}
+    for dtype, style in dict.fromkeys((row["dtype"], row["style"]) for row in rows):
+        for part, words in PASSES.items():
+            here = [r for r in rows if (r["dtype"], r["style"], r["pass"]) == (dtype, style, part)]
+            series = []
+            for name, colour in _COLOURS.items():
+                if points := [(row["length"], row["gb_s"]) for row in here if row["provider"] == name]:
+                    series.append(Series(PROVIDERS[name].label, colour, points, name == COPY, name == OURS))
+            panels[f"{dtype}, {style}, {words}"] = series
+    title = f"Rotation alone, 10 x 96 heads x 128: {rows[0]['gpu']}" if rows else ""
+    return {"rope_wide": plots.lines(panels, title, "GB/s")}

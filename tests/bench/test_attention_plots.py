@@ -1,29 +1,48 @@
-"""The plots of attention: which there are, and that losses show."""
+"""The plots of attention: which there are, that losses show, and that both light and dark pages can show them."""
 
 import matplotlib.image
+import pytest
+from matplotlib.colors import to_rgb
 
 from bench.attention import plots, providers
-from bench.plots import pyplot
+from bench.plots import lines, pyplot, ratios, save
+from bench.report import timed
 from tests.support.bench import attention_row, published
 
 
-def test_plots_are_written_with_one_colour_each(tmp_path):
-    files = plots.draw(published(), tmp_path)
-    assert {f.name for f in files} == {"speedup_all_fwd_graph.png"}
-    for file in files:
-        image = matplotlib.image.imread(file)
-        assert image.shape[:2] == (1095, 1950) and image[..., :3].std() > 0.05
+def _points(axis):
+    return sorted(tuple(points.get_offsets()[0]) for points in axis.collections if len(points.get_offsets()))
+
+
+def test_plots_are_written_without_a_background(tmp_path):
+    figures = plots.draw(published(), "graph")
+    (file,) = save(figures, tmp_path, "graph")
+    assert file.name == "speedup_all_graph.png"
+    image = matplotlib.image.imread(file)
+    assert image.shape[1:] == (1300, 4) and image[0, 0, 3] == 0 and image[..., 3].max() == 1
+    assert not any(plots.draw([], "graph").values()) and lines({"": []}, "", "") is ratios({}, "", "") is None
+
+
+def test_colours_can_be_seen_on_light_and_on_dark_pages():
+    """Relative luminance, for which 3 to 1 is the least contrast of graphics: of white 1.05, of #0d1117 0.056."""
+
+    def luminance(colour):
+        channels = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), channels))
+
     assert set(plots.COLOURS) == set(providers.table("plain"))
-    assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
-    assert plots.draw([], tmp_path / "empty") == []
+    for name, colour in plots.COLOURS.items():
+        on_light, on_dark = 1.05 / (luminance(colour) + 0.05), (luminance(colour) + 0.05) / 0.056
+        assert min(on_light, on_dark) > 1.8, name
 
 
-def test_speedup_bars_go_below_one():
-    figure = plots.speedup_bars(published(), "fwd", "graph")
-    bars = figure.axes[0].patches
-    heights = [bar.get_height() for bar in bars]
-    assert len(bars) == 8 * 3 and min(heights) < 0 < max(heights)
-    assert all((bar.get_hatch() == "//") == (bar.get_height() < -0.005) for bar in bars)
+def test_speedups_below_one_are_on_the_shaded_side():
+    figure = plots.speedups(published(), "graph")
+    axis = figure.axes[0]
+    values = [x for x, _ in _points(axis)]
+    assert len(values) == 8 * 3 and min(values) < 1 < max(values)
+    texts = {text.get_text(): text.get_color() for text in axis.texts}
+    assert texts["0.91"] == "#d7263d" and texts["1.93"] == plots.COLOURS["liger_fa4"]
     pyplot().close(figure)
 
 
@@ -44,3 +63,21 @@ def test_the_overview_shows_both_passes_and_no_stumps():
     pyplot().close(figure)
     assert plots.overview([row for row in rows if row["pass"] == "fwd"], "graph") is None
     assert plots.overview([row for row in rows if row["case"] == "Llama7B-2K"], "graph") is None
+
+
+def test_energy_is_next_to_time():
+    def row(case, provider, ms, mj):
+        load = {"mode": "load", "mj": mj, "mj_rounds": [0.99 * mj, mj, 1.01 * mj], "watts": mj / ms, "mhz": 1700}
+        return attention_row(case, provider, ms, **load)
+
+    rows = [row("Llama7B-2K", "fused", 0.15, 100.0), row("Llama7B-2K", "liger_fa4", 0.16, 110.0)]
+    rows += [row("Llama7B-2K", "bare_cudnn", 0.14, 80.0), row("Llama7B-4K", "fused", 0.5, 350.0)]
+    rows += [row("Llama7B-4K", "liger_fa4", 0.48, 300.0)]
+    figure = plots.draw(timed(rows), "load")["energy"]
+    time, energy = figure.axes[:2]
+    assert (time.get_title(), energy.get_title()) == ("forward, time", "forward, energy")
+    for axis, expected in ((time, [0.16 / 0.15, 0.14 / 0.15, 0.48 / 0.5]), (energy, [1.1, 0.8, 300 / 350])):
+        assert [x for x, _ in _points(axis)] == pytest.approx(sorted(expected))
+    assert [label.get_text() for label in time.get_yticklabels()] == ["Llama7B-2K", "Llama7B-4K"]
+    pyplot().close(figure)
+    assert plots.energy([row for row in rows if row["role"] == "ours"]) is plots.energy([]) is None

@@ -104,7 +104,7 @@ def test_text_names_who_was_not_timed():
 
 def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert draw([row for row in rows() if row["status"] == "missing"], tmp_path) == []
+    assert draw([row for row in rows() if row["status"] == "missing"], "eager") == {"context_parallel": None}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
     assert main(["cp", "plot", str(file), "--plot-dir", str(tmp_path)]) == 0

@@ -9,12 +9,11 @@ import torch
 
 from bench import __main__ as command
 from bench import load, report
-from bench.attention import cases, plots, providers
+from bench.attention import cases, providers
 from bench.attention import suite as attention
 from bench.attention.suite import ATTENTION, LOAD_USUAL
 from bench.load import Graph, Load, LoadClock, Loads, Nvml, Watch
-from bench.plots import pyplot
-from tests.support.bench import FACTS, TINY, attention_row, right, run, scripted
+from tests.support.bench import FACTS, TINY, right, run, scripted
 from tests.support.clocks import WallClock
 from tests.support.machine import Machine
 
@@ -226,7 +225,7 @@ def test_the_command_line_selects_and_measures(monkeypatch, tmp_path, capsys):
     assert {(row["provider"], row["pass"], row["mj"]) for row in rows} == {
         (name, part, 1200.0) for name in ("fused", "hf_sdpa") for part in ("fwd", "bwd")
     }
-    assert {path.name for path in figures.glob("*.png")} == {"energy_fwd_load.png", "energy_bwd_load.png"}
+    assert {path.name for path in figures.glob("*.png")} == {"energy_load.png"}
     out = capsys.readouterr().out
     assert "power limit 700 W" in out and "energy against the strongest rival: 2 not more, 0 more" in out
     assert command.main(["attention", "plot", str(file), "--plot-dir", str(tmp_path / "again")]) == 0
@@ -249,27 +248,3 @@ def test_what_can_be_asked_for(capsys):
     ):
         assert command.main([*options, *more]) == 2
         assert message in capsys.readouterr().err
-
-
-# The plot
-
-
-def test_the_plot_shows_time_above_energy():
-    def row(case, provider, ms, mj):
-        load = {"mode": "load", "mj": mj, "mj_rounds": [0.99 * mj, mj, 1.01 * mj], "watts": mj / ms, "mhz": 1700}
-        return attention_row(case, provider, ms, **load)
-
-    rows = [row("Llama7B-2K", "fused", 0.15, 100.0), row("Llama7B-2K", "liger_fa4", 0.16, 110.0)]
-    rows += [row("Llama7B-2K", "bare_cudnn", 0.14, 80.0), row("Llama7B-4K", "fused", 0.5, 350.0)]
-    rows += [row("Llama7B-4K", "liger_fa4", 0.48, 300.0)]
-    figure = plots.energy_bars(rows, "fwd")
-    above, below = figure.axes
-    assert (above.get_ylabel(), below.get_ylabel()) == ("their time / ours", "their energy / ours")
-    for axis, expected in ((above, [0.16 / 0.15, 0.14 / 0.15, 0.48 / 0.5]), (below, [1.1, 0.8, 300 / 350])):
-        assert sorted(1 + bar.get_height() for bar in axis.patches) == pytest.approx(sorted(expected))
-        assert all((bar.get_hatch() == "//") == (bar.get_height() < -0.005) for bar in axis.patches)
-    ticks = [label.get_text() for label in below.get_xticklabels()]
-    assert ticks == ["Llama7B-2K\n0.1500 ms\n100.0 mJ", "Llama7B-4K\n0.5000 ms\n350.0 mJ"]
-    pyplot().close(figure)
-    assert plots.energy_bars([row for row in rows if row["role"] == "ours"], "fwd") is None
-    assert plots.energy_bars([], "fwd") is None
