@@ -8,22 +8,24 @@ backward kernels can be combined, because their times add up. A person writes th
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bench import command
+from bench.attention import cases, providers
+from bench.attention.problem import AttentionTrial
+from bench.attention.suite import ATTENTION
+from bench.decode.pages import Run, Step
 from bench.decode.providers import COPY, OURS, RAW
 from bench.decode.providers import PROVIDERS as DECODE_PROVIDERS
-from bench.decode.suite import DECODE, DecodeTrial
-from bench.gate import Gate
+from bench.decode.suite import DECODE
 from bench.names import words
-from bench.suite import Entry, Options, Provider, Suite, Trial
-from fused_rope_attn import testing
+from bench.suite import Options
 from fused_rope_attn.attention import configs, problem
 from fused_rope_attn.attention.portable import configs as portable
 from fused_rope_attn.generation import configs as decode_configs
@@ -31,15 +33,13 @@ from fused_rope_attn.generation import planning
 from fused_rope_attn.runtime import device
 
 Config = configs.ForwardConfig | configs.BackwardConfig
-# Batch, query heads and length that represent a bucket; every one fills a large card.
-SHAPES = {"tiny": (4, 16, 512), "short": (4, 16, 1024), "medium": (2, 32, 4096), "long": (1, 32, 16384)}
 _SECTIONS = (0, 8 << 20, 24 << 20)
 PRESENT = "(table)"  # the configuration that the committed table has
 
 
 def main(argv: list[str]) -> int:
     """Tune. Exit status as of every suite."""
-    suites = {"attention": POINTS, "decode": SWEEP}
+    suites = {"attention": TILES, "decode": SWEEP}
     if not argv or argv[0] not in suites:
         return command.refuse("tune", f"takes {' or '.join(suites)} first; each has --help")
     return command.main(suites[argv[0]], argv[1:])
@@ -50,63 +50,7 @@ def arch_of(where: torch.device) -> str:
     return configs.family(device.arch(where)) or "interpreter"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate(Provider):
-    """A configuration as a provider. ``config`` is a ``Config``, or for generation (raw keys, text)."""
-
-    config: Any
-
-
 # Attention
-
-
-@dataclass(frozen=True)
-class Point:
-    """The key of a row of the portable table, with a shape to measure."""
-
-    part: str  # "fwd" or "bwd"
-    head_dim: int
-    causal: bool
-    bucket: str
-    gqa: bool
-    strategy: str
-    dtype: torch.dtype
-
-    @property
-    def case(self) -> testing.Case:
-        batch, heads, length = SHAPES[self.bucket]
-        heads_kv = heads // 4 if self.gqa else heads
-        return testing.Case(batch, heads, heads_kv, length, length, self.head_dim, causal=self.causal, dtype=self.dtype)
-
-    @property
-    def name(self) -> str:
-        return f"{self.part}-{self.strategy}-{self.bucket}"
-
-    @property
-    def shape(self) -> str:
-        return self.case.name
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        gqa, causal = "gqa" if self.gqa else "mha", "causal" if self.causal else "full"
-        return (self.part, self.strategy, self.bucket, f"d{self.head_dim}", gqa, causal)
-
-    def present(self, arch: str) -> Config:
-        """Return what the committed table holds."""
-        find = portable.forward if self.part == "fwd" else portable.backward
-        return find(arch, self.dtype.itemsize, self.head_dim, self.strategy, self.causal, self.bucket, self.gqa)
-
-
-def candidate(config: Config, present: Config) -> Candidate:
-    """Return a configuration as a provider, like ``128x64 w8 s3 tma 8MB`` (backward: dkdv tile / dq tile)."""
-    tiles = [config.tile] if isinstance(config, configs.ForwardConfig) else [config.dkdv, config.dq]
-    text = " / ".join(
-        f"{t.block_m}x{t.block_n} w{t.num_warps} s{t.num_stages}" + (f" r{t.max_registers}" if t.max_registers else "")
-        for t in tiles
-    )
-    text += " tma" * config.tma + (f" {config.section_bytes >> 20}MB" if config.section_bytes else "")
-    label = f"{text} {PRESENT}" if config == present else text
-    return Candidate(label, label, "ours" if config == present else "rival", config=config)
 
 
 def tile_grid(head_dim: int, element_size: int, kernel: str) -> Iterator[configs.Tile]:
@@ -129,94 +73,100 @@ def tile_grid(head_dim: int, element_size: int, kernel: str) -> Iterator[configs
             yield configs.Tile(block_m, block_n, warps, stages, 128)  # two blocks a multiprocessor
 
 
-def kernels(point: Point) -> tuple[str, ...]:
-    """Return the tiles that a configuration of this pass holds."""
-    return ("tile",) if point.part == "fwd" else ("dkdv", "dq")
+def grid(case: cases.BenchCase, arch: str) -> list[dict[str, Config]]:
+    """Return configurations of both passes, which differ in the pass and for the strategy of the case's groups.
+
+    First what the committed table holds, then those with another size of sections, tile of one kernel, or TMA.
+    """
+    c, (part, strategy) = case.case, case.groups[-2:]
+    key = arch, c.dtype.itemsize, c.head_dim, strategy, c.causal, configs.bucket(c.len_k), c.heads_q != c.heads_kv
+    present = {"fwd": portable.forward(*key), "bwd": portable.backward(*key)}
+    changes: list[dict[str, Any]] = [{}, *({"section_bytes": size} for size in _SECTIONS)]
+    for kernel in ("tile",) if part == "fwd" else ("dkdv", "dq"):
+        for tile in tile_grid(c.head_dim, c.dtype.itemsize, kernel):
+            changes.append({kernel: tile, "tma": False})
+            if strategy == "prepass" and arch in ("sm_90", "sm_100", "sm_120"):
+                changes.append({kernel: tile, "tma": True})
+    found = dict.fromkeys(replace(present[part], **change) for change in changes)
+    return [present | {part: config} for config in found]
 
 
-def grid(point: Point, arch: str) -> list[Config]:
-    """Return the present configuration first, then those with another tile of one kernel, TMA, or size of sections."""
-    present = point.present(arch)
-    tma = (False, True) if point.strategy == "prepass" and arch in ("sm_90", "sm_100", "sm_120") else (False,)
-    found = [
-        replace(present, **{kernel: tile}, tma=flag)
-        for kernel in kernels(point)
-        for tile in tile_grid(point.head_dim, point.dtype.itemsize, kernel)
-        for flag in tma
-    ]
-    sections = [replace(present, section_bytes=size) for size in _SECTIONS]
-    return list(dict.fromkeys([present, *sections, *found]))
+class _Configured(torch.autograd.Function):
+    """Attention by the portable kernels with given configurations."""
 
-
-class PointTrial(Trial):
-    """One point; its providers are candidates."""
-
-    case: Point
-    default_modes = ("eager",)
-
-    def __init__(self, case: Point, providers: Sequence[Candidate], clock: Any, options: Options) -> None:
-        super().__init__(case, providers, clock, options)
-        c = case.case
-        self._inputs = testing.make_inputs(c, clock.device)
-        self._gate = Gate(c, self._inputs)
-        self._tensors = problem.Tensors(*self._inputs[:5])
-        options_ = {"softmax_scale": c.scale, "rotary_dim": c.rotary, "interleaved": c.interleaved}
-        self._problem = problem.describe(self._tensors, causal=c.causal, **options_).for_launch()
-        if case.part == "bwd":
-            self._o, self._lse = self._forward(replace(case, part="fwd").present(arch_of(clock.device)))
-
-    def _forward(self, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, given: providers.Given, by_pass: dict[str, Any]) -> torch.Tensor:
         from fused_rope_attn.attention.portable.forward import ForwardCall
 
-        return ForwardCall(self._problem, self._tensors, config)(self._tensors)[:2]
+        case, tensors = given.case, problem.Tensors(q, k, v, *given.tables)
+        options = {"softmax_scale": case.scale, "rotary_dim": case.rotary, "interleaved": case.interleaved}
+        ctx.problem = problem.describe(tensors, causal=case.causal, **options).for_launch()
+        ctx.config = by_pass["bwd"]
+        o, lse = ForwardCall(ctx.problem, tensors, by_pass["fwd"])(tensors)[:2]
+        ctx.save_for_backward(o, lse, *tensors[:5])
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> Any:
+        from fused_rope_attn.attention.portable.backward import backward_call
+
+        o, lse, *tensors = ctx.saved_tensors
+        given = (do, o, lse, *problem.Tensors(*tensors))
+        return (*backward_call(ctx.problem, given, ctx.config)(given)[:3], None, None)
+
+
+def named(config: Config) -> str:
+    """Return a name like ``128x64 w8 s3 tma 8MB`` (backward: dkdv tile / dq tile)."""
+    tiles = [config.tile] if isinstance(config, configs.ForwardConfig) else [config.dkdv, config.dq]
+    text = " / ".join(
+        f"{t.block_m}x{t.block_n} w{t.num_warps} s{t.num_stages}" + (f" r{t.max_registers}" if t.max_registers else "")
+        for t in tiles
+    )
+    return text + " tma" * config.tma + (f" {config.section_bytes >> 20}MB" if config.section_bytes else "")
+
+
+def candidates(case: cases.BenchCase) -> dict[str, providers.AttentionProvider]:
+    """Return the configurations of a case as providers, that of the table as ours."""
+    found: dict[str, providers.AttentionProvider] = {}
+    for by_pass in grid(case, arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))):
+        name = named(by_pass[case.groups[-2]]) + ("" if found else f" {PRESENT}")
+        role = "rival" if found else "ours"
+        found[name] = providers.AttentionProvider(name, name, role, run=functools.partial(_run, by_pass))
+    return found
+
+
+def _run(by_pass: dict[str, Config], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: providers.Given) -> Any:
+    return _Configured.apply(q, k, v, given, by_pass)
+
+
+class TilesTrial(AttentionTrial):
+    """One pass of one case, by one strategy, as CUDA graphs: calls are prepared anew each time."""
+
+    def modes(self) -> tuple[str, ...]:
+        return ("graph",)
 
     def default_passes(self, mode: str) -> tuple[str, ...]:
-        return (self.case.part,)
-
-    def call(self, config: Config) -> Callable[[], Any]:
-        """Return the function that is timed."""
-        from fused_rope_attn.attention.portable.backward import backward_call
-        from fused_rope_attn.attention.portable.forward import ForwardCall
-
-        if self.case.part == "fwd":
-            forward = ForwardCall(self._problem, self._tensors, config)
-            return lambda: forward(self._tensors)[:2]
-        given = (self._inputs.do, self._o, self._lse, *self._tensors)
-        backward = backward_call(self._problem, given, config)
-        return lambda: backward(given)[:3]
-
-    def enter(self, provider: Candidate) -> Entry:
-        call = self.call(provider.config)
-        names = ("o",) if self.case.part == "fwd" else ("dq", "dk", "dv")
-        verdict = self._gate.judge(dict(zip(names, call())))
-        facts = verdict.fields() | {"config": asdict(provider.config)}
-        return Entry(provider, verdict, lambda part: call, facts)
+        return (self.case.groups[-2],)
 
 
-def points() -> Iterator[Point]:
-    """Yield every point of the tables."""
-    heads = (64, 128, 256), (True, False), SHAPES, (False, True), ("prepass", "inline"), (torch.bfloat16, torch.float32)
-    for axes in itertools.product(("fwd", "bwd"), *heads):
-        yield Point(*axes)
-
-
-def point_table(point: Point) -> dict[str, Candidate]:
-    """Return the candidates of a point by name."""
-    arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    found = [candidate(config, point.present(arch)) for config in grid(point, arch)]
-    return {each.name: each for each in found}
-
-
-POINTS = Suite(
+TILES = replace(
+    ATTENTION,
     name="tune attention",
     description="Time configurations of the portable attention kernels.",
-    cases=tuple(points()),
-    trial=PointTrial,
-    table=point_table,
-    default_cases="causal+mha+d64+bf16,causal+mha+d128+bf16",
+    cases=tuple(
+        replace(case, name=f"{case.name}-{part}-{strategy}", groups=(*case.groups, part, strategy))
+        for case in cases.PLAIN
+        for part in ("fwd", "bwd")
+        for strategy in ("prepass", "inline")
+    ),
+    trial=TilesTrial,
+    table=candidates,
+    default_cases="table+prepass",
+    provider_groups={},
     passes=("fwd",),
-    modes=("eager",),
+    modes=("graph",),
     round_ms=5.0,
+    draw=None,
 )
 
 
@@ -245,39 +195,31 @@ def decode_config(text: str, base: decode_configs.DecodeConfig) -> decode_config
         raise ValueError(f"a configuration looks like 64x4x4x2, 64x4x4x3r168 or 64x4x4x2l4, not {text!r}") from None
 
 
-class SweepTrial(DecodeTrial):
-    """One case of a step of generation; providers are candidates, and the copy as the ceiling."""
-
-    def unsupported(self, provider: Any) -> str | None:
-        return None
-
-    def enter(self, provider: Any) -> Entry:
-        if not isinstance(provider, Candidate):
-            return super().enter(provider)
-        raw, text = provider.config
-        arch = configs.family(device.arch(self.clock.device))
-        present = decode_configs.decode(arch, self.case.dtype.itemsize, self.case.head_dim, not raw)
-        config = present if text == PRESENT else decode_config(text, present)
-
-        @contextmanager
-        def active() -> Iterator[None]:
-            with torch.no_grad(), planning.configured(config):
-                yield
-
-        with active():
-            entry = super().enter(DECODE_PROVIDERS[RAW if raw else OURS])
-        facts = entry.facts | {"raw": raw, "config": asdict(config)}
-        return replace(entry, provider=provider, facts=facts, active=active)
-
-
-def candidates(texts: Sequence[str], raw: bool) -> dict[str, Any]:
+def steps(texts: Sequence[str], raw: bool) -> dict[str, Any]:
     """Return configurations of the generation kernel as providers, that of the table first, and the copy."""
-    found: dict[str, Any] = {}
-    for text in dict.fromkeys((PRESENT, *texts)):
-        if text != PRESENT:
-            decode_config(text, decode_configs.decode("sm_90", 2, 128, True))  # raises for a wrong text
-        found[text] = Candidate(text, text, "ours" if text == PRESENT else "rival", config=(raw, text))
+    ours = DECODE_PROVIDERS[RAW if raw else OURS]
+    found: dict[str, Any] = {PRESENT: replace(ours, name=PRESENT, label=PRESENT)}
+    for text in texts:
+        decode_config(text, decode_configs.decode("sm_90", 2, 128, True))  # raises for a wrong text
+        found[text] = replace(ours, name=text, label=text, role="rival", make=_configured(ours.make, text, raw))
     return found | {COPY: DECODE_PROVIDERS[COPY]}
+
+
+def _configured(make: Callable[[Step], Run], text: str, raw: bool) -> Callable[[Step], Run]:
+    """Return what makes the step with another configuration."""
+
+    def configured(step: Step) -> Run:
+        arch, run = arch_of(step.q.device), make(step)
+        present = decode_configs.decode(arch, step.q.element_size(), step.q.shape[3], not raw)
+        config = decode_config(text, present)
+
+        def step_once() -> torch.Tensor:
+            with planning.configured(config):
+                return run()
+
+        return step_once
+
+    return configured
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -291,7 +233,7 @@ _chosen: dict[str, Any] = {}  # the providers of the command that runs
 def _sweep_adapt(cases: list[Any], options: Options, args: argparse.Namespace) -> list[Any]:
     options.modes = options.modes or ("graph",)
     _chosen.clear()
-    _chosen.update(candidates(words(args.configs), args.raw))
+    _chosen.update(steps(words(args.configs), args.raw))
     return cases
 
 
@@ -299,7 +241,6 @@ SWEEP = replace(
     DECODE,
     name="tune decode",
     description="Time configurations of the generation kernel.",
-    trial=SweepTrial,
     table=lambda case: _chosen,
     always=(),
     arguments=_sweep_arguments,

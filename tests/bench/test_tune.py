@@ -1,6 +1,5 @@
 """``python -m bench tune`` without a GPU: its points, its candidates, and their gate."""
 
-import dataclasses
 import os
 
 import pytest
@@ -8,16 +7,16 @@ import torch
 
 from bench import tune
 from bench.__main__ import main
-from bench.tune import POINTS, SHAPES, Point, PointTrial, candidate, grid, tile_grid
+from bench.attention import cases
+from bench.tune import PRESENT, TILES, candidates, grid, tile_grid
 from fused_rope_attn import testing
-from fused_rope_attn.attention import configs
 from tests.support.bench import run
 from tests.support.clocks import WallClock
 
 
-def _point(part="fwd", **other):
-    point = Point(part, 32, True, "tiny", True, "prepass", torch.float16)
-    return dataclasses.replace(point, **other)
+def _case(part="fwd", strategy="prepass", length=64, head_dim=32, dtype=torch.float16):
+    case = testing.Case(1, 4, 2, length, length, head_dim, causal=True, dtype=dtype)
+    return cases.BenchCase("Tiny", "Tiny", (part, strategy), case)
 
 
 @pytest.mark.parametrize("kernel", ["tile", "dkdv", "dq"])
@@ -30,60 +29,45 @@ def test_there_are_tiles_to_try(head_dim, element_size, kernel):
 
 def test_candidates_begin_with_the_present_configuration():
     for part in ("fwd", "bwd"):
-        point = _point(part, head_dim=128, bucket="medium")
-        tried = grid(point, "sm_90")
-        assert tried[0] == point.present("sm_90") and len(set(tried)) == len(tried)
-        assert {config.tma for config in tried} == {False, True}
+        tried = [by_pass[part] for by_pass in grid(_case(part, head_dim=128, length=4096), "sm_90")]
+        assert len(set(tried)) == len(tried) and {config.tma for config in tried} == {False, True}
         assert {config.section_bytes for config in tried} >= {0, 8 << 20, 24 << 20}
-        inline = dataclasses.replace(point, strategy="inline")
-        assert not any(config.tma for config in grid(inline, "sm_90")[1:])
-        names = [candidate(config, tried[0]).name for config in tried]
-        assert names[0].endswith("(table)") and len(set(names)) == len(names)
+        inline = grid(_case(part, "inline", head_dim=128, length=4096), "sm_90")
+        assert not any(by_pass[part].tma for by_pass in inline[1:])
+        found = candidates(_case(part))
+        assert [name.endswith(PRESENT) for name in found] == [True, *[False] * (len(found) - 1)]
+        assert [provider.ours for provider in found.values()] == [True, *[False] * (len(found) - 1)]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs the kernels in Triton's interpreter")
 @pytest.mark.parametrize("part", ["fwd", "bwd"])
 def test_candidates_are_gated_and_timed(part, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", (1, 4, 33))
     monkeypatch.setattr(WallClock, "calls_for", lambda self, fn, round_ms: 1)
-    point = _point(part)
-    present = point.present("interpreter")
-    tile = configs.Tile(32, 32, 1, 1)
-    others = [dataclasses.replace(present, **{kernel: tile}) for kernel in tune.kernels(point)]
-    people = [candidate(config, present) for config in (present, *others)]
-    rows, _ = run(POINTS, point, providers=people, rounds=1)
-    assert [row["status"] for row in rows] == ["ok"] * len(people) and {row["pass"] for row in rows} == {part}
-    assert [row["role"] for row in rows] == ["ours", *["rival"] * len(others)]
-    assert rows[1]["config"][tune.kernels(point)[0]]["block_m"] == 32
+    people = list(candidates(_case(part, length=33)).values())
+    rows, _ = run(TILES, _case(part, length=33), providers=[people[0], people[-1]], rounds=1)
+    assert [row["status"] for row in rows] == ["ok"] * 2 and {row["pass"] for row in rows} == {part}
+    assert [row["role"] for row in rows] == ["ours", "rival"] and {row["mode"] for row in rows} == {"graph"}
 
 
 def test_a_candidate_that_breaks_or_lies_is_refused(monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", (1, 4, 64))
-    point = _point()
-    reference = testing.run_reference(testing.make_inputs(point.case), point.case)
+    def attend(by_pass, q, k, v, given):
+        stages = by_pass["fwd"].tile.num_stages
+        if stages == 3:
+            raise RuntimeError("out of resource: shared memory, Required: 300000")
+        return q * float(stages) + 0 * (k.sum() + v.sum())
 
-    def call(self, config):
-        if config.tile.num_stages == 3:
-            error = RuntimeError("out of resource: shared memory, Required: 300000")
-            return lambda: (_ for _ in ()).throw(error)
-        factor = 2.0 if config.tile.num_stages == 2 else 1.0
-        return lambda: (reference.o * factor, reference.lse)
-
-    monkeypatch.setattr(PointTrial, "call", call)
-    present = point.present("interpreter")
-    tried = [dataclasses.replace(present, tile=configs.Tile(32, 32, 1, stages)) for stages in (1, 2, 3)]
-    rows, _ = run(POINTS, point, providers=[candidate(config, present) for config in tried], rounds=1)
-    assert {row["provider"][-2:]: row["status"] for row in rows} == {"s1": "ok", "s2": "failed", "s3": "error"}
+    monkeypatch.setattr(tune, "_run", attend)
+    people = [each for each in candidates(_case()).values() if each.name[-2:] in ("s2", "s3")]
+    rows, _ = run(TILES, _case(), providers=people, rounds=1)
+    assert {row["provider"][-2:]: row["status"] for row in rows} == {"s2": "failed", "s3": "error"}
 
 
-def test_points(capsys):
-    chosen = POINTS.choose("causal+d128+medium+bf16,causal+d128+long+bf16")
-    assert len(chosen) == len(set(chosen)) == 2 * 2 * 2 * 2
-    assert {p.case.len_q for p in chosen} == {4096, 16384}
-    assert {(p.case.heads_q, p.case.heads_kv) for p in chosen} == {(32, 32), (32, 8)}
-    assert all(configs.bucket(point.case.len_q) == point.bucket for point in chosen)
-    assert main(["tune", "attention", "--dry-run", "--cases", "fwd+prepass+tiny+d64+causal+mha+bf16"]) == 0
-    assert "(table)" in capsys.readouterr().out
+def test_cases(capsys):
+    chosen = TILES.choose("gqa,d256+inline")
+    assert len(chosen) == 2 * 4 + 2 * 2 and {case.groups[-2] for case in chosen} == {"fwd", "bwd"}
+    assert main(["tune", "attention", "--dry-run", "--cases", "Small-1K+fwd+prepass", "--dtype", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert PRESENT in out and "causal fp32" in out
 
 
 def test_tune_needs_a_gpu(capsys, monkeypatch):
