@@ -21,7 +21,7 @@ from typing import NamedTuple
 from bench.command import refuse
 from bench.environment import shown
 from bench.names import words
-from bench.report import TIMED, Row, read_runs, table
+from bench.report import TIMED, Row, provenance, read_runs, table
 from bench.timing import quantile
 
 # Figure -> the field with its value in every round; a figure without rounds has no noise. Less is better.
@@ -31,9 +31,9 @@ _UNITS = {"ms": "ms", "mj": "mJ", "peak_mib": "MiB"}
 CERTAIN = 3.0
 # Fewer rivals than this say nothing about the noise between two processes.
 _ENOUGH = 4
-# For the normal distribution: the standard error of a median over that of a mean, and the standard deviation over two
-# measures of spread, the median distance from the centre and half of the distance from p20 to p80.
-_OF_MEDIAN, _OF_MAD, _OF_P80 = 1.2533, 1.4826, 1 / 0.8416
+# For the normal distribution: the standard error of a median over that of a mean, and the standard deviation over the
+# median distance from the centre.
+_OF_MEDIAN, _OF_MAD = 1.2533, 1.4826
 
 
 class Key(NamedTuple):
@@ -99,16 +99,14 @@ def _has(row: Row | None, figure: str) -> bool:
 
 def _rows(path: Path) -> list[Row]:
     """Return rows as suites write them; bring those of ``tools.compare_checkouts`` into that form."""
-    with path.open(encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), "{}")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     try:
-        of_checkouts = {"part", "environment"} <= set(json.loads(first))
+        of_checkouts = bool(lines) and {"part", "environment"} <= set(json.loads(lines[0]))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no result rows: {error}") from None
     if not of_checkouts:
         return [row for row in read_runs([path]) if "status" in row]
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [row for line in lines if line.strip() for row in _checkout_rows(json.loads(line))]
+    return [row for line in lines for row in _checkout_rows(json.loads(line))]
 
 
 def _checkout_rows(row: Row) -> Iterator[Row]:
@@ -117,51 +115,35 @@ def _checkout_rows(row: Row) -> Iterator[Row]:
     unit = {"ms": 1.0, "us": 1e-3}[row["unit"]]
     for provider in ("before", "after"):
         found = {"case": row["case"], "provider": provider, "role": "ours", "pass": part, "mode": host or "graph"}
-        found |= row["environment"]
-        if "error" in row:
-            yield found | {"status": "failed", "detail": row["error"]}
-        else:
-            rounds = [unit * value for value in row[provider]]
-            yield found | {"status": "ok", "rounds": rounds, "ms": quantile(rounds, 0.5)}
+        rounds = [unit * value for value in row.get(provider, ())]
+        timed = {"status": "ok", "rounds": rounds, "ms": quantile(rounds, 0.5)} if rounds else {}
+        yield row["environment"] | found | (timed or {"status": "failed", "detail": row["error"]})
 
 
 # Noise
 
 
 def within_noise(row: Row, figure: str = "ms") -> float:
-    """Return the standard error of the logarithm of a median, from the rounds of one process.
-
-    From the quantiles of the samples where there is one round, because samples of one round share its clock; 0 where
-    there is neither.
-    """
-    rounds = row.get(FIGURES[figure] or "") or ()
-    if len(rounds) > 1:
-        logs = [math.log(value) for value in rounds]
-        return _OF_MEDIAN * statistics.stdev(logs) / math.sqrt(len(logs))
-    if figure == "ms" and "p20" in row:
-        return 0.5 * _OF_P80 * math.log(row["p80"] / row["p20"])
-    return 0.0
+    """Return the standard error of the logarithm of a median, from the rounds of one process; 0 without rounds."""
+    logs = [math.log(value) for value in row.get(FIGURES[figure] or "") or ()]
+    return _OF_MEDIAN * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
 
 
 def _between(pairs: list[tuple[Key, Row, Row]]) -> dict[tuple[str, str, str], float]:
-    """Return (pass, mode, figure) -> the standard deviation of the ratios of rivals around 1."""
+    """Return (pass, mode, figure) -> the standard deviation of the ratios of rivals around 1, 0 with too few rivals."""
     distances: dict[tuple[str, str, str], list[float]] = {}
     for key, one, other in pairs:
+        of = distances.setdefault(key[4:], [])
         if one["role"] != "ours" and FIGURES[key.figure]:
-            distance = abs(math.log(other[key.figure] / one[key.figure]))
-            distances.setdefault(key[4:], []).append(distance)
-    return {of: _OF_MAD * quantile(found, 0.5) for of, found in distances.items() if len(found) >= _ENOUGH}
+            of.append(abs(math.log(other[key.figure] / one[key.figure])))
+    return {of: _OF_MAD * quantile(found, 0.5) if len(found) >= _ENOUGH else 0.0 for of, found in distances.items()}
 
 
 def _over(row: Row, yardstick: Row, figure: str) -> Row:
     """Divide one measurement by another of the same process, round by round, so that a shared drift cancels."""
     name = FIGURES[figure] or ""
-    both = row.get(name) or (), yardstick.get(name) or ()
-    rounds = [x / y for x, y in zip(*both)] if len(both[0]) == len(both[1]) else []
-    found = row | {name: rounds, figure: quantile(rounds, 0.5) if rounds else row[figure] / yardstick[figure]}
-    if "p20" in row and "p20" in yardstick:
-        found |= {"p20": row["p20"] / yardstick["p80"], "p80": row["p80"] / yardstick["p20"]}
-    return found
+    rounds = [x / y for x, y in zip(row.get(name) or (), yardstick.get(name) or ())]
+    return row | {name: rounds, figure: quantile(rounds, 0.5) if rounds else row[figure] / yardstick[figure]}
 
 
 def moves(a: File, b: File, yardstick: str | None = None) -> list[Move]:
@@ -194,7 +176,7 @@ def moves(a: File, b: File, yardstick: str | None = None) -> list[Move]:
     found = []
     for key, one, other in pairs:
         within = within_noise(one, key.figure), within_noise(other, key.figure)
-        noise = math.hypot(*within, between.get(key[4:], 0.0))
+        noise = math.hypot(*within, between[key[4:]])
         ratio = other[key.figure] / one[key.figure]
         found.append(Move(key, one["role"] == "ours", a[key][key.figure], b[key][key.figure], ratio, noise))
     return sorted(found, key=lambda move: -move.ratio)
@@ -236,9 +218,11 @@ def main(argv: list[str]) -> int:
         names = dict.fromkeys(part for move in every for part in move.key if part)
         return refuse("compare", f"--only {args.only} leaves nothing; it takes {', '.join(names)}")
     moved = [move for move in chosen if move.verdict(args.threshold)]
+    blocks = [f"{name}: {shown(path)}: {_facts(file)}" for name, path, file in (("A", args.a, a), ("B", args.b, b))]
+    if args.yardstick:
+        blocks.append(f"B / A is of figures over those of {args.yardstick}")
+    blocks += [_table(chosen if args.all else moved, args.threshold), _counts(chosen, args.threshold)]
     gone, won = ({key: why for key, why in keys.items() if wanted(key)} for keys in (lost(a, b), lost(b, a)))
-    blocks = [_heading(a, b, args), _table(chosen if args.all else moved, args.threshold)]
-    blocks += [_counts(chosen, args.threshold), _blindness(every)]
     blocks += [_listed("Measured in A, not in B", gone), _listed("Measured in B, not in A", won)]
     print("\n\n".join(filter(None, blocks)))
     failed = any(why and a[key]["role"] == "ours" for key, why in gone.items())
@@ -250,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
         "python -m bench compare",
         description="Say what moved between two files of rows of the same suite, and by how much more than noise. Rows "
         "are matched by case, shape, dtype, provider, pass and mode. The noise is that of the rounds within each file, "
-        "and what the rivals, whose code is the same in both, moved by from one file to the other.",
+        f"and where there are {_ENOUGH} rivals what they moved by, because their code is the same in both.",
         epilog="Exit status: 0 nothing of ours got worse, 1 something did or fails now, 2 cannot compare.",
     )
     add = parser.add_argument
@@ -266,27 +250,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _heading(a: File, b: File, args: argparse.Namespace) -> str:
-    """Name the files, and what differs between their machines and versions."""
-    lines = [f"A: {shown(args.a)}", f"B: {shown(args.b)}"]
-    one, other = _facts(a), _facts(b)
-    for name in dict.fromkeys((*one, *other)):
-        texts = [" and ".join(sorted(found.get(name, ["none"]))) for found in (one, other)]
-        lines.append(f"{name}: {texts[0]}" if texts[0] == texts[1] else f"{name}: {texts[0]} in A, {texts[1]} in B")
-    if args.yardstick:
-        lines.append(f"B / A is of figures over those of {args.yardstick}")
-    return "\n".join(lines)
-
-
-def _facts(file: File) -> dict[str, set[str]]:
-    """Return every value that the rows have of a fact of the machine."""
-    facts: dict[str, set[str]] = {}
-    for row in file.values():
-        found = {name: row.get(name) for name in ("gpu", "driver", "torch", "triton", "cudnn", "commit")}
-        for name, value in {**found, "date": str(row.get("date", ""))[:10], **(row.get("packages") or {})}.items():
-            if value:
-                facts.setdefault(name, set()).add(str(value))
-    return facts
+def _facts(file: File) -> str:
+    """Return machine, versions, dates and commits of a file, with the packages of all its rows."""
+    rows = list(file.values())
+    packages = dict.fromkeys(name for row in rows for name in row.get("packages") or ())
+    return provenance(rows, "cuDNN", *packages)
 
 
 def _table(found: list[Move], threshold: float) -> str:
@@ -303,23 +271,12 @@ def _table(found: list[Move], threshold: float) -> str:
 
 
 def _counts(found: list[Move], threshold: float) -> str:
-    def count(ours: bool) -> str:
-        verdicts = [move.verdict(threshold) for move in found if move.ours == ours]
-        worse, better = verdicts.count("worse"), verdicts.count("better")
-        return f"{worse} worse, {better} better, {len(verdicts) - worse - better} unmoved"
-
+    counts = {mine: Counter(move.verdict(threshold) for move in found if move.ours == mine) for mine in (True, False)}
+    ours, others = (f"{n['worse']} worse, {n['better']} better, {n['']} unmoved" for n in counts.values())
     return (
-        f"Ours: {count(True)}. Others: {count(False)}. Moved is what differs by more than {threshold:.1%} and by more "
-        f"than {CERTAIN:g} times its noise."
+        f"Ours: {ours}. Others: {others}. Moved is what differs by more than {threshold:.1%} and by more than "
+        f"{CERTAIN:g} times its noise."
     )
-
-
-def _blindness(found: list[Move]) -> str:
-    """Name the passes and modes at which too few rivals say what is noise from one run to the next."""
-    rivals = Counter(move.key[4:] for move in found if not move.ours)
-    few = dict.fromkeys(move.key[4:] for move in found if FIGURES[move.key.figure] and rivals[move.key[4:]] < _ENOUGH)
-    where = ", ".join(" ".join(filter(None, key)) for key in few)
-    return f"Too few rivals say what is noise between runs; it is that of the rounds alone at {where}." if few else ""
 
 
 def _listed(title: str, keys: dict[Key, str]) -> str:

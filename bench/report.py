@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,38 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 def three_digits(value: float) -> str:
     """Return three significant digits: 0.0133, 0.440, 16.4, 114."""
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:.0f}"
+
+
+def by_case(rows: Iterable[Row], mode: str, mine: str) -> dict[tuple[str, str], list[Group]]:
+    """Return (case, shape) -> the groups of its passes, in the order of ``PASSES``, where ours was timed."""
+    found: dict[tuple[str, str], list[Group]] = {}
+    for (case, shape, part, _), group in sorted(groups(rows, mode).items(), key=lambda item: item[0][2] == "bwd"):
+        if mine in group and part in PASSES:
+            found.setdefault((case, shape), []).append(group)
+    order = list(dict.fromkeys(key[:2] for key in groups(rows, mode)))
+    return {key: found[key] for key in order if key in found}
+
+
+def both(passes: list[Group], name: str, text: Callable[[Row], str]) -> str:
+    """Return a cell with one text for each pass in which a provider was timed: ``1.03 / 4.00``."""
+    return " / ".join(text(group[name]) for group in passes if name in group)
+
+
+def times_ours(passes: list[Group], name: str, mine: str) -> str:
+    """Return the time of a provider over ours in each pass: ``1.20 / 0.98×``, with ~ where it is loose."""
+    found = [group for group in passes if name in group]
+    cell = " / ".join(f"{faster(group[name], group[mine]):.2f}" for group in found)
+    return cell + "×" * bool(cell) + mark(*(group[name] for group in found))
+
+
+def mark(*rows: Row) -> str:
+    """Return " ~" where one of the rows is outside the tolerance that ours is held to."""
+    return " ~" * any(row["status"] == "loose" for row in rows)
+
+
+def legend(rows: Iterable[Row]) -> str:
+    """Return the sentence that explains the mark, where a row has it."""
+    return "~: outside the tolerance that ours is held to. " * bool(mark(*rows))
 
 
 def provenance(rows: list[Row], *packages: str) -> str:

@@ -14,8 +14,12 @@ from bench.report import (
     PASSES,
     Group,
     Row,
+    both,
+    by_case,
     faster,
     groups,
+    legend,
+    mark,
     markdown,
     millijoules,
     milliseconds,
@@ -25,6 +29,7 @@ from bench.report import (
     strongest,
     three_digits,
     timed,
+    times_ours,
 )
 from bench.timing import EVEN, quantile, ratio
 
@@ -45,58 +50,84 @@ _PACKAGES = ("cuDNN", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4")
 
 def headline(rows: list[Row]) -> str:
     """Say at how many shapes ours is not slower than each pair that people install."""
-    standing = _standing(timed(rows, mode="graph"))
-    lines = [
-        [words, *(_at_shapes(standing[name], part) for part in PASSES)]
-        for name, words in _NAMES.items()
-        if name in standing
-    ]
+    found = _ratios(rows)
+    lines = []
+    for name, words in _NAMES.items():
+        if name in found:
+            counts = (_count(found[name][part]) for part in PASSES)
+            lines.append([words, *(f"at {count} shapes" if count else "no such pass" for count in counts)])
     if not lines:
         raise ValueError(f"no time of {_MINE} next to a rival that rotates")
     where = f"{rows[0]['gpu']}, {rows[0]['dtype']}, triton {rows[0]['triton']}, CUDA graphs"
     return markdown([f"`rope_attention` is not slower than ... ({where})", *PASSES.values()], lines)
 
 
+def standing(rows: list[Row]) -> str:
+    """Say at how many of all shapes ours is not slower than each rival, and the range of the ratio."""
+    found = _ratios(rows)
+    labels = {row["provider"]: row["label"] for row in rows}
+    lines = []
+    for name in (name for name in table("plain") if name in found):
+        lines.append([labels[name]])
+        for part in PASSES:
+            values = found[name][part]
+            lines[-1] += [_count(values) or "no such pass"]
+            lines[-1] += [f"{min(values):.2f} to {max(values):.2f}×" if values else ""]
+    header = ["against", "forward: not slower at", "their time / ours", "backward: not slower at", "their time / ours"]
+    return f"{markdown(header, lines)}\n\n{provenance(rows)}"
+
+
+def _ratios(rows: list[Row]) -> dict[str, dict[str, list[float]]]:
+    """Return rival -> pass -> their time over ours at every shape, as CUDA graphs."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for (_, _, part, _), group in groups(rows, "graph").items():
+        for name, row in group.items() if _MINE in group and part in PASSES else ():
+            if row["role"] != "ours":
+                found.setdefault(name, {part: [] for part in PASSES})[part].append(faster(row, group[_MINE]))
+    return found
+
+
+def _count(ratios: list[float]) -> str:
+    return f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}" if ratios else ""
+
+
 def results(rows: list[Row]) -> str:
     """Show the shapes of the target: ours, the strongest rival, the fastest attention without a rotation."""
+    found = {(case, part, mode): group for (case, _, part, mode), group in groups(rows).items()}
     blocks = []
     for part, words in PASSES.items():
-        header = [f"**{words}**, ms", "`rope_attention`", "strongest with rotation", "fastest *without* rotation"]
         lines = []
         for case in cases.TABLE:
-            graph, eager = ([r for r in timed(rows, part, mode) if r["case"] == case] for mode in ("graph", "eager"))
-            mine, called = _one(graph, _MINE), _one(eager, _MINE)
-            if mine is None:
+            graph, eager = (found.get((case, part, mode), {}) for mode in ("graph", "eager"))
+            if _MINE not in graph:
                 raise ValueError(f"no CUDA-graph time of {_MINE} at {case}, {words}")
+            mine = graph[_MINE]
             shape = f"({mine['batch']}, {mine['heads_q']}/{mine['heads_kv']}, {mine['len_q']}, {mine['head_dim']})"
             lines.append([f"{case} {shape}", *_cells(graph)])
-            if called is not None and abs(called["ms"] / mine["ms"] - 1) > _EAGER_DIFFERS:
+            if _MINE in eager and abs(eager[_MINE]["ms"] / mine["ms"] - 1) > _EAGER_DIFFERS:
                 lines.append([f"{case}, called eagerly", *_cells(eager)])
+        header = [f"**{words}**, ms", "`rope_attention`", "strongest with rotation", "fastest *without* rotation"]
         blocks.append(markdown(header, lines))
-    loose = any(row["status"] == "loose" for row in timed(rows) if row["case"] in cases.TABLE)
     notes = [
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
         f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
-        *(["~: outside the tolerance that ours is held to."] if loose else []),
+        legend(row for row in timed(rows) if row["case"] in cases.TABLE).strip(),
         f"{provenance(rows, *_PACKAGES)} Shapes are (B, HQ/HKV, N, D).",
     ]
-    return "\n\n".join([*blocks, "\n".join(notes)])
+    return "\n\n".join([*blocks, "\n".join(filter(None, notes))])
 
 
-def standing(rows: list[Row]) -> str:
-    """Say at how many of all shapes ours is not slower than each rival, and the range of the ratio."""
-    found = _standing(timed(rows, mode="graph"))
-    labels = {row["provider"]: row["label"] for row in rows}
-    lines = []
-    for name in table("plain"):
-        if name in found:
-            line = [labels[name]]
-            for part in PASSES:
-                ratios = [value for _, at, value in found[name] if at == part]
-                line += [_count(found[name], part), f"{min(ratios):.2f} to {max(ratios):.2f}×" if ratios else ""]
-            lines.append(line)
-    header = ["against", "forward: not slower at", "their time / ours", "backward: not slower at", "their time / ours"]
-    return f"{markdown(header, lines)}\n\n{provenance(rows)}"
+def _cells(group: Group) -> list[str]:
+    """Return ours and the comparisons of one case, pass and mode."""
+    mine = group[_MINE]
+    cells = [f"{three_digits(mine['ms'])} ({mine['tflops']:.0f})"]
+    for row in (strongest(group.values()), strongest(group.values(), "bare")):
+        if row is None:
+            cells.append("not measured")
+            continue
+        name = row["label"].removeprefix("bare ") + mark(row)
+        cells.append(f"{three_digits(row['ms'])}: **{faster(row, mine):.2f}×**, {name}")
+    return cells
 
 
 def plan(rows: list[Row]) -> str:
@@ -108,49 +139,6 @@ def plan(rows: list[Row]) -> str:
     text = re.sub(r", (dkdv|dq|section_bytes)=", r",\n         \1=", text)
     return f"At {_PLAN_CASE} on an {rows[0]['gpu']}:\n\n```text\n{text}\n```"
 
-
-def _one(rows: list[Row], provider: str) -> Row | None:
-    return next((row for row in rows if row["provider"] == provider), None)
-
-
-def _cells(group: list[Row]) -> list[str]:
-    """Return ours and the comparisons of one case, pass and mode."""
-    mine = _one(group, _MINE)
-    assert mine is not None  # the caller has asked
-    cells = [f"{three_digits(mine['ms'])} ({mine['tflops']:.0f})"]
-    for row in (strongest(group), strongest(group, "bare")):
-        if row is None:
-            cells.append("not measured")
-            continue
-        name = row["label"].removeprefix("bare ") + " ~" * (row["status"] == "loose")
-        cells.append(f"{three_digits(row['ms'])}: **{faster(row, mine):.2f}×**, {name}")
-    return cells
-
-
-def _standing(rows: list[Row]) -> dict[str, list[tuple[str, str, float]]]:
-    """Return rival -> (case, pass, their time / ours) wherever both were timed."""
-    found: dict[str, list[tuple[str, str, float]]] = {}
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["case"], row["pass"]), []).append(row)
-    for (case, part), group in groups.items():
-        mine = _one(group, _MINE)
-        for row in group if mine and part in PASSES else ():
-            if row["role"] != "ours":
-                found.setdefault(row["provider"], []).append((case, part, faster(row, mine)))
-    return found
-
-
-def _at_shapes(found: list[tuple[str, str, float]], part: str) -> str:
-    return f"at {_count(found, part)} shapes" if any(at == part for _, at, _ in found) else "no such pass"
-
-
-def _count(found: list[tuple[str, str, float]], part: str) -> str:
-    ratios = [value for _, at, value in found if at == part]
-    return f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}" if ratios else "no such pass"
-
-
-# Host time
 
 _HOST_PASSES = {"fwd": "forward, no gradient", "fwd_grad": "forward with gradient", "both": "forward + backward"}
 
@@ -166,41 +154,32 @@ def host(rows: list[Row]) -> str:
         here = [found.get((name, part)) for part in parts]
         if any(here):
             label = "`rope_attention`" if name == _MINE else next(row["label"] for row in here if row)
-            lines.append([label, *(_quartiles(row) for row in here)])
+            texts = (
+                row and f"{1e3 * row['ms']:.1f} ({1e3 * row['p25']:.1f} to {1e3 * row['p75']:.1f})" for row in here
+            )
+            lines.append([label, *(text or "" for text in texts)])
     header = [f"host time, µs (quartiles), at {rows[0]['shape']}", *(_HOST_PASSES[part] for part in parts)]
     return f"{markdown(header, lines)}\n\nEager calls of one thread. {provenance(rows, 'cuDNN')}"
 
 
-def _quartiles(row: Row | None) -> str:
-    return "" if row is None else f"{1e3 * row['ms']:.1f} ({1e3 * row['p25']:.1f} to {1e3 * row['p75']:.1f})"
-
-
-# Energy
-
-
 def energy(rows: list[Row]) -> str:
     """Show ours in ms and mJ, and the time and energy of every rival over it."""
-    measured = timed(rows)
-    rivals = {row["provider"]: row["label"] for row in measured if row["role"] != "ours"}
+    rivals = {row["provider"]: row["label"] for row in timed(rows) if row["role"] != "ours"}
     lines = []
-    for case in dict.fromkeys(row["case"] for row in measured):
-        for part, words in PASSES.items():
-            found = {row["provider"]: row for row in timed(measured, part) if row["case"] == case}
-            mine = ours(found.values())
-            if mine is None:
-                continue
-            cells = [f"{milliseconds(mine['ms'])} ms, {millijoules(mine['mj'])} mJ, {mine['watts']:.0f} W"]
-            for name in rivals:
-                row = found.get(name)
-                pair = "" if row is None else f"{faster(row, mine):.2f} / {faster(row, mine, 'mj_rounds'):.2f}×"
-                cells.append(pair + " ~" * (row is not None and row["status"] == "loose"))
-            lines.append([f"{case}, {words}", *cells])
+    for (case, _, part, _), group in groups(rows).items():
+        mine = ours(group.values())
+        if mine is None:
+            continue
+        lines.append([f"{case}, {PASSES[part]}"])
+        lines[-1] += [f"{milliseconds(mine['ms'])} ms, {millijoules(mine['mj'])} mJ, {mine['watts']:.0f} W"]
+        for row in map(group.get, rivals):
+            ratios = row and f"{faster(row, mine):.2f} / {faster(row, mine, 'mj_rounds'):.2f}×{mark(row)}"
+            lines[-1].append(ratios or "")
     if not lines:
         raise ValueError("no energy of rope_attention")
-    loose = " ~: outside the tolerance that ours is held to." * any(row["status"] == "loose" for row in measured)
-    note = f"Rivals: time / energy over ours, below 1 ours takes more.{loose}"
+    note = f"Rivals: time / energy over ours, below 1 ours takes more. {legend(timed(rows))}"
     packages = ("cuDNN", "liger-kernel", "fa3-fwd", "flash-attn-4")
-    return f"{markdown(['', '`rope_attention`', *rivals.values()], lines)}\n\n{note} {provenance(rows, *packages)}"
+    return f"{markdown(['', '`rope_attention`', *rivals.values()], lines)}\n\n{note}{provenance(rows, *packages)}"
 
 
 # Masks
@@ -208,22 +187,33 @@ def energy(rows: list[Row]) -> str:
 # The most that a visited block may cost relative to one of full causal attention, and the least that a padded batch
 # must take relative to a packed one.
 _BLOCK_BAR, _PADDED_BAR = 1.3, 1.5
-# The provider of each case that the others are compared with.
-_BASES = {"window": "window", "packed": "packed", "overhead": "causal"}
-_MASKS = {"window": "A window", "packed": "Packed sequences", "overhead": "Masks that hide nothing"}
-_Found = dict[tuple[str, str], Row]  # by provider and pass
+# The title of each case, and the provider that the others are compared with.
+_MASKS = {
+    "window": ("A window", "window"),
+    "packed": ("Packed sequences", "packed"),
+    "overhead": ("Masks that hide nothing", "causal"),
+}
 
 
 def masks(rows: list[Row]) -> str:
     """Show a table for each case of masks, and what it says about the bars that are set for it."""
-    found: dict[str, _Found] = {}
-    for row in timed(rows):
-        found.setdefault(row["case"], {})[row["provider"], row["pass"]] = row
     blocks = []
-    for case, here in found.items():
-        shape = next(row["shape"] for row in here.values() if row["role"] == "ours")
-        blocks += [f"{_MASKS[case]}, {shape}:", _masks_table(case, here)]
-        if findings := "; ".join(_findings(case, here)):
+    for case, (title, base) in _MASKS.items():
+        found = {part: group for (name, _, part, _), group in groups(rows).items() if name == case}
+        if not found:
+            continue
+        rows_of = {name: [group.get(name) for group in found.values()] for group in found.values() for name in group}
+        lines = []
+        for passes in rows_of.values():
+            first = next(row for row in passes if row)
+            kernels = "/".join(dict.fromkeys(row["backend"] for row in passes if row and "backend" in row))
+            lines.append([first["label"], kernels])
+            for row, group in zip(passes, found.values()):
+                lines[-1] += ["", "", ""] if row is None else _mask_cells(row, group.get(base))
+        header = [cell for words in PASSES.values() for cell in (f"{words}, ms", "p20-p80", f"/ {base}")]
+        shape = next(row["shape"] for group in found.values() for row in group.values() if row["role"] == "ours")
+        blocks += [f"{title}, {shape}:", markdown([case, "kernels", *header], lines)]
+        if findings := "; ".join(_FINDINGS[case](found)):
             blocks.append(f"{findings[0].upper()}{findings[1:]}.")
     if not blocks:
         raise ValueError("no times of masks")
@@ -231,130 +221,88 @@ def masks(rows: list[Row]) -> str:
     return "\n\n".join([*blocks, f"{note} {provenance(rows, 'liger-kernel', 'flash-attn-4')}"])
 
 
-def _masks_table(case: str, found: _Found) -> str:
-    """Show a line for each provider: its kernels, and of each pass its times and its time over the base's."""
-    base = _BASES[case]
-    lines = []
-    for name in dict.fromkeys(name for name, _ in found):
-        both = [found.get((name, part)) for part in PASSES]
-        label = next(row for row in both if row)["label"]
-        kernels = "/".join(dict.fromkeys(row["backend"] for row in both if row and "backend" in row))
-        lines.append([label, kernels, *(cell for row in both for cell in _masks_cells(found, base, row))])
-    header = [cell for words in PASSES.values() for cell in (f"{words}, ms", "p20-p80", f"/ {base}")]
-    return markdown([case, "kernels", *header], lines)
-
-
-def _masks_cells(found: _Found, base: str, row: Row | None) -> list[str]:
-    if row is None:
-        return ["", "", ""]
-    reference = found.get((base, row["pass"]))
+def _mask_cells(row: Row, base: Row | None) -> list[str]:
     times = f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"
-    relative = "" if reference is None else f"{faster(row, reference):.2f}"
-    return [milliseconds(row["ms"]) + " ~" * (row["status"] == "loose"), times, relative]
+    return [milliseconds(row["ms"]) + mark(row), times, "" if base is None else f"{faster(row, base):.2f}"]
 
 
-def _block_cost(found: _Found, part: str) -> float | None:
-    """Return the time for each visited score with the window over that without, or None without both times."""
-    window, causal = (found.get((name, part)) for name in ("window", "causal"))
-    if not (window and causal and window.get("visited") and causal.get("visited")):
-        return None
-    return faster(window, causal) * causal["visited"] / window["visited"]
-
-
-def _both_passes(found: _Found, name: str) -> list[float] | None:
-    """Return forward + backward of every round."""
-    passes = [found.get((name, part)) for part in PASSES]
-    return [sum(pair) for pair in zip(*(row["rounds"] for row in passes if row))] if all(passes) else None
-
-
-def _findings(case: str, found: _Found) -> list[str]:
+def _of_window(found: dict[str, Group]) -> list[str]:
+    """Say what a visited score costs with the window relative to one without."""
     texts = []
-    if case == "window":
-        for part, words in PASSES.items():
-            if (value := _block_cost(found, part)) is not None:
-                verdict = "ok" if value <= _BLOCK_BAR else "MISSED"
-                texts.append(
-                    f"{words}: a visited block costs {value:.2f} of full causal's (at most {_BLOCK_BAR}: {verdict})"
-                )
-    if case == "packed" and (packed := _both_passes(found, "packed")):
-        if padded := _both_passes(found, "padded"):
-            value = ratio(padded, packed)
-            verdict = "ok" if value >= _PADDED_BAR else "MISSED"
-            texts.append(f"forward + backward: {value:.2f}x the padded batch (at least {_PADDED_BAR}: {verdict})")
-        labels = {name: row["label"] for (name, _), row in found.items() if row["role"] != "ours"}
-        rivals = {name: times for name in labels if (times := _both_passes(found, name))}
-        if rivals:
-            best = min(rivals, key=lambda name: quantile(rivals[name], 0.5))
-            texts.append(f"forward + backward: {speedup(ratio(rivals[best], packed))} against {labels[best]}")
+    for part, group in found.items():
+        window, causal = group.get("window", {}), group.get("causal", {})
+        if window.get("visited") and causal.get("visited"):
+            value = faster(window, causal) * causal["visited"] / window["visited"]
+            verdict = f"at most {_BLOCK_BAR}: {'ok' if value <= _BLOCK_BAR else 'MISSED'}"
+            texts.append(f"{PASSES[part]}: a visited block costs {value:.2f} of full causal's ({verdict})")
     return texts
 
 
-# Norms of q and k
+def _of_packed(found: dict[str, Group]) -> list[str]:
+    """Compare forward + backward of the packed batch with the padded one and with the strongest rival."""
+    both_passes = [name for name in next(iter(found.values())) if all(name in group for group in found.values())]
+    rounds = {name: [sum(x) for x in zip(*(g[name]["rounds"] for g in found.values()))] for name in both_passes}
+    texts = []
+    if {"packed", "padded"} <= rounds.keys():
+        value = ratio(rounds["padded"], rounds["packed"])
+        verdict = f"at least {_PADDED_BAR}: {'ok' if value >= _PADDED_BAR else 'MISSED'}"
+        texts.append(f"forward + backward: {value:.2f}x the padded batch ({verdict})")
+    labels = {row["provider"]: row["label"] for row in found["fwd"].values() if row["role"] != "ours"}
+    if best := min(labels.keys() & rounds.keys(), key=lambda name: quantile(rounds[name], 0.5), default=None):
+        value = ratio(rounds[best], rounds["packed"])
+        texts.append(f"forward + backward: {speedup(value)} against {labels[best]}")
+    return texts
 
-_NORMED, _WITHOUT = "fused", "fused_without"
+
+_FINDINGS = {"window": _of_window, "packed": _of_packed, "overhead": lambda found: []}
 
 
-def norm_groups(rows: list[Row], mode: str) -> dict[tuple[str, str, str, str], Group]:
-    """Return (case, shape, pass, mode) -> provider -> row, where ours with norms was timed."""
-    return {key: group for key, group in groups(rows, mode).items() if _NORMED in group}
+# Norms of q and k, and Co-RoPE
 
 
 def norm(rows: list[Row]) -> str:
     """Show what norms cost inside, and what those of others take, as CUDA graphs."""
-    found = norm_groups(rows, "graph")
+    found, without = by_case(rows, "graph", _MINE), "fused_without"
     if not found or len({row["gpu"] for row in rows}) != 1:
         raise ValueError("rows must hold CUDA-graph times of rope_attention with norms, on one card")
-    rivals = {name: provider.label for name, provider in table("norm").items() if name not in (_NORMED, _WITHOUT)}
-    rivals = {name: label for name, label in rivals.items() if any(name in group for group in found.values())}
-    header = ["", "with norms, ms", "over without", "MiB", *rivals.values()]
+    present = {name: row for passes in found.values() for group in passes for name, row in group.items()}
+    rivals = {name: each.label for name, each in table("norm").items() if name in present.keys() - {_MINE, without}}
     lines = []
-    for case, shape in dict.fromkeys(key[:2] for key in found):
-        passes = [found[key] for part in PASSES if (key := (case, shape, part, "graph")) in found]
-        costs = [f"{faster(g[_NORMED], g[_WITHOUT]):.3f}" if _WITHOUT in g else "-" for g in passes]
-        line = [f"{case} ({shape})", " / ".join(f"{group[_NORMED]['ms']:#.3g}" for group in passes)]
-        line.append(" / ".join(costs))
+    for (case, shape), passes in found.items():
+        costs = (f"{faster(g[_MINE], g[without]):.3f}" if without in g else "-" for g in passes)
         memory = {name: row["peak_mib"] for group in passes for name, row in group.items()}
-        without = f" ({memory[_WITHOUT]:.0f})" if _WITHOUT in memory else ""
-        line.append(f"{memory[_NORMED]:.0f}{without}")
-        for name in rivals:
-            values = [f"{faster(group[name], group[_NORMED]):.2f}" for group in passes if name in group]
-            loose = " ~" * any(name in group and group[name]["status"] == "loose" for group in passes)
-            line.append(" / ".join(values) + "×" * bool(values) + loose)
-        lines.append(line)
-    loose = any(row["status"] == "loose" for group in found.values() for row in group.values())
+        lines.append([f"{case} ({shape})", both(passes, _MINE, lambda row: f"{row['ms']:#.3g}"), " / ".join(costs)])
+        lines[-1] += [f"{memory[_MINE]:.0f}" + (f" ({memory[without]:.0f})" if without in memory else "")]
+        lines[-1] += [times_ours(passes, name, _MINE) for name in rivals]
     notes = (
         "Forward / backward. Over without: time with norms over that of the same call without. ×: their time over ours "
         "with norms, below 1 ours is slower; an empty field did not run. MiB: peak memory of forward and backward, o "
         "and gradients included, in brackets without norms. Times are of CUDA graphs, L2 flushed. "
-        + ("~: outside the tolerance that ours is held to. " if loose else "")
+        f"{legend(timed(rows))}"
     )
-    packages = ("transformers", "liger-kernel", "flash-attn-4", "cuDNN")
-    return f"{markdown(header, lines)}\n\n{notes}{provenance(rows, *packages)}"
-
-
-# Co-RoPE
+    header = ["", "with norms, ms", "over without", "MiB", *rivals.values()]
+    return f"{markdown(header, lines)}\n\n{notes}" + provenance(
+        rows, "transformers", "liger-kernel", "flash-attn-4", "cuDNN"
+    )
 
 
 def corope(rows: list[Row]) -> str:
     """Show Co-RoPE and its definition in eager PyTorch; where the definition was not timed, the reason."""
     if not any(row["role"] == "ours" for row in timed(rows)) or len({row["gpu"] for row in rows}) != 1:
         raise ValueError("rows must hold times of corope, on one card")
+    found = groups(rows, "eager")
     lines = []
-    for case, shape in dict.fromkeys((row["case"], row["shape"]) for row in rows):
-        here = [row for row in rows if (row["case"], row["shape"]) == (case, shape)]
-        mine = {row["pass"]: row for row in timed(here) if row["role"] == "ours"}
-        for name in dict.fromkeys(row["provider"] for row in here):
-            first = next(row for row in here if row["provider"] == name)
-            found = {row["pass"]: row for row in timed(here) if row["provider"] == name}
-            cells = []
-            for part in PASSES:
-                text = three_digits(found[part]["ms"]) if part in found else "-"
-                if part in found and part in mine and first["role"] != "ours":
-                    text += f" ({faster(found[part], mine[part]):.1f}×)"
-                cells.append(text)
-            memory = f"{next(iter(found.values()))['peak_mib']:.0f}" if found else ""
-            cells = cells if found else [f"{first['status']}: {first['detail']}", ""]
-            lines.append([shape, first["label"], *cells, memory])
+    for (case, shape, name), first in {(r["case"], r["shape"], r["provider"]): r for r in reversed(rows)}.items():
+        passes = {part: found.get((case, shape, part, "eager"), {}) for part in PASSES}
+        here = [group[name] for group in passes.values() if name in group]
+        cells = []
+        for group in passes.values():
+            row, mine = group.get(name), ours(group.values())
+            times = f" ({faster(row, mine):.1f}×)" if row and mine and row["role"] != "ours" else ""
+            cells.append(three_digits(row["ms"]) + times if row else "-")
+        memory = f"{here[0]['peak_mib']:.0f}" if here else ""
+        cells = cells if here else [f"{first['status']}: {first['detail']}", ""]
+        lines.insert(0, [shape, first["label"], *cells, memory])
     return (
         f"{markdown(['shape', '', 'forward, ms', 'backward, ms', 'peak memory, MiB'], lines)}\n\n"
         "×: their time over ours. Memory is beyond the inputs, for forward and backward, o and gradients included. "

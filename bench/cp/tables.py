@@ -15,19 +15,16 @@ def results(rows: list[Row]) -> str:
     found = timed(rows)
     if not any(row["provider"] == "fused" for row in found):
         raise ValueError("rows must hold times of context parallelism")
-    cells = {(row["case"], row["shape"], row["label"], row["pass"]): row for row in found}
+    cells: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in found:
+        cells.setdefault((row["case"], row["shape"], row["label"]), {})[row["pass"]] = row
     lines = []
-    for case, shape, label in dict.fromkeys(key[:3] for key in cells):
-        line = [case, shape.removeprefix("P="), label]
-        for part in PASSES:
-            row = cells.get((case, shape, label, part))
-            share = None if row is None else row.get("efficiency")
-            line.append("" if row is None else f"{row['ms']:.3g}")
-            line.append("" if share is None else f"{100 * share:.1f} %")
-        most = max(
-            cells[case, shape, label, part]["peak_mib"] for part in PASSES if (case, shape, label, part) in cells
-        )
-        lines.append([*line, f"{most:.0f}"])
+    for (case, shape, label), passes in cells.items():
+        lines.append([case, shape.removeprefix("P="), label])
+        for row in map(passes.get, PASSES):
+            share = row and row.get("efficiency")
+            lines[-1] += [f"{row['ms']:.3g}" if row else "", f"{100 * share:.1f} %" if share else ""]
+        lines[-1].append(f"{max(row['peak_mib'] for row in passes.values()):.0f}")
     header = ["case", "GPUs", "", "forward, ms", "of one GPU / P", "backward, ms", "of one GPU / P", "MiB"]
     return (
         f"{markdown(header, lines)}\n\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench import plots
 from bench.plots import Series
-from bench.report import PASSES, Group, Row, faster, groups, markdown, provenance
+from bench.report import PASSES, Group, Row, both, by_case, faster, legend, markdown, provenance, times_ours
 from bench.rope.providers import COPY, OURS, PROVIDERS
 from bench.timing import EVEN
 
@@ -16,59 +16,47 @@ _PAST_L2 = 256 << 20
 
 def results(rows: list[Row]) -> str:
     """Show summary, table and notes. ValueError without CUDA-graph times of ours and of the copy, on one card."""
-    every = {key: group for key, group in groups(rows, "graph").items() if OURS in group}
-    found, normed = (
-        {key: group for key, group in every.items() if bool(group[OURS].get("norms")) is norms}
+    every = by_case(rows, "graph", OURS)
+    measured = [row for passes in every.values() for group in passes for row in group.values()]
+    copied = all(COPY in group for passes in every.values() for group in passes)
+    if len({row["gpu"] for row in measured}) != 1 or not copied:
+        raise ValueError("rows must hold CUDA-graph times of apply_rope and of the copy, on one card")
+    blocks, notes = [], ""
+    plain, normed = (
+        {key: passes for key, passes in every.items() if bool(passes[0][OURS].get("norms")) is norms}
         for norms in (False, True)
     )
-    gpus = {row["gpu"] for group in every.values() for row in group.values()}
-    if len(gpus) != 1 or any(COPY not in group for group in every.values()):
-        raise ValueError("rows must hold CUDA-graph times of apply_rope and of the copy, on one card")
-    loose = any(row["status"] == "loose" for group in every.values() for row in group.values())
-    notes = (
-        "Forward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 flushed. "
-        + ("~: outside the tolerance that ours is held to. " if loose else "")
-        + provenance(rows, "transformers", "liger-kernel", "flash-attn")
-    )
-    blocks = [_block(found)] if found else []
+    if plain:
+        blocks.append(_block(plain))
     if normed:
         blocks.append(f"`apply_rope_qk` with norms of q and k:\n\n{_block(normed)}")
-        notes += " A norm's gradient moves three tensors where a copy moves two; shares of a copy count that."
-    return "\n\n".join([*blocks, notes])
+        notes = " A norm's gradient moves three tensors where a copy moves two; shares of a copy count that."
+    return "\n\n".join(blocks) + (
+        "\n\nForward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 "
+        f"flushed. {legend(measured)}{provenance(rows, 'transformers', 'liger-kernel', 'flash-attn')}{notes}"
+    )
 
 
-def _block(found: dict[tuple[str, str, str, str], Group]) -> str:
-    """Show the summary and the table of some groups."""
-    large = [group[OURS]["of_copy"] for group in found.values() if group[OURS]["bytes"] >= _PAST_L2]
-    rivals = [name for name in PROVIDERS if name not in (OURS, COPY) and any(name in group for group in found.values())]
+def _block(found: dict[tuple[str, str], list[Group]]) -> str:
+    """Show the summary and the table of some cases."""
+    every = [group for passes in found.values() for group in passes]
+    rivals = [name for name in PROVIDERS if name not in (OURS, COPY) and any(name in group for group in every)]
     words = []
-    if large:
-        words.append(
-            f"Of the bandwidth of a copy, tensors past the L2 get {100 * min(large):.0f} to {100 * max(large):.0f} %."
-        )
+    if large := [100 * group[OURS]["of_copy"] for group in every if group[OURS]["bytes"] >= _PAST_L2]:
+        words.append(f"Of the bandwidth of a copy, tensors past the L2 get {min(large):.0f} to {max(large):.0f} %.")
     for name in rivals:
-        ratios = [faster(group[name], group[OURS]) for group in found.values() if name in group]
-        even = sum(value >= EVEN for value in ratios)
-        words.append(
-            f"{PROVIDERS[name].label}: not slower at {even} of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f}×."
-        )
-    header = ["", "`apply_rope`, ms", "of a copy, %", *(PROVIDERS[name].label for name in rivals)]
+        ratios = [faster(group[name], group[OURS]) for group in every if name in group]
+        count = f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}"
+        words.append(f"{PROVIDERS[name].label}: not slower at {count}, {min(ratios):.2f} to {max(ratios):.2f}×.")
     lines = []
-    for case, shape in dict.fromkeys(key[:2] for key in found):
-        passes = [found[key] for part in PASSES if (key := (case, shape, part, "graph")) in found]
+    for (case, shape), passes in found.items():
         mine = passes[0][OURS]
         # Show of the wide shape the first and the last length, of the models the style that they use.
-        if mine["length"] not in (256, 1024) if "wide" in mine["groups"] else mine["style"] != "half":
-            continue
-        times = " / ".join(f"{group[OURS]['ms']:#.3g}" for group in passes)
-        lines.append(
-            [f"{case} ({shape})", times, " / ".join(f"{100 * group[OURS]['of_copy']:.0f}" for group in passes)]
-        )
-        for name in rivals:
-            beside = [group for group in passes if name in group]
-            values = " / ".join(f"{faster(group[name], group[OURS]):.2f}" for group in beside)
-            loose = any(group[name]["status"] == "loose" for group in beside)
-            lines[-1].append(values + "×" * bool(values) + " ~" * loose)
+        if mine["length"] in (256, 1024) if "wide" in mine["groups"] else mine["style"] == "half":
+            lines.append([f"{case} ({shape})", both(passes, OURS, lambda row: f"{row['ms']:#.3g}")])
+            lines[-1].append(both(passes, OURS, lambda row: f"{100 * row['of_copy']:.0f}"))
+            lines[-1] += [times_ours(passes, name, OURS) for name in rivals]
+    header = ["", "`apply_rope`, ms", "of a copy, %", *(PROVIDERS[name].label for name in rivals)]
     return f"{' '.join(words)}\n\n{markdown(header, lines)}"
 
 
