@@ -32,8 +32,7 @@ class Verdict:
     """The result of a gate. ``status`` is "ok", "loose" or "failed".
 
     The ratios are the worst of all tensors. ratio and row_ratio: as in ``testing.Comparison``, where 2.5 is the limit
-    of the latter. rms_ratio: the rms error on a whole tensor over that of eager. first_call_s: wall time of the
-    provider's first call at this case, compilation included.
+    of the latter. rms_ratio: the rms error on a whole tensor over that of eager.
     """
 
     status: str = "ok"
@@ -41,11 +40,10 @@ class Verdict:
     rms_ratio: float = 0.0
     detail: str = ""
     ratio: float = 0.0
-    first_call_s: float = 0.0
 
     def fields(self) -> dict[str, Any]:
         """Return what a result row says of the gate."""
-        return {"gate_row_ratio": self.row_ratio, "gate_rms_ratio": self.rms_ratio, "first_call_s": self.first_call_s}
+        return {"gate_row_ratio": self.row_ratio, "gate_rms_ratio": self.rms_ratio}
 
 
 def judge(results: Iterable[Compared], dtype: torch.dtype, *, forgiving: bool = False) -> Verdict:

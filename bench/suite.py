@@ -9,6 +9,7 @@ its cases and providers.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -113,6 +114,13 @@ class Trial:
     def enter(self, provider: Any) -> Entry:
         """Run the provider once and judge what it computes. Raises what the provider raises."""
         raise NotImplementedError
+
+    def first_call(self, fn: Callable[[], Any]) -> tuple[Any, Row]:
+        """Call once; return the result, and the wall time, compilation included, as a field of rows."""
+        begin = time.perf_counter()
+        result = fn()
+        self.clock.synchronize()
+        return result, {"first_call_s": time.perf_counter() - begin}
 
     def gated(self) -> None:
         """Free what only the gate needed; called after every provider has entered."""

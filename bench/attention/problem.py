@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -177,15 +176,12 @@ class AttentionTrial(Trial):
 
     def enter(self, provider: AttentionProvider) -> Entry:
         grads = self._grads and provider.backward
-        begin = time.perf_counter()
         subject = Subject(provider, self.problem, self.options.backend)
         with provider.active():
             do = self.gate.do if provider.form == "dense" else None
-            outputs = subject.once(grads, do)
-            self.clock.synchronize()
-        seconds = time.perf_counter() - begin
-        verdict = replace(self._judge(provider, subject, outputs), first_call_s=seconds)
-        facts = verdict.fields()
+            outputs, seconds = self.first_call(lambda: subject.once(grads, do))
+        verdict = self._judge(provider, subject, outputs)
+        facts = verdict.fields() | seconds
         if self._both_memory and verdict.status != "failed":
             facts["peak_mib"] = self.clock.peak_mib(lambda: subject.once(grads))
         self._subjects[provider.name] = subject

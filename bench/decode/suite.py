@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,15 +130,11 @@ class DecodeTrial(Trial):
 
     @torch.no_grad()
     def enter(self, provider: DecodeProvider) -> Entry:
-        begin = time.perf_counter()
-        run = provider.make(self._step)
-        out = run()
-        self.clock.synchronize()
-        seconds = time.perf_counter() - begin
-        verdict = replace(self._judge(provider, out), first_call_s=seconds)
+        (run, out), seconds = self.first_call(lambda: (run := provider.make(self._step), run()))
+        verdict = self._judge(provider, out)
         copies = provider.role == "ceiling"
         scale = max(1.0, self.case.bytes / COPY_BYTES) if copies else 1.0
-        facts = verdict.fields() | {"stored": provider.stored}
+        facts = verdict.fields() | seconds | {"stored": provider.stored}
         return Entry(provider, verdict, lambda part: run, facts, torch.no_grad, scale, captures=not copies)
 
     def _judge(self, provider: DecodeProvider, out: Tensor) -> Verdict:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fused_rope_attn
 from baselines.base import missing_package
 from baselines.norms import hf_norm, liger_norm
-from baselines.rotations import LIGER, specialised
+from baselines.rotations import HF, LIGER, specialised
 from bench.suite import Provider
 
-Rotate = Callable[[list[Tensor], Any, bool], list[Tensor]]
-Norm = Callable[[list[Tensor], list[Tensor], Any, bool], list[Tensor]]
 NORM_EPS = 1e-6
 
 
@@ -28,32 +27,30 @@ NORM_EPS = 1e-6
 class RopeProvider(Provider):
     """One rotation.
 
-    rotate: ``rotate(xs, tables, interleaved)`` returns the rotated tensors, differentiable. norm: the same with ``(xs,
-    weights, tables, interleaved)`` for normed ones. styles: the values of ``interleaved`` that it serves. pairs: it
-    takes two tensors, so that a single one is given as two with half of the heads. heads_first: it takes (B, H, N, D)
-    views. in_place: it overwrites its inputs, and its gradients. tables: "half", "full" or "none". rounded_tables: in
-    the dtype of x.
+    run: ``run(xs, tables, interleaved, weights)`` returns the rotated tensors, differentiable. It norms ``xs`` first
+    where there are ``weights``, if ``norms``. styles: the values of ``interleaved`` that it serves. pairs: it takes two
+    (B, H, N, D) views, so that a single tensor is given as two with half of the heads. in_place: it overwrites its
+    inputs, and its gradients. tables: "half", "full" or "none". rounded_tables: in the dtype of x.
     """
 
-    rotate: Rotate
-    norm: Norm | None = None
+    run: Callable[[list[Tensor], Any, bool, list[Tensor]], list[Tensor]]
+    norms: bool = True
     styles: tuple[bool, ...] = (False, True)
     pairs: bool = False
-    heads_first: bool = False
     in_place: bool = False
     tables: str = "half"
     rounded_tables: bool = False
 
     def unsupported(self, interleaved: bool, norms: bool = False) -> str | None:
         """Return why it does not serve a style, or norms; or None."""
-        if norms and self.norm is None:
+        if norms and not self.norms:
             return "has no norm"
         if interleaved in self.styles:
             return None
         return f"rotates {'halves' if interleaved else 'interleaved pairs'} only"
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor] | None:
-        """Bring (N, D/2) float32 tables into the form that ``rotate`` takes."""
+        """Bring (N, D/2) float32 tables into the form that ``run`` takes."""
         if self.tables == "none":
             return None
         if self.rounded_tables:
@@ -64,81 +61,59 @@ class RopeProvider(Provider):
         return cos, sin
 
     def views(self, xs: list[Tensor]) -> list[Tensor]:
-        """Return ``xs`` as ``rotate`` takes them: views, or copies of the halves of a single tensor."""
+        """Return ``xs`` as ``run`` takes them: views, or copies where it works in place or takes two."""
         if self.pairs and len(xs) == 1:
             xs = [half.contiguous() for half in xs[0].chunk(2, dim=2)]
-        return [x.transpose(1, 2) for x in xs] if self.heads_first else list(xs)
+        xs = [x.transpose(1, 2) for x in xs] if self.pairs else list(xs)
+        return [x.clone() for x in xs] if self.in_place else xs
 
     def back(self, xs: list[Tensor], count: int) -> list[Tensor]:
         """Undo ``views`` for ``count`` tensors."""
-        xs = [x.transpose(1, 2) for x in xs] if self.heads_first else list(xs)
+        xs = [x.transpose(1, 2) for x in xs] if self.pairs else list(xs)
         return [torch.cat(xs, dim=2)] if count < len(xs) else xs
 
 
-def _fused(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    import fused_rope_attn
-
+def _fused(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
+    options: dict[str, Any] = {"interleaved": interleaved, "layout": "bshd"}
     if len(xs) == 1:
-        return [fused_rope_attn.apply_rope(xs[0], *tables, interleaved=interleaved, layout="bshd")]
-    return list(fused_rope_attn.apply_rope_qk(*xs, *tables, interleaved=interleaved, layout="bshd"))
+        return [fused_rope_attn.apply_rope(xs[0], *tables, **options)]
+    if weights:
+        options |= {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": NORM_EPS}
+    return list(fused_rope_attn.apply_rope_qk(*xs, *tables, **options))
 
 
-def _fused_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    import fused_rope_attn
+def _normed(norm: Callable[..., Tensor], rotate: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    """Return what norms (B, N, H, D) where there are weights, then rotates a pair of (B, H, N, D)."""
 
-    options = {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": NORM_EPS}
-    return list(fused_rope_attn.apply_rope_qk(*xs, *tables, interleaved=interleaved, layout="bshd", **options))
+    def run(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
+        normed = [norm(x.transpose(1, 2), weight, NORM_EPS, 0.0).transpose(1, 2) for x, weight in zip(xs, weights)]
+        return list(rotate(*(normed or xs), tables, interleaved))
 
-
-def _liger(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    return list(LIGER.rotate(*xs, tables))
-
-
-def _liger_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    # Its patch of Qwen 3 does the same: norm (B, N, H, D), then rotate the fresh result in place.
-    normed = [liger_norm(x.transpose(1, 2), weight, NORM_EPS, 0.0, in_place=False) for x, weight in zip(xs, weights)]
-    return _liger([x.transpose(1, 2) for x in normed], tables, interleaved)
+    return run
 
 
-@functools.cache
-def _flash_function() -> Callable[..., Tensor]:
+def _hf(q: Tensor, k: Tensor, tables: Any, interleaved: bool) -> Any:
+    if not interleaved:
+        return HF.rotate(q, k, tables)
+    from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(q, k, *tables)
+
+
+def _flash(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
     from flash_attn.layers.rotary import apply_rotary_emb
 
-    return apply_rotary_emb
-
-
-def _flash(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    return [_flash_function()(x, *tables, interleaved=interleaved) for x in xs]
-
-
-@functools.cache
-def _hf_function(interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    if interleaved:
-        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
-    else:
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-    return apply_rotary_pos_emb
-
-
-def _hf(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    return list(_hf_function(interleaved)(*xs, *tables))
-
-
-def _hf_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    normed = [hf_norm(x.transpose(1, 2), weight, NORM_EPS, 0.0).transpose(1, 2) for x, weight in zip(xs, weights)]
-    return _hf(normed, tables, interleaved)
+    return [apply_rotary_emb(x, *tables, interleaved=interleaved) for x in xs]
 
 
 @functools.cache
 def _compiled_function() -> Callable[..., list[Tensor]]:
-    def rotate(
-        xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, weights: list[Tensor] | None = None
-    ) -> list[Tensor]:
+    def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
         cos, sin = cos[:, None], sin[:, None]
         outs = []
         for i, x in enumerate(xs):
             y = x.float()
-            if weights is not None:
+            if weights:
                 y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS) * weights[i].float()
             if interleaved:
                 a, b = y.unflatten(-1, (-1, 2)).unbind(-1)
@@ -151,11 +126,7 @@ def _compiled_function() -> Callable[..., list[Tensor]]:
     return specialised(rotate)
 
 
-def _compiled(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    return _compiled_function()(xs, *tables, interleaved)
-
-
-def _compiled_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+def _compiled(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
     return _compiled_function()(xs, *tables, interleaved, weights)
 
 
@@ -166,68 +137,44 @@ class _Copy(torch.autograd.Function):
     def forward(ctx, *xs):
         return tuple(x.clone() for x in xs)
 
-    @staticmethod
-    def backward(ctx, *dos):
-        return tuple(do.clone() for do in dos)
+    backward = forward
 
 
-def _copy(xs: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
+def _copy(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
     return list(_Copy.apply(*xs))
-
-
-def _copy_norm(xs: list[Tensor], weights: list[Tensor], tables: Any, interleaved: bool) -> list[Tensor]:
-    return _copy(xs, tables, interleaved)
-
-
-def _needs_transformers() -> str | None:
-    return missing_package("transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
 
 
 def _needs_flash() -> str | None:
     return missing_package("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
 
 
+# Liger's patch of Qwen 3 does the same: the result of the norm is fresh, and is rotated in place.
+_LIGER_NORM = functools.partial(liger_norm, in_place=False)
+_HALVES: dict[str, Any] = {"pairs": True, "tables": "full"}
 OURS = "apply_rope"
 COPY = "copy"
 PROVIDERS: dict[str, RopeProvider] = {
     provider.name: provider
     for provider in (
-        RopeProvider(OURS, "apply_rope (ours)", "ours", rotate=_fused, norm=_fused_norm),
+        RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
         RopeProvider(
-            "liger",
-            "Liger",
-            missing=LIGER.missing,
-            pip=LIGER.pip,
-            rotate=_liger,
-            norm=_liger_norm,
+            *("liger", "Liger", "rival", LIGER.missing, LIGER.pip),
+            run=_normed(_LIGER_NORM, lambda q, k, tables, interleaved: LIGER.rotate(q, k, tables)),
             styles=(False,),
-            pairs=True,
-            heads_first=True,
             in_place=True,
-            tables="full",
+            **_HALVES,
         ),
         RopeProvider(
-            "flash_attn",
-            "flash-attn Triton",
-            missing=_needs_flash,
-            pip=("flash-attn",),
-            rotate=_flash,
+            *("flash_attn", "flash-attn Triton", "rival", _needs_flash, ("flash-attn",)),
+            run=_flash,
+            norms=False,
             rounded_tables=True,
         ),
-        RopeProvider("compiled", "torch.compile", rotate=_compiled, norm=_compiled_norm),
+        RopeProvider("compiled", "torch.compile", run=_compiled),
         RopeProvider(
-            "hf",
-            "HF eager",
-            missing=_needs_transformers,
-            pip=("transformers",),
-            rotate=_hf,
-            norm=_hf_norm,
-            pairs=True,
-            heads_first=True,
-            tables="full",
-            rounded_tables=True,
+            *("hf", "HF eager", "rival", HF.missing, HF.pip), run=_normed(hf_norm, _hf), rounded_tables=True, **_HALVES
         ),
-        RopeProvider(COPY, "copy (ceiling)", "ceiling", rotate=_copy, norm=_copy_norm, tables="none"),
+        RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy, tables="none"),
     )
 }

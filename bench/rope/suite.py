@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from bench.rope.providers import COPY, NORM_EPS, OURS, PROVIDERS, RopeProvider
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
 from bench.timing import bandwidths
 from fused_rope_attn import rope_tables, testing
-from fused_rope_attn.attention.reference import rotate
 
 
 @dataclass(frozen=True)
@@ -82,54 +80,37 @@ class Subject:
     """One provider on one problem's tensors; ``weights`` are those of its norms, or none."""
 
     def __init__(
-        self, provider: RopeProvider, xs: list[Tensor], dos: list[Tensor], weights: list[Tensor], prepared: Any
+        self, provider: RopeProvider, xs: list[Tensor], dos: list[Tensor], weights: list[Tensor], *prepared: Any
     ) -> None:
         # A copy is a ceiling for bandwidth and computes no gradient for the weights.
         self._weights = [weight.detach().requires_grad_(provider.role != "ceiling") for weight in weights]
-        self.provider, self._xs, self._dos = provider, xs, dos
-        self._tables, self._interleaved = prepared
+        self.provider, self._xs, self._dos, self._prepared = provider, xs, dos, prepared
 
-    def _tensors(self, tensors: list[Tensor]) -> list[Tensor]:
-        # A provider that works in place gets memory of its own.
-        return [x.clone() if self.provider.in_place else x for x in self.provider.views(tensors)]
+    def _call(self) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[Tensor]]:
+        """Return the function, its leaves and the gradients of its results, in memory of their own where needed."""
+        xs = [x.detach().requires_grad_() for x in self.provider.views(self._xs)]
 
-    def _run(self, xs: list[Tensor]) -> list[Tensor]:
-        if self._weights:
-            assert self.provider.norm is not None  # the trial has asked
-            return self.provider.norm(xs, self._weights, self._tables, self._interleaved)
-        return self.provider.rotate(xs, self._tables, self._interleaved)
+        def run(*leaves: Tensor) -> list[Tensor]:
+            # Views, because a provider that works in place may not overwrite a leaf.
+            views = [x.view_as(x) for x in leaves[: len(xs)]]
+            return self.provider.run(views, *self._prepared, self._weights)
 
-    def _leaves(self, xs: list[Tensor]) -> list[Tensor]:
-        return xs + [weight for weight in self._weights if weight.requires_grad]
+        leaves = xs + [weight for weight in self._weights if weight.requires_grad]
+        return run, leaves, self.provider.views(self._dos)
 
     def once(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return outputs and gradients (B, N, H, D), and the weights' gradients (D,)."""
-        xs = [x.detach().requires_grad_() for x in self._tensors(self._xs)]
-        # Views, because a provider that works in place may not overwrite a leaf.
-        outs = self._run([x.view_as(x) for x in xs])
+        run, leaves, dos = self._call()
+        outs = run(*leaves)
         results = [out.detach().clone() for out in outs]
-        gradients = list(torch.autograd.grad(outs, self._leaves(xs), self._tensors(self._dos)))
-        of_xs, of_weights = gradients[: len(xs)], gradients[len(xs) :]
-        count = len(self._xs)
-        return self.provider.back(results, count), self.provider.back(of_xs, count), of_weights
+        gradients = list(torch.autograd.grad(outs, leaves, dos))
+        count, back = len(self._xs), self.provider.back
+        return back(results, count), back(gradients[: len(outs)], count), gradients[len(outs) :]
 
     def make(self, part: str) -> Callable[[], Any]:
         """Return the function of a pass. It returns the tensors that a replay of its graph overwrites."""
-        given = self._tensors(self._dos)
-        xs = [x.detach().requires_grad_() for x in self._tensors(self._xs)]
-
-        def run(*leaves: Tensor) -> list[Tensor]:
-            return self._run([x.view_as(x) for x in leaves[: len(xs)]])
-
-        fn = forward_or_backward(run, self._leaves(xs), given, part)
-        if not self.provider.in_place:
-            return fn
-
-        def in_place() -> list[Tensor]:
-            fn()
-            return []
-
-        return in_place
+        fn = forward_or_backward(*self._call(), part)
+        return (lambda: fn() and []) if self.provider.in_place else fn
 
 
 class RopeTrial(Trial):
@@ -154,53 +135,34 @@ class RopeTrial(Trial):
 
     def enter(self, provider: RopeProvider) -> Entry:
         case = self.case
-        begin = time.perf_counter()
         prepared = provider.prepare(self._cos, self._sin, case.dtype, case.interleaved), case.interleaved
-        subject = Subject(provider, self._xs, self._dos, self._weights, prepared)
-        outs, gradients, of_weights = subject.once()
-        self.clock.synchronize()
-        seconds = time.perf_counter() - begin
+        subject = Subject(provider, self._xs, self._dos, self._weights, *prepared)
+        (outs, gradients, of_weights), seconds = self.first_call(subject.once)
         if provider.role == "ceiling":
             same = all(torch.equal(a, b) for a, b in zip((*outs, *gradients), (*self._xs, *self._dos)))
             verdict = Verdict() if same else Verdict("failed", detail="is no copy")
         else:
             # A provider is not charged for tables that it was given rounded.
             cos, sin = (x.to(case.dtype) if provider.rounded_tables else x for x in (self._cos, self._sin))
-            if self._weights:
-                compared = self._compared_with_norms(cos, sin, outs, gradients, of_weights)
-            else:
-                compared = self._compared(cos, sin, outs, gradients)
+            compared = self._compared(cos, sin, outs, gradients, of_weights)
             verdict = judge(compared, case.dtype, forgiving=not provider.ours)
-        verdict = replace(verdict, first_call_s=seconds)
-        return Entry(provider, verdict, subject.make, facts=verdict.fields())
+        return Entry(provider, verdict, subject.make, verdict.fields() | seconds)
 
-    def _compared(self, cos: Tensor, sin: Tensor, outs: list[Tensor], gradients: list[Tensor]) -> Iterator[Compared]:
-        """Yield the first and the last head of every tensor, (N, D), with float64 and eager PyTorch."""
-        for name, results, inputs in (("o", outs, self._xs), ("dx", gradients, self._dos)):
-            options = {"interleaved": self.case.interleaved, "inverse": name == "dx"}
-            for result, x in zip(results, inputs):
-                for batch, head in ends(x.shape[0], x.shape[2]):
-                    part = x[batch, :, head]
-                    ref64 = rotate(part.double(), cos.double(), sin.double(), **options)
-                    yield name, result[batch, :, head], ref64, rotate(part, cos, sin, **options)
-
-    def _compared_with_norms(
+    def _compared(
         self, cos: Tensor, sin: Tensor, outs: list[Tensor], gradients: list[Tensor], of_weights: list[Tensor]
     ) -> Iterator[Compared]:
-        """Yield the same with norms, and the weights' gradients, (1, D)."""
-        options = {"rotary_dim": self.case.head_dim, "interleaved": self.case.interleaved}
-        options |= {"norm_eps": NORM_EPS, "norm_offset": 0.0}
-        for x, dy, weight, y, dx, dweight in zip(self._xs, self._dos, self._weights, outs, gradients, of_weights):
+        """Yield the first and the last head of every tensor, (N, D), and the weights' gradients, (1, D)."""
+        options: dict[str, Any] = {"rotary_dim": self.case.head_dim, "interleaved": self.case.interleaved}
+        for i, (x, dy, y, dx) in enumerate(zip(self._xs, self._dos, outs, gradients)):
+            if self._weights:
+                options |= {"weight": self._weights[i], "norm_eps": NORM_EPS, "norm_offset": 0.0}
             given = x.transpose(1, 2), dy.transpose(1, 2), cos, sin
-            ref64, eager = (
-                testing.run_rotation_reference(*given, dtype, weight=weight, **options)
-                for dtype in (torch.float64, None)
-            )
+            ref64, eager = (testing.run_rotation_reference(*given, dtype, **options) for dtype in (torch.float64, None))
             for batch, head in ends(x.shape[0], x.shape[2]):
                 yield "o", y[batch, :, head], ref64.y[batch, head], eager.y[batch, head]
                 yield "dx", dx[batch, :, head], ref64.dx[batch, head], eager.dx[batch, head]
             if ref64.dweight is not None and eager.dweight is not None:
-                yield "dweight", dweight[None], ref64.dweight[None], eager.dweight[None]
+                yield "dweight", of_weights[i][None], ref64.dweight[None], eager.dweight[None]
 
     def fields(self) -> Row:
         case = self.case

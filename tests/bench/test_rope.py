@@ -54,15 +54,15 @@ def test_bytes_and_names():
     assert len({(case.name, case.shape) for case in ROPE.cases}) == len(ROPE.cases) == 54
 
 
-def scripted(name, rotate, **changes):
-    return RopeProvider(name, name, rotate=rotate, **changes)
+def scripted(name, run, **changes):
+    return RopeProvider(name, name, run=run, **changes)
 
 
-def wrong(xs, tables, interleaved):
+def wrong(xs, tables, interleaved, weights):
     return [x * 1.01 for x in xs]
 
 
-def broken(xs, tables, interleaved):
+def broken(xs, tables, interleaved, weights):
     raise RuntimeError("no such kernel\nand more")
 
 
@@ -83,15 +83,15 @@ def test_who_is_wrong_broken_missing_or_unsupported_is_named_and_not_timed():
 
 
 def test_norms_are_held_to_float64_too():
-    def wrong_norm(xs, weights, tables, interleaved):
-        return PROVIDERS[OURS].norm(xs, [1.01 * weight for weight in weights], tables, interleaved)
+    def wrong_norm(xs, tables, interleaved, weights):
+        return PROVIDERS[OURS].run(xs, tables, interleaved, [1.01 * weight for weight in weights])
 
-    def wrong_gradient(xs, weights, tables, interleaved):
+    def wrong_gradient(xs, tables, interleaved, weights):
         weights = [weight.detach() + (weight - weight.detach()) * 1.01 for weight in weights]
-        return PROVIDERS[OURS].norm(xs, weights, tables, interleaved)
+        return PROVIDERS[OURS].run(xs, tables, interleaved, weights)
 
-    people = [scripted("none", wrong), scripted("wrong", wrong, norm=wrong_norm)]
-    people.append(scripted("gradient", wrong, norm=wrong_gradient))
+    people = [scripted("none", wrong, norms=False), scripted("wrong", wrong_norm)]
+    people.append(scripted("gradient", wrong_gradient))
     found = {row["provider"]: row for row in run(people, NORMED)[0]}
     status = {name: row["status"] for name, row in found.items()}
     assert status == {"none": "unsupported", "wrong": "failed", "gradient": "failed"}
@@ -99,8 +99,8 @@ def test_norms_are_held_to_float64_too():
 
 
 def test_in_place_rivals_work_on_their_own_memory():
-    def in_place(xs, tables, interleaved):
-        outs = PROVIDERS[OURS].rotate(xs, tables, interleaved)
+    def in_place(xs, tables, interleaved, weights):
+        outs = PROVIDERS[OURS].run(xs, tables, interleaved, weights)
         with torch.no_grad():
             for x, out in zip(xs, outs):
                 x.data.copy_(out)
@@ -112,12 +112,11 @@ def test_in_place_rivals_work_on_their_own_memory():
 
 def test_one_tensor_becomes_a_pair_and_back():
     x = torch.randn(2, 3, 4, 8)
-    for heads_first in (False, True):
-        provider = scripted("pair", wrong, pairs=True, heads_first=heads_first)
-        views = provider.views([x])
-        assert [tuple(v.shape) for v in views] == [(2, 2, 3, 8) if heads_first else (2, 3, 2, 8)] * 2
-        assert torch.equal(provider.back(views, 1)[0], x)
-        assert all(torch.equal(a, b) for a, b in zip(provider.back(provider.views([x, x]), 2), (x, x)))
+    provider = scripted("pair", wrong, pairs=True)
+    views = provider.views([x])
+    assert [tuple(v.shape) for v in views] == [(2, 2, 3, 8)] * 2
+    assert torch.equal(provider.back(views, 1)[0], x)
+    assert all(torch.equal(a, b) for a, b in zip(provider.back(provider.views([x, x]), 2), (x, x)))
 
 
 def test_tables_are_what_the_provider_wants():
