@@ -61,8 +61,7 @@ def _flash_attn_or_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
     return rearrange(o, _TO_BHND)
 
 
-def _missing_fa4() -> str | None:
-    return missing_package("flash-attn-4", "flash_attn.cute", "flash_attn_func")
+_missing_fa4 = functools.partial(missing_package, "flash-attn-4", "flash_attn.cute", "flash_attn_func")
 
 
 @functools.cache
@@ -77,8 +76,7 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return rearrange(o[0] if isinstance(o, tuple) else o, _TO_BHND)
 
 
-def _missing_fa3() -> str | None:
-    return missing_package("fa3-fwd", "fa3_fwd_interface", "flash_attn_func")
+_missing_fa3 = functools.partial(missing_package, "fa3-fwd", "fa3_fwd_interface", "flash_attn_func")
 
 
 @functools.cache

@@ -32,8 +32,7 @@ class MaskedAttention:
     packed: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] | None = None
 
 
-def _missing_torch() -> str | None:
-    return missing_package("torch>=2.10", "torch.nn.attention.varlen", "varlen_attn")
+_missing_torch = functools.partial(missing_package, "torch>=2.10", "torch.nn.attention.varlen", "varlen_attn")
 
 
 @functools.cache
@@ -111,13 +110,13 @@ TORCH = MaskedAttention("torch_varlen", "PyTorch varlen_attn", _missing_torch, _
 FLASH = MaskedAttention(
     "flash_attn",
     "flash-attn",
-    lambda: missing_package("flash-attn", "flash_attn", "flash_attn_varlen_func"),
+    functools.partial(missing_package, "flash-attn", "flash_attn", "flash_attn_varlen_func"),
     *_flash_functions("flash_attn"),
 )
 FA4 = MaskedAttention(
     "fa4",
     "FA4",
-    lambda: missing_package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func"),
+    functools.partial(missing_package, "flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func"),
     *_flash_functions("flash_attn.cute"),
 )
 FLEX = MaskedAttention("flex", "FlexAttention, compiled", lambda: None, _flex_window)

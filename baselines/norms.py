@@ -84,14 +84,10 @@ def _rotate_compiled(q: Tensor, k: Tensor, norms: Norms, tables: tuple[Tensor, T
     return _compiled()(q, k, norms.q_norm, norms.k_norm, *tables, norms.eps, norms.offset)
 
 
-def _missing_gemma() -> str | None:
-    return missing_package("transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm")
-
-
-def _missing_liger() -> str | None:
-    return missing_package("liger-kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
-
-
+_missing_gemma = functools.partial(
+    missing_package, "transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm"
+)
+_missing_liger = functools.partial(missing_package, "liger-kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
 _HF = {"norm": "HF norm", "norm_and_rotate": by_head(hf_norm, rotations.HF), "norm_missing": _missing_gemma}
 _LIGER = {"norm": "Liger norm", "norm_and_rotate": by_head(liger_norm, rotations.LIGER), "norm_missing": _missing_liger}
 _COMPILED = {"norm": "compiled norm", "norm_and_rotate": _rotate_compiled}

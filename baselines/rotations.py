@@ -14,12 +14,10 @@ from baselines.base import Rotation, missing_package
 Tables = tuple[Tensor, Tensor]
 
 
-def _missing_transformers() -> str | None:
-    return missing_package("transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
-
-
-def _missing_liger() -> str | None:
-    return missing_package("liger-kernel", "liger_kernel.ops.rope", "LigerRopeFunction")
+_missing_transformers = functools.partial(
+    missing_package, "transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"
+)
+_missing_liger = functools.partial(missing_package, "liger-kernel", "liger_kernel.ops.rope", "LigerRopeFunction")
 
 
 @functools.cache

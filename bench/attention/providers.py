@@ -321,5 +321,6 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
     ]
 
 
-def _no_gemma() -> str | None:
-    return missing_package("transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm")
+_no_gemma = functools.partial(
+    missing_package, "transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm"
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,27 +59,22 @@ def pools_of(step: Step, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return pools[0], pools[1], table
 
 
-def in_float8(step: Step) -> tuple[Step, dict[str, Tensor]]:
-    """Return the step with float8 caches, and their scales."""
-    scale = torch.full((1,), FLOAT8_SCALE, device=step.q.device)
-    caches = {name: quantise(getattr(step, name), scale) for name in ("k_cache", "v_cache")}
-    return step._replace(**caches), {"k_scale": scale, "v_scale": scale}
-
-
-def stored_step(page_size: int | None, float8: bool) -> Callable[[Step], Run]:
-    """Return what makes our step on caches in pages, in float8, or both."""
+def ours(page_size: int | None = None, float8: bool = False, cache_is_rotated: bool = True) -> Callable[[Step], Run]:
+    """Return what makes our step, on contiguous caches, in pages, in float8, or both."""
 
     def make(step: Step) -> Run:
         from fused_rope_attn import rope_attention_with_kvcache
 
-        options: dict[str, Tensor] = {}
+        options: dict[str, Any] = {"cache_seqlens": step.lengths, "cache_is_rotated": cache_is_rotated}
         if float8:
-            step, options = in_float8(step)
-        q, k, v, k_cache, v_cache, lengths, cos, sin = step
+            scale = torch.full((1,), FLOAT8_SCALE, device=step.q.device)
+            options |= {"k_scale": scale, "v_scale": scale}
+            step = step._replace(**{name: quantise(getattr(step, name), scale) for name in ("k_cache", "v_cache")})
+        q, k, v, k_cache, v_cache, _, cos, sin = step
         if page_size is not None:
             k_cache, v_cache, options["block_table"] = pools_of(step, page_size)
         given = q, k_cache, v_cache, cos, sin, k, v
-        return lambda: rope_attention_with_kvcache(*given, cache_seqlens=lengths, **options)
+        return lambda: rope_attention_with_kvcache(*given, **options)
 
     return make
 

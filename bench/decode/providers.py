@@ -7,6 +7,7 @@ Hugging Face's static cache has them. Every sequence holds S - 1 tokens, so that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baselines.attentions import FA4
 from baselines.base import missing_package
-from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, stored_step
+from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
 from bench.suite import Provider
 
 # The most bytes that the copy moves; its time is scaled to a larger cache.
@@ -43,18 +44,6 @@ class DecodeProvider(Provider):
     def stored(self) -> bool:
         """Return whether its cache is in pages or in float8."""
         return self.page_size is not None or self.float8
-
-
-def _ours(rotated: bool) -> Callable[[Step], Run]:
-    def make(step: Step) -> Run:
-        from fused_rope_attn import rope_attention_with_kvcache
-
-        q, k, v, k_cache, v_cache, lengths, cos, sin = step
-        return lambda: rope_attention_with_kvcache(
-            q, k_cache, v_cache, cos, sin, k, v, cache_seqlens=lengths, cache_is_rotated=rotated
-        )
-
-    return make
 
 
 def appending(step: Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
@@ -86,17 +75,9 @@ def _flash(step: Step) -> Run:
 
     q, k, v, k_cache, v_cache = (x.transpose(1, 2) for x in step[:5])
     cos, sin = (table.to(step.q.dtype) for table in step[6:])
-
-    def run() -> Tensor:
-        tables = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
-        o = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=step.lengths, causal=True, **tables)
-        return o.transpose(1, 2)
-
-    return run
-
-
-def _fa4(step: Step) -> Run:
-    return appending(step, lambda q, k, v: FA4.attend(q, k, v, True))
+    tables = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    given = q, k_cache, v_cache, k, v
+    return lambda: flash_attn_with_kvcache(*given, cache_seqlens=step.lengths, causal=True, **tables).transpose(1, 2)
 
 
 def _copy(step: Step) -> Run:
@@ -116,64 +97,40 @@ def _read(step: Step) -> Run:
     return lambda: source.amax()
 
 
-def _stored(page_size: int | None, float8: bool = False) -> DecodeProvider:
-    """Return our step on caches in pages, in float8, or both."""
-    words = [] if page_size is None else [f"pages of {page_size}"]
-    words += ["float8"] if float8 else []
-    name = "_".join([OURS, *words]).replace("pages of ", "page")
-    label = f"the same, {', '.join(words)}"
-    return DecodeProvider(name, label, "ours", make=stored_step(page_size, float8), page_size=page_size, float8=float8)
-
-
-def _no_fa4_pages() -> str | None:
-    return missing_package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
-
-
-def _no_flashinfer() -> str | None:
-    return missing_package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
-
-
-def _no_flash() -> str | None:
-    return missing_package("flash-attn", "flash_attn", "flash_attn_with_kvcache")
-
-
 OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
-_SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+_FLASHINFER = "flashinfer-python"
+
+
+_no_fa4_pages = functools.partial(missing_package, "flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
+_no_flashinfer = functools.partial(missing_package, _FLASHINFER, "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
+_no_flash = functools.partial(missing_package, "flash-attn", "flash_attn", "flash_attn_with_kvcache")
 
 
 def _providers() -> Iterator[DecodeProvider]:
-    parts = "rotate + write + "
-    yield DecodeProvider(OURS, "rope_attention_with_kvcache", "ours", make=_ours(True))
-    yield DecodeProvider(RAW, "the same, raw keys", "ours", make=_ours(False), raw=True)
+    yield DecodeProvider(OURS, "rope_attention_with_kvcache", "ours", make=ours())
+    yield DecodeProvider(RAW, "the same, raw keys", "ours", make=ours(cache_is_rotated=False), raw=True)
     for page_size, float8 in ((16, False), (64, False), (256, False), (None, True), (16, True), (64, True)):
-        yield _stored(page_size, float8)
-    gather = f"{parts}gather pages of 16 + SDPA flash"
-    yield DecodeProvider("gather_sdpa", gather, make=in_parts(16, gathered), page_size=16, even=True)
-    for size in (16, 128):
-        made = in_parts(size, by_flash_attention_4)
-        label = f"{parts}FlashAttention-4, pages of {size}"
-        yield DecodeProvider(f"fa4_page{size}", label, missing=_no_fa4_pages, pip=FA4.pip, make=made, page_size=size)
-    for size in (16, 64):
-        made = in_parts(size, by_flashinfer)
-        label, pip = f"{parts}FlashInfer, pages of {size}", ("flashinfer-python",)
-        yield DecodeProvider(
-            f"flashinfer_page{size}", label, missing=_no_flashinfer, pip=pip, make=made, page_size=size
-        )
-    for name, backend in _SDPA.items():
-        yield DecodeProvider(f"sdpa_{name.lower()}", f"{parts}SDPA {name}", make=_sdpa(backend), even=True)
+        words = [f"pages of {page_size}"] * (page_size is not None) + ["float8"] * float8
+        name, label = "_".join([OURS, *words]).replace("pages of ", "page"), f"the same, {', '.join(words)}"
+        yield DecodeProvider(name, label, "ours", make=ours(page_size, float8), page_size=page_size, float8=float8)
+    for name, attend, attends, missing, pip, sizes in (
+        ("gather_sdpa", "gather pages of 16 + SDPA flash", gathered, None, (), (16,)),
+        ("fa4_page{}", "FlashAttention-4, pages of {}", by_flash_attention_4, _no_fa4_pages, FA4.pip, (16, 128)),
+        ("flashinfer_page{}", "FlashInfer, pages of {}", by_flashinfer, _no_flashinfer, (_FLASHINFER,), (16, 64)),
+    ):
+        for size in sizes:
+            label, about = f"rotate + write + {attend.format(size)}", {"page_size": size, "even": attends is gathered}
+            about |= {"missing": missing, "pip": pip} if missing else {}
+            yield DecodeProvider(name.format(size), label, make=in_parts(size, attends), **about)
+    for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN"), ("efficient", "EFFICIENT")):
+        make = _sdpa(getattr(SDPBackend, f"{backend}_ATTENTION"))
+        yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
+    about = "flash_attn", "flash_attn_with_kvcache", "rival", _no_flash, ("flash-attn",)
+    yield DecodeProvider(*about, make=_flash, rounded_tables=True)
+    about = "fa4", "rotate + write + FlashAttention-4", "rival", FA4.missing, FA4.pip
     yield DecodeProvider(
-        "flash_attn",
-        "flash_attn_with_kvcache",
-        missing=_no_flash,
-        pip=("flash-attn",),
-        make=_flash,
-        rounded_tables=True,
+        *about, make=lambda step: appending(step, lambda q, k, v: FA4.attend(q, k, v, True)), even=True
     )
-    yield DecodeProvider("fa4", f"{parts}FlashAttention-4", missing=FA4.missing, pip=FA4.pip, make=_fa4, even=True)
     yield DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy)
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)
 

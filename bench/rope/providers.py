@@ -144,10 +144,7 @@ def _copy(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor
     return list(_Copy.apply(*xs))
 
 
-def _needs_flash() -> str | None:
-    return missing_package("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
-
-
+_needs_flash = functools.partial(missing_package, "flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
 # Liger's patch of Qwen 3 does the same: the result of the norm is fresh, and is rotated in place.
 _LIGER_NORM = functools.partial(liger_norm, in_place=False)
 _HALVES: dict[str, Any] = {"pairs": True, "tables": "full"}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bench import report, tune
 from bench.__main__ import main
 from bench.decode import suite as decode
-from bench.decode.pages import stored_step
+from bench.decode.pages import ours
 from bench.decode.providers import COPY, OURS, PROVIDERS, RAW, READ, DecodeProvider, appending
 from bench.decode.suite import DECODE
 from bench.decode.tables import results, stored
@@ -73,7 +73,7 @@ def test_pages_and_float8_are_judged_and_shown_beside_the_contiguous_step():
     assert header.endswith("| page16 | float8 | page16_float8 | gather_sdpa |") and line.startswith("| B2-32")
 
     def wrong_angles(step):
-        return stored_step(16, False)(step._replace(cos=step.cos.roll(1, 0)))
+        return ours(16)(step._replace(cos=step.cos.roll(1, 0)))
 
     wrong = scripted("fused_page16", wrong_angles, role="ours", page_size=16)
     assert [row["status"] for row in run([wrong], TINY)[0]] == ["failed"]
