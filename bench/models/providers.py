@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -18,46 +19,52 @@ OURS = "fused"
 # With all of Liger's other norms, which is what its users would compare with.
 OURS_WITH_LIGER = "fused_liger"
 _HEAD_NORMS = ("q_norm", "k_norm")
+Switch = Callable[[nn.Module], AbstractContextManager]
 
 
-@contextmanager
-def _attention(model: nn.Module, implementation: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def _all(*switches: Switch) -> Switch:
+    """Return what enters several contexts of a model."""
+
+    @contextmanager
+    def on(model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for switch in switches:
+                stack.enter_context(switch(model))
+            yield
+
+    return on
 
 
-@contextmanager
-def _liger(model: nn.Module) -> Iterator[None]:
-    """Replace transformers' rotation by Liger's in the module, as its own patches do, and undo it."""
+def _plain(implementation: str) -> Switch:
+    """Return what chooses an attention of transformers."""
+
+    @contextmanager
+    def on(model: nn.Module) -> Iterator[None]:
+        before = model.config._attn_implementation
+        model.set_attn_implementation(implementation)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+    return on
+
+
+def _liger_rotation(model: nn.Module) -> AbstractContextManager:
+    """Replace transformers' rotation by Liger's in the module, as its own patches do."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-    modeling = sys.modules[type(model).__module__]
-    before = modeling.apply_rotary_pos_emb
-    modeling.apply_rotary_pos_emb = liger_rotary_pos_emb
-    try:
-        with _attention(model, "sdpa"):
-            yield
-    finally:
-        modeling.apply_rotary_pos_emb = before
+    return mock.patch.object(sys.modules[type(model).__module__], "apply_rotary_pos_emb", liger_rotary_pos_emb)
 
 
-@contextmanager
-def _liger_norms(model: nn.Module, everywhere: bool) -> Iterator[None]:
-    """Bind Liger's RMSNorm to the norms of heads, or to all of a model, as its patches do, and undo it."""
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+def _liger_norms(everywhere: bool) -> Switch:
+    """Return what binds Liger's RMSNorm to the norms of heads, or to all of a model, as its patches do."""
 
-    before = []
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        if not name.endswith("RMSNorm") or not (everywhere or path.endswith(_HEAD_NORMS)):
-            continue
-        gemma = name.startswith("Gemma")
-        before.append((module, dict(module.__dict__)))
-        module.__dict__ |= {
+    def bound(module: Any) -> dict[str, Any]:
+        from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+        gemma = type(module).__name__.startswith("Gemma")
+        return {
             "offset": float(gemma),
             "casting_mode": "gemma" if gemma else "llama",
             "variance_epsilon": module.eps if gemma else module.variance_epsilon,
@@ -65,35 +72,28 @@ def _liger_norms(model: nn.Module, everywhere: bool) -> Iterator[None]:
             "row_mode": None,
             "forward": MethodType(LigerRMSNorm.forward, module),
         }
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__ |= attributes
 
-
-@contextmanager
-def _with_liger_norms(model: nn.Module, everywhere: bool, attention: Callable[[nn.Module], Any]) -> Iterator[None]:
-    with _liger_norms(model, everywhere), attention(model):
-        yield
-
-
-@contextmanager
-def _own_norms(model: nn.Module) -> Iterator[None]:
-    """Patch the model and give its norms of heads hooks, which keeps them outside of the kernels."""
-    norms = [module for path, module in model.named_modules() if path.endswith(_HEAD_NORMS)]
-    hooks = [norm.register_forward_hook(_see_nothing) for norm in norms]
-    try:
-        with _fused(model):
+    @contextmanager
+    def on(model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path, module in model.named_modules():
+                if type(module).__name__.endswith("RMSNorm") and (everywhere or path.endswith(_HEAD_NORMS)):
+                    stack.enter_context(mock.patch.dict(module.__dict__, bound(module)))
             yield
+
+    return on
+
+
+@contextmanager
+def _hooked_norms(model: nn.Module) -> Iterator[None]:
+    """Give the norms of heads hooks that do nothing, which keeps them outside of our kernels."""
+    norms = [module for path, module in model.named_modules() if path.endswith(_HEAD_NORMS)]
+    hooks = [norm.register_forward_hook(lambda *given: None) for norm in norms]
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _see_nothing(*_: Any) -> None:
-    pass
 
 
 @contextmanager
@@ -114,8 +114,7 @@ def _flash_missing() -> str | None:
 
 
 _PASSES = ("train", "prefill", "decode")
-_ALL = (*_PASSES, "serve")
-_GRAPHS = {"use_cuda_graph": True}
+_SERVED = ("serve",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,47 +125,38 @@ class ModelProvider(Provider):
     continuous batching.
     """
 
-    on: Callable[[nn.Module], Any]
+    on: Switch
     norms: bool = False
     kinds: tuple[str, ...] = _PASSES
     manager: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _plain(implementation: str) -> Callable[[nn.Module], Any]:
-    return lambda model: _attention(model, implementation)
-
-
-def _normed(everywhere: bool, attention: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    return lambda model: _with_liger_norms(model, everywhere, attention)
-
-
 _LIGER: dict[str, Any] = {"missing": LIGER.missing, "pip": LIGER.pip}
+_NORMS: dict[str, Any] = _LIGER | {"norms": True}
+_GRAPHS: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
+_eager, _sdpa, _flash_2 = map(_plain, ("eager", "sdpa", "flash_attention_2"))
+_liger = _all(_liger_rotation, _sdpa)
 PROVIDERS: dict[str, ModelProvider] = {
     provider.name: provider
     for provider in (
-        ModelProvider("eager", "eager", on=_plain("eager"), kinds=("serve",)),
-        ModelProvider("eager_graphs", "eager, CUDA graphs", on=_plain("eager"), kinds=("serve",), manager=_GRAPHS),
-        ModelProvider("sdpa", "sdpa", on=_plain("sdpa"), kinds=_ALL),
-        ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", on=_plain("sdpa"), kinds=("serve",), manager=_GRAPHS),
-        ModelProvider(
-            "flash_2", "flash_attention_2", missing=_flash_missing, on=_plain("flash_attention_2"), kinds=_ALL
-        ),
+        ModelProvider("eager", "eager", on=_eager, kinds=_SERVED),
+        ModelProvider("eager_graphs", "eager, CUDA graphs", on=_eager, **_GRAPHS),
+        ModelProvider("sdpa", "sdpa", on=_sdpa, kinds=_PASSES + _SERVED),
+        ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", on=_sdpa, **_GRAPHS),
+        ModelProvider("flash_2", "flash_attention_2", missing=_flash_missing, on=_flash_2, kinds=_PASSES + _SERVED),
         ModelProvider("liger", "Liger's rotation + sdpa", on=_liger, **_LIGER),
         ModelProvider(
-            "liger_norm", "Liger's norms of heads, rotation + sdpa", on=_normed(False, _liger), norms=True, **_LIGER
+            "liger_norm", "Liger's norms of heads, rotation + sdpa", on=_all(_liger_norms(False), _liger), **_NORMS
         ),
         ModelProvider(
-            "liger_all", "Liger's norms everywhere, rotation + sdpa", on=_normed(True, _liger), norms=True, **_LIGER
+            "liger_all", "Liger's norms everywhere, rotation + sdpa", on=_all(_liger_norms(True), _liger), **_NORMS
         ),
-        ModelProvider("own_norms", "patch_model, norms of heads outside", on=_own_norms, norms=True),
-        ModelProvider(OURS, "patch_model", "ours", on=_fused, kinds=_ALL),
+        ModelProvider("own_norms", "patch_model, norms of heads outside", on=_all(_hooked_norms, _fused), norms=True),
+        ModelProvider(OURS, "patch_model", "ours", on=_fused, kinds=_PASSES + _SERVED),
         ModelProvider(
-            OURS_WITH_LIGER,
-            "patch_model, Liger's norms elsewhere",
-            "ours",
-            on=_normed(True, _fused),
-            norms=True,
-            **_LIGER,
+            *(OURS_WITH_LIGER, "patch_model, Liger's norms elsewhere", "ours"),
+            on=_all(_liger_norms(True), _fused),
+            **_NORMS,
         ),
     )
 }

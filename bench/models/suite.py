@@ -7,7 +7,7 @@ the rounds, so that weights, inputs and clock are the same for all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,49 +118,42 @@ class ModelTrial(Trial):
         return "the model has no norms of heads" if provider.norms and not self.case.model.norms else None
 
     def enter(self, provider: ModelProvider) -> Entry:
-        if self.case.work.kind == "serve":
-            return self._enter_serving(provider)
-        step = Step(self._model, self.case.work, self.clock.device)
+        work, served = self.case.work, self.case.work.kind == "serve"
+        step = Served(self._model, work) if served else Step(self._model, work, self.clock.device)
+
+        @contextmanager
+        def active() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(provider.on(self._model))
+                if served:
+                    stack.enter_context(step.active())
+                if work.checkpoints:
+                    self._model.gradient_checkpointing_enable({"use_reentrant": False})
+                    stack.callback(self._model.gradient_checkpointing_disable)
+                yield
+
+        if served:
+            with provider.on(self._model):
+                step.begin(**provider.manager)
         try:
-            with self._in_force(provider):
-                step.fill()
-                step()  # the first call may allocate memory that it keeps
+            with active():
+                if not served:
+                    step.fill()
+                    step()  # the first call may allocate memory that it keeps
                 facts: Row = {"peak_mib": self.clock.peak_mib(step)}
         except Exception:
             self._model.zero_grad(set_to_none=True)
             raise
         self._first = step.result if self._first is None else self._first
-        facts |= _agreement(self._first, step.result)
-        return Entry(provider, Verdict(), lambda part: step, facts, lambda: self._in_force(provider))
-
-    @contextmanager
-    def _in_force(self, provider: ModelProvider) -> Iterator[None]:
-        """Switch the provider on, and activation checkpointing where the work asks for it."""
-        with provider.on(self._model):
-            if not self.case.work.checkpoints:
-                yield
-                return
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
-            try:
-                yield
-            finally:
-                self._model.gradient_checkpointing_disable()
-
-    def _enter_serving(self, provider: ModelProvider) -> Entry:
-        served = Served(self._model, self.case.work)
-
-        @contextmanager
-        def active() -> Iterator[None]:
-            with provider.on(self._model), served.active():
-                yield
-
-        with provider.on(self._model):
-            served.begin(**provider.manager)
-        with active():
-            facts: Row = {"peak_mib": self.clock.peak_mib(served)}
-        self._first = served.result if self._first is None else self._first
-        facts["off_first"] = (self._first != served.result).double().mean().item()
-        return Entry(provider, Verdict(), lambda part: served, facts, active)
+        first, result = self._first, step.result
+        if served:
+            facts["off_first"] = (first != result).double().mean().item()
+        else:
+            distance = (result.double() - first.double()).square().mean().sqrt()
+            facts["off_first"] = (distance / first.double().square().mean().sqrt()).item()
+        if work.kind == "train":
+            facts["loss"] = result.item()
+        return Entry(provider, Verdict(), lambda part: step, facts, active)
 
     def fields(self) -> Row:
         work = self.case.work
@@ -169,13 +162,6 @@ class ModelTrial(Trial):
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         tokens = self.case.work.tokens
         return {name: {"tokens_s": tokens / found.quantiles()[0] * 1e3} for name, found in measured.items()}
-
-
-def _agreement(first: Tensor, result: Tensor) -> Row:
-    """Return how far a result is from the first provider's, over the rms of that; and the result where it is a loss."""
-    distance = (result.double() - first.double()).square().mean().sqrt() / first.double().square().mean().sqrt()
-    facts = {"off_first": distance.item()}
-    return facts | {"loss": result.item()} if result.ndim == 0 else facts
 
 
 CASES = tuple(ModelCase(model, work) for model in MODELS for work in WORK if work.kind in model.kinds)

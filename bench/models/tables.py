@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.models.providers import OURS, OURS_WITH_LIGER
-from bench.report import Group, Row, faster, markdown, provenance, timed
+from bench.report import Group, Row, faster, groups, markdown, provenance
 
 _HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", "over sdpa", "over Liger", "MiB"]
 _NORMED = (
@@ -30,21 +30,21 @@ _UNPATCHED = {
 
 def results(rows: list[Row]) -> str:
     """Show tokens per second at each work except ``serve``."""
-    groups = _groups(rows, served=False)
+    found = _groups(rows, served=False)
     lines, normed = [], []
-    for (model, work), group in groups.items():
-        mine, rivals = group[OURS], [group.get("sdpa"), group.get("liger")]
-        speeds = [f"{row['tokens_s']:.0f}" if row else "-" for row in (*rivals, mine)]
+    for (model, work), group in found.items():
+        mine = group[OURS]
+        speeds = [_speed(group, name) for name in ("sdpa", "liger", OURS)]
         gains = [_gain(group, name, OURS) for name in ("sdpa", "liger")]
         lines.append([_named(model, mine), work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
         if outside := group.get("own_norms"):
             gains = [_gain(group, name, OURS) for name in ("liger_norm", "own_norms")]
             gains.append(_gain(group, "liger_all", OURS_WITH_LIGER))
             normed.append([model, work, *gains, f"{outside['peak_mib']:.0f}", f"{mine['peak_mib']:.0f}"])
-    ours = [group[OURS] for group in groups.values()]
     tables = [markdown(_HEADER, lines)]
     if normed:
         tables.append(f"{_NORMED}\n\n{markdown(_NORMED_HEADER, normed)}")
+    ours = [group[OURS] for group in found.values()]
     return "\n\n".join(tables) + (
         "\n\nTokens per second in eager mode, random bfloat16 weights, one after the other in one process; ×: their "
         "time over ours, below 1 a loss; MiB: peak memory beyond the weights. train: forward, loss and backward; "
@@ -55,37 +55,39 @@ def results(rows: list[Row]) -> str:
 
 def serving(rows: list[Row]) -> str:
     """Show continuous batching, with those of the unpatched ones that were measured anywhere."""
-    groups = _groups(rows, served=True)
-    names = [name for name in _UNPATCHED if any(name in group for group in groups.values())]
+    found = _groups(rows, served=True)
+    names = [name for name in _UNPATCHED if any(name in group for group in found.values())]
     lines = []
-    for (model, work), group in groups.items():
-        mine, rivals = group[OURS], [name for name in names if name in group]
-        speeds = [f"{group[name]['tokens_s']:.0f}" if name in group else "-" for name in (*names, OURS)]
+    for (model, work), group in found.items():
+        rivals = [name for name in names if name in group]
         best = max(rivals, key=lambda name: group[name]["tokens_s"], default="")
-        lines.append([_named(model, mine), work, *speeds, _gain(group, best, OURS)])
+        speeds = [_speed(group, name) for name in (*names, OURS)]
+        lines.append([_named(model, group[OURS]), work, *speeds, _gain(group, best, OURS)])
     header = ["model", "work", *(_UNPATCHED[name] for name in names), "`patch_model`", "over the best"]
-    ours = [group[OURS] for group in groups.values()]
+    ours = [group[OURS] for group in found.values()]
     return f"{markdown(header, lines)}\n\n{_SERVED} {provenance(ours, 'transformers')}"
 
 
 def _groups(rows: list[Row], served: bool) -> dict[tuple[str, str], Group]:
     """Return (model, work) -> provider -> its timed row, where there are ours. ValueError without any."""
-    groups: dict[tuple[str, str], Group] = {}
-    for row in timed(rows):
-        if row["pass"].startswith("serve") is served:
-            groups.setdefault((row["case"], row["shape"].replace(" ", ", ", 1)), {})[row["provider"]] = row
-    groups = {key: group for key, group in groups.items() if OURS in group}
-    if not groups:
+    found = {
+        (case, shape.replace(" ", ", ", 1)): group
+        for (case, shape, part, _), group in groups(rows).items()
+        if OURS in group and part.startswith("serve") is served
+    }
+    if not found:
         raise ValueError("no rows of bench models with our own times")
-    return groups
+    return found
 
 
 def _named(model: str, row: Row) -> str:
     return model + (f" ({row['layers_left_out']} layers left out)" if row["layers_left_out"] else "")
 
 
-def _gain(group: dict[str, Row], name: str, ours: str) -> str:
+def _speed(group: Group, name: str) -> str:
+    return f"{group[name]['tokens_s']:.0f}" if name in group else "-"
+
+
+def _gain(group: Group, name: str, ours: str) -> str:
     """Return a provider's time over one of ours."""
-    if name not in group or ours not in group:
-        return "-"
-    return f"{faster(group[name], group[ours]):.2f}×"
+    return f"{faster(group[name], group[ours]):.2f}×" if name in group and ours in group else "-"
