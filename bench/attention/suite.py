@@ -25,13 +25,14 @@ def table(case: BenchCase) -> Mapping[str, AttentionProvider]:
     return providers.table(case.kind, case.case.len_k, case.case.batch)
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def dtype_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all suites of attention have."""
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--strict", action="store_true", help="hold rivals to the contract's tolerance too")
 
 
 def _attention_arguments(parser: argparse.ArgumentParser) -> None:
-    _arguments(parser)
+    dtype_arguments(parser)
     parser.add_argument("--shape", metavar="B,HQ,HKV,N,D", help="of the case of host time")
     parser.add_argument("--backend", default="auto", help="of ours (default: auto, what users get)")
 
@@ -82,6 +83,6 @@ NORM = Suite(
     trial=AttentionTrial,
     table=table,
     always=("fused", "fused_without"),
-    arguments=_arguments,
+    arguments=dtype_arguments,
     adapt=_adapt,
 )

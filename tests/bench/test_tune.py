@@ -1,5 +1,6 @@
 """``python -m bench tune`` without a GPU: its points, its candidates, and their gate."""
 
+import dataclasses
 import os
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from bench import tune
 from bench.__main__ import main
 from bench.attention import cases
-from bench.tune import PRESENT, TILES, candidates, grid, tile_grid
+from bench.tune import PRESENT, TILES, candidates, changed
 from fused_rope_attn import testing
+from fused_rope_attn.attention.portable import configs as portable
+from fused_rope_attn.generation import configs as decode_configs
 from tests.support.bench import run
 from tests.support.clocks import WallClock
 
@@ -19,47 +22,48 @@ def _case(part="fwd", strategy="prepass", length=64, head_dim=32, dtype=torch.fl
     return cases.BenchCase("Tiny", "Tiny", (part, strategy), case)
 
 
-@pytest.mark.parametrize("kernel", ["tile", "dkdv", "dq"])
-@pytest.mark.parametrize("element_size", [2, 4])
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_there_are_tiles_to_try(head_dim, element_size, kernel):
-    tiles = list(tile_grid(head_dim, element_size, kernel))
-    assert 4 <= len(tiles) <= 60 and len(set(tiles)) == len(tiles)
-
-
 def test_candidates_begin_with_the_present_configuration():
     for part in ("fwd", "bwd"):
-        tried = [by_pass[part] for by_pass in grid(_case(part, head_dim=128, length=4096), "sm_90")]
-        assert len(set(tried)) == len(tried) and {config.tma for config in tried} == {False, True}
-        assert {config.section_bytes for config in tried} >= {0, 8 << 20, 24 << 20}
-        inline = grid(_case(part, "inline", head_dim=128, length=4096), "sm_90")
-        assert not any(by_pass[part].tma for by_pass in inline[1:])
         found = candidates(_case(part))
-        assert [name.endswith(PRESENT) for name in found] == [True, *[False] * (len(found) - 1)]
-        assert [provider.ours for provider in found.values()] == [True, *[False] * (len(found) - 1)]
+        assert next(iter(found)) == PRESENT and [name for name, each in found.items() if each.ours] == [PRESENT]
+        assert len(found) == 1 + 24 * (1 if part == "fwd" else 2)
+
+
+def test_a_candidate_names_the_fields_that_it_changes():
+    base = decode_configs.decode("sm_90", 2, 128, True)
+    chosen = changed(base, "block_n=32 num_warps=8 max_registers=168")
+    assert chosen == dataclasses.replace(base, block_n=32, num_warps=8, max_registers=168)
+    tiled = portable.backward("sm_90", 2, 128, "prepass", True, "medium", False)
+    tiled = changed(tiled, "dq.block_m=32 tma=True section_bytes=0")
+    assert (tiled.dq.block_m, tiled.tma, tiled.section_bytes) == (32, True, 0)
+    for text in ("64x4x4x2", "block=3", "dq.block_m=x", "block_n"):
+        with pytest.raises(ValueError, match=f"FIELD=VALUE of block_n.*, not '{text}'"):
+            changed(base, text)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs the kernels in Triton's interpreter")
 @pytest.mark.parametrize("part", ["fwd", "bwd"])
 def test_candidates_are_gated_and_timed(part, monkeypatch):
     monkeypatch.setattr(WallClock, "calls_for", lambda self, fn, round_ms: 1)
+    fields = ["tile.block_m=32 tile.num_stages=1"] if part == "fwd" else ["dq.block_m=32 dkdv.num_stages=1"]
+    monkeypatch.setitem(tune._asked, "configs", fields)
     people = list(candidates(_case(part, length=33)).values())
-    rows, _ = run(TILES, _case(part, length=33), providers=[people[0], people[-1]], rounds=1)
+    rows, _ = run(TILES, _case(part, length=33), providers=people, rounds=1)
+    assert [row["provider"] for row in rows] == [PRESENT, *fields]
     assert [row["status"] for row in rows] == ["ok"] * 2 and {row["pass"] for row in rows} == {part}
     assert [row["role"] for row in rows] == ["ours", "rival"] and {row["mode"] for row in rows} == {"graph"}
 
 
-def test_a_candidate_that_breaks_or_lies_is_refused(monkeypatch):
-    def attend(by_pass, q, k, v, given):
-        stages = by_pass["fwd"].tile.num_stages
-        if stages == 3:
-            raise RuntimeError("out of resource: shared memory, Required: 300000")
-        return q * float(stages) + 0 * (k.sum() + v.sum())
+def test_a_candidate_that_breaks_or_lies_is_refused():
+    def broken(q, k, v, given):
+        raise RuntimeError("out of resource: shared memory, Required: 300000")
 
-    monkeypatch.setattr(tune, "_run", attend)
-    people = [each for each in candidates(_case()).values() if each.name[-2:] in ("s2", "s3")]
+    def wrong(q, k, v, given):
+        return q + 0 * (k.sum() + v.sum())
+
+    people = [dataclasses.replace(each, run=run) for each, run in zip(candidates(_case()).values(), (wrong, broken))]
     rows, _ = run(TILES, _case(), providers=people, rounds=1)
-    assert {row["provider"][-2:]: row["status"] for row in rows} == {"s2": "failed", "s3": "error"}
+    assert [row["status"] for row in rows] == ["failed", "error"]
 
 
 def test_cases(capsys):
