@@ -13,12 +13,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.timing import DeviceClock, quantile
+from bench.timing import DeviceClock, Measurement, quantile
 
 _WARM_SHARE = 0.15  # of the replays of a sample: not measured, so that the card's clock settles
 _GRAPH_MS = 1.0  # the least duration of a graph, filled with several calls, so that replaying costs nothing
@@ -80,45 +80,30 @@ class Load:
         return self.watts * self.ms
 
 
-@dataclass
-class Loads:
-    """A sample for each round, with the interface of ``timing.Measurement``."""
+class Loads(Measurement):
+    """A ``Load`` for each round."""
 
-    rounds: list[Load] = field(default_factory=list)
-
-    def add(self, sample: Load) -> None:
-        self.rounds.append(sample)
+    rounds: list[Any]
 
     @property
-    def round_medians(self) -> list[float]:
-        return self.of("ms")
+    def samples(self) -> list[float]:
+        return [load.ms for load in self.rounds]
 
-    def of(self, figure: str) -> list[float]:
-        """Return one figure of every round."""
-        return [getattr(load, figure) for load in self.rounds]
-
-    def quantiles(self) -> tuple[float, float, float]:
-        """Return (median, p20, p80) of the milliseconds."""
-        times = self.round_medians
-        return quantile(times, 0.5), quantile(times, 0.2), quantile(times, 0.8)
+    round_medians = samples
 
     def scaled(self, factor: float) -> Loads:
-        """Return the same measurement with every time multiplied by ``factor``."""
         return Loads([replace(load, ms=factor * load.ms) for load in self.rounds])
 
     def fields(self) -> dict[str, Any]:
         """Return what a result row says: times, then median and rounds of the other figures."""
-        median, p20, p80 = self.quantiles()
-        row: dict[str, Any] = {"ms": median, "p20": p20, "p80": p80, "rounds": self.round_medians}
-        row["calls"] = sum(load.calls for load in self.rounds)
+        row = super().fields() | {"calls": sum(load.calls for load in self.rounds)}
         for figure in ("mj", "watts", "mhz"):
-            values = self.of(figure)
+            values = [getattr(load, figure) for load in self.rounds]
             row |= {figure: quantile(values, 0.5), f"{figure}_rounds": values}
         return row
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(NamedTuple):
     """A captured graph of ``calls`` calls; calling it replays it."""
 
     replay: Callable[[], Any]
@@ -129,7 +114,7 @@ class Graph:
 
 
 class LoadClock(DeviceClock):
-    """A ``runner.Clock`` that returns a ``Load`` for each sample."""
+    """A clock whose samples are a ``Load`` each."""
 
     def __init__(self, device: torch.device, counter: Any):
         super().__init__(device)
@@ -173,7 +158,7 @@ class LoadClock(DeviceClock):
         end.record()
         self.synchronize()
         ms = begin.elapsed_time(end) / (calls * fn.calls)
-        return Load(calls * fn.calls, ms, watch.watts(), watch.mhz())
+        return Load(calls * fn.calls, ms, *watch.watts_and_mhz())
 
     def _burst_by_burst(self, fn: Graph, replays: int, each: int, look: Callable[[], None]) -> None:
         """Queue replays in bursts of ``each``, at most ``_AHEAD`` of them, and look at the card while waiting."""
@@ -204,12 +189,11 @@ class LoadClock(DeviceClock):
 
 
 class Watch:
-    """The steps of an energy counter, and the clock of the card at each look."""
+    """The steps of an energy counter, as (seconds, millijoules) right after each, and the clock of the card then."""
 
     def __init__(self, counter: Any):
-        self._counter = counter
-        self._last = counter.millijoules()
-        self._steps: list[tuple[float, int]] = []  # (seconds, millijoules) right after a step
+        self._counter, self._last = counter, counter.millijoules()
+        self._steps: list[tuple[float, int]] = []
         self._mhz: list[float] = []
 
     def look(self) -> None:
@@ -219,16 +203,12 @@ class Watch:
             self._steps.append((time.perf_counter(), read))
             self._mhz.append(self._counter.megahertz())
 
-    def watts(self) -> float:
-        """Return the mean power between the first and the last step. RuntimeError with fewer than two steps."""
+    def watts_and_mhz(self) -> tuple[float, float]:
+        """Return the mean power from the first to the last step, and the median clock. RuntimeError below two steps."""
         if len(self._steps) < 2:
             raise RuntimeError(
                 f"the energy counter must move at least twice in a sample, but moved {len(self._steps)} times: give "
                 "more --round-ms"
             )
         (begin, low), (end, high) = self._steps[0], self._steps[-1]
-        return (high - low) / (end - begin) * 1e-3
-
-    def mhz(self) -> float:
-        """Return the median over the steps."""
-        return quantile(self._mhz, 0.5)
+        return (high - low) / (end - begin) * 1e-3, quantile(self._mhz, 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,21 +20,6 @@ _HOST_WARM_UP = 5
 _GRAPHS = ("graph", "load")
 
 
-class Clock(Protocol):
-    """The interface of a machine; ``timing.GpuClock`` is the one for GPUs."""
-
-    device: torch.device
-
-    def synchronize(self) -> None: ...
-    def sample(self, fn: Callable[[], Any], calls: int) -> list[float]: ...
-    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int: ...
-    def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]: ...
-    def peak_mib(self, fn: Callable[[], Any]) -> float: ...
-    def host_sample(self, fn: Callable[[], Any], calls: int) -> list[float]: ...
-    def any(self, flag: bool) -> bool: ...
-    def release(self) -> None: ...
-
-
 class DeviceLost(RuntimeError):
     """The GPU no longer answers; the message names what ran last."""
 
@@ -45,7 +30,7 @@ class Run:
 
     suite: Suite
     options: Options
-    clock: Clock
+    clock: Any  # a ``timing.DeviceClock``
     environment: Row
     providers: Callable[[Any], Sequence[Any]]  # of a case
     progress: Callable[[float, str], None] = lambda share, message: None
