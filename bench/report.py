@@ -173,48 +173,34 @@ def speedup(value: float) -> str:
 
 def comparison(row: Row, mine: Row, figure: str = "ms") -> list[str]:
     """Return three cells: the label of a rival, its time or energy, and that over ours."""
-    label = row["label"] + " ~" * (row["status"] == "loose")
-    if figure == "mj":
-        return [label, millijoules(row["mj"]), speedup(faster(row, mine, "mj_rounds"))]
-    return [label, milliseconds(row["ms"]), speedup(faster(row, mine))]
+    text, rounds = (millijoules, "mj_rounds") if figure == "mj" else (milliseconds, "rounds")
+    return [row["label"] + mark(row), text(row[figure]), speedup(faster(row, mine, rounds))]
 
 
 def case_report(rows: list[Row]) -> str:
     """Return everything about one case: a table for each mode, then who was not timed and why."""
     limit = rows[0].get("limit_watts")
     blocks = [f"{rows[0]['case']}   {rows[0]['shape']}" + (f"   (power limit {limit:.0f} W)" if limit else "")]
-    blocks += [_mode_table(timed(rows, mode=mode), mode) for mode in MODES if timed(rows, mode=mode)]
-    notes = []
-    for label, row in {row["label"]: row for row in rows if row["status"] == "loose"}.items():
-        notes.append(
-            f"~ {label}: outside the contract's tolerance: worst row {row['gate_row_ratio'] / 2.5:.2f} times what is"
-            f" allowed, rms error {row['gate_rms_ratio']:.2f} times eager's"
-        )
+    for mode, words in MODES.items():
+        found = timed(rows, mode=mode)
+        shown = [each for each in _FIGURES if any(row.get(each[0]) is not None for row in found)]
+        lines = []
+        for (_, _, part, _), group in groups(found).items():
+            mine = ours(group.values())
+            for row in group.values():
+                times = [milliseconds(row["ms"]), f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"]
+                figures = [text.format(row[name]) if row.get(name) is not None else "" for name, _, text in shown]
+                against = "" if mine is None or row is mine else _against(row, mine)
+                lines.append([row["label"] + mark(row), part, *times, *figures, against])
+        if lines:
+            header = [words, "pass", "ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
+            blocks.append(table(header, lines, left=2))
+    notes = [
+        f"~ {row['label']}: outside the contract's tolerance: worst row {row['gate_row_ratio'] / 2.5:.2f} times what "
+        f"is allowed, rms error {row['gate_rms_ratio']:.2f} times eager's"
+        for row in {row["label"]: row for row in rows if row["status"] == "loose"}.values()
+    ]
     return "\n\n".join(filter(None, [*blocks, "\n".join([*notes, *not_timed(rows)])]))
-
-
-def _mode_table(rows: list[Row], mode: str) -> str:
-    """Return a line for each provider, and of each pass its columns. "/ ours" is their time over ours."""
-    parts = dict.fromkeys(row["pass"] for row in rows)
-    header, columns = [MODES[mode]], {}
-    for part in parts:
-        found = {row["provider"]: row for row in rows if row["pass"] == part}
-        shown = [each for each in _FIGURES if any(row.get(each[0]) is not None for row in found.values())]
-        columns[part] = found, shown, ours(found.values())
-        header += [f"{part} ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
-    lines = []
-    for provider, row in {row["provider"]: row for row in rows}.items():
-        line = [row["label"] + " ~" * (row["status"] == "loose")]
-        for found, shown, mine in columns.values():
-            here = found.get(provider)
-            if here is None:
-                line += [""] * (3 + len(shown))
-                continue
-            line += [milliseconds(here["ms"]), f"{milliseconds(here['p20'])}-{milliseconds(here['p80'])}"]
-            line += [text.format(here[name]) if here.get(name) is not None else "" for name, _, text in shown]
-            line.append("" if mine is None or here is mine else _against(here, mine))
-        lines.append(line)
-    return table(header, lines)
 
 
 def _against(row: Row, mine: Row) -> str:
@@ -238,27 +224,26 @@ def summary(rows: list[Row]) -> str:
     """Return a line for each case and pass: ours, the strongest rival, the fastest attention without a rotation."""
     blocks = []
     for mode, words in MODES.items():
-        lines, wins, losses = [], 0, 0
-        figure, unit = ("mj", "mJ") if mode == "load" else ("ms", "ms")
+        what, figure, unit, text = "time", "ms", "ms", milliseconds
+        if mode == "load":
+            what, figure, unit, text = "energy", "mj", "mJ", millijoules
+        lines, verdicts = [], []
         for (case, shape, part, _), group in groups(rows, mode).items():
             mine = ours(group.values())
             if mine is None:
                 continue
-            line = [case, shape, part, millijoules(mine["mj"]) if mode == "load" else milliseconds(mine["ms"])]
+            lines.append([case, shape, part, text(mine[figure])])
             for role in ("rival", "bare"):
                 other = strongest(group.values(), role, figure)
-                line += ["-", "", ""] if other is None else comparison(other, mine, figure)
-                if role == "rival" and other is not None:
-                    lost = line[-1].endswith("LOSS")
-                    wins, losses = wins + (not lost), losses + lost
-            lines.append(line)
+                lines[-1] += ["-", "", ""] if other is None else comparison(other, mine, figure)
+            verdicts += [lines[-1][6]] if lines[-1][6] else []
         if lines:
             header = ["case", "shape", "pass", f"ours {unit}", "strongest rival", unit, "theirs / ours"]
             header += ["fastest without rotation", unit, "theirs / ours"]
             if all(line[7] == "-" for line in lines):
                 header, lines = header[:7], [line[:7] for line in lines]
-            what = "energy" if mode == "load" else "time"
-            count = f"{what} against the strongest rival: {wins} not more, {losses} more"
+            lost = sum(verdict.endswith("LOSS") for verdict in verdicts)
+            count = f"{what} against the strongest rival: {len(verdicts) - lost} not more, {lost} more"
             blocks.append(f"{words[0].upper()}{words[1:]}, {count}\n\n{table(header, lines, left=3)}")
     unmeasured = not_timed(row | {"label": f"{row['case']}: {row['label']}"} for row in rows if row["role"] == "ours")
     if unmeasured:
@@ -282,12 +267,11 @@ def three_digits(value: float) -> str:
 
 def by_case(rows: Iterable[Row], mode: str, mine: str) -> dict[tuple[str, str], list[Group]]:
     """Return (case, shape) -> the groups of its passes, in the order of ``PASSES``, where ours was timed."""
-    found: dict[tuple[str, str], list[Group]] = {}
-    for (case, shape, part, _), group in sorted(groups(rows, mode).items(), key=lambda item: item[0][2] == "bwd"):
-        if mine in group and part in PASSES:
-            found.setdefault((case, shape), []).append(group)
-    order = list(dict.fromkeys(key[:2] for key in groups(rows, mode)))
-    return {key: found[key] for key in order if key in found}
+    every = groups(rows, mode)
+    cases = dict.fromkeys(key[:2] for key in every)
+    found = {case: [every.get((*case, part, mode), {}) for part in PASSES] for case in cases}
+    timed_cases = {case: [group for group in passes if mine in group] for case, passes in found.items()}
+    return {case: passes for case, passes in timed_cases.items() if passes}
 
 
 def both(passes: list[Group], name: str, text: Callable[[Row], str]) -> str:

@@ -122,7 +122,7 @@ def test_visited_scores():
     dkdv, dq = configs.Tile(32, 64, 4, 3), configs.Tile(128, 64, 8, 3)
     plan = Plan("triton", "prepass", "", configs.ForwardConfig("prepass", dq), configs.BackwardConfig("", dkdv, dq))
     assert visited.visited(case, "fwd", plan) == visited.visited_scores(case, 128, 64)
-    both = visited.visited_by_keys(case, 32, 64) + visited.visited_scores(case, 128, 64)
+    both = visited.visited_scores(case, 32, 64) + visited.visited_scores(case, 128, 64)
     assert visited.visited(case, "bwd", plan) == both
     assert visited.ran(plan, "fwd") == visited.ran(plan, "bwd") == "triton"
     assert visited.visited(case, "fwd", Plan("reference", None, "")) is None
@@ -142,7 +142,7 @@ def test_visited_by_keys(shape):
             blocks = 0
             for start in range(0, len_k, block_n):
                 blocks += len((exists[:, start : start + block_n].any(1).nonzero().flatten() // block_m).unique())
-            assert visited.visited_by_keys(case, block_m, block_n) == blocks * block_m * block_n
+            assert visited.visited_scores(case, block_m, block_n) == blocks * block_m * block_n
 
 
 def test_visited_by_the_sm_90_kernels():
