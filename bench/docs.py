@@ -66,8 +66,8 @@ BLOCKS: tuple[Block, ...] = tuple(
     )
 )
 _PARTS = "|".join(dict.fromkeys(block.name.split(":")[0] for block in BLOCKS))
-_MARKER = re.compile(rf"<!-- ((?:{_PARTS}):\w+)[^>]*-->")
-_BLOCK = re.compile(rf"(<!-- (({_PARTS}):\w+)[^>]*-->\n)(.*?)(<!-- \3:end -->)", re.DOTALL)
+_MARKER = re.compile(rf"<!-- (?:{_PARTS}):\w+")
+_BLOCK = re.compile(rf"<!-- (({_PARTS}):\w+)[^>]*-->\n(?:(?!<!-- ).)*<!-- \2:end -->", re.DOTALL)
 
 
 def main(argv: list[str]) -> int:
@@ -75,24 +75,23 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench docs", description=__doc__.splitlines()[0].split(": ", 1)[1])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page and its rows differ")
     args = parser.parse_args(argv)
+    status = 0
     try:
         rows = {block.file: read_runs([RESULTS / block.file]) for block in BLOCKS}
-        pages = {}
-        for name in dict.fromkeys(block.page for block in BLOCKS):
-            old = (ROOT / name).read_text(encoding="utf-8")
-            pages[name] = old, rewrite(name, old, rows)
+        for page in dict.fromkeys(block.page for block in BLOCKS):
+            old = (ROOT / page).read_text(encoding="utf-8")
+            new = rewrite(page, old, rows)
+            pairs = zip(_BLOCK.finditer(old), _BLOCK.finditer(new))
+            stale = ", ".join(before[1] for before, after in pairs if before[0] != after[0])
+            if args.check and stale:
+                print(f"bench docs: {page} does not match the rows in {stale}", file=sys.stderr)
+                status = 1
+            elif not args.check:
+                (ROOT / page).write_text(new, encoding="utf-8")
+                print(f"{page}: " + (f"rewrote {stale}" if stale else "matches the rows"))
     except (OSError, ValueError) as error:
         return refuse("docs", str(error))
-    stale = {name: changed(old, new) for name, (old, new) in pages.items() if old != new}
-    if args.check:
-        for name, blocks in stale.items():
-            print(f"bench docs: {name} does not match the rows in {', '.join(blocks)}", file=sys.stderr)
-        return int(bool(stale))
-    for name, (_, new) in pages.items():
-        if name in stale:
-            (ROOT / name).write_text(new, encoding="utf-8")
-        print(f"{name}: " + (f"rewrote {', '.join(stale[name])}" if name in stale else "matches the rows"))
-    return 0
+    return status
 
 
 def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
@@ -101,24 +100,16 @@ def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
     ValueError: a block of ``page`` is missing, twice there, unknown or open, or the rows lack what it shows.
     """
     blocks = {block.name: block for block in BLOCKS if block.page == page}
-    markers = _MARKER.findall(text)
-    opened, closed = markers[::2], markers[1::2]
-    if sorted(opened) != sorted(blocks):
+    found = [match[1] for match in _BLOCK.finditer(text)]
+    if sorted(found) != sorted(blocks) or len(_MARKER.findall(text)) != 2 * len(found):
         raise ValueError(
-            f"{page} must have the blocks {', '.join(blocks)}, each once and closed before the next begins, but has "
-            f"{', '.join(opened) or 'none'}"
+            f"{page} must have the blocks {', '.join(blocks)}, each once and closed by <!-- PART:end --> before the "
+            f"next begins, but has {', '.join(found) or 'none'} and {len(_MARKER.findall(text))} markers"
         )
-    if closed != [f"{name.split(':')[0]}:end" for name in opened]:
-        raise ValueError(f"{page}: every <!-- PART:NAME --> needs one <!-- PART:end --> after it; blocks do not nest")
 
-    def write(found: re.Match) -> str:
-        block = blocks[found[2]]
+    def write(match: re.Match) -> str:
+        block = blocks[match[1]]
         begin = f"<!-- {block.name}: written by `python -m bench docs`, not by hand -->"
-        return f"{begin}\n\n{block.content(rows[block.file])}\n\n{found[5]}"
+        return f"{begin}\n\n{block.content(rows[block.file])}\n\n<!-- {match[2]}:end -->"
 
     return _BLOCK.sub(write, text)
-
-
-def changed(old: str, new: str) -> list[str]:
-    """Return the blocks with different content."""
-    return [before[2] for before, after in zip(_BLOCK.finditer(old), _BLOCK.finditer(new)) if before[0] != after[0]]

@@ -76,8 +76,9 @@ def test_the_command_writes_checks_and_complains(toy, capsys):
         ("nothing", "must have the blocks bench:headline"),
         (_open("bench:nonsense"), "but has bench:nonsense"),
         (2 * _open("bench:headline"), "each once"),
-        ("<!-- bench:headline -->\n", "needs one"),
-        ("<!-- bench:headline -->\n<!-- rope:end -->\n", "needs one"),
+        ("<!-- bench:headline -->\n", "closed by"),
+        ("<!-- bench:headline -->\n<!-- rope:end -->\n", "closed by .* but has none and 2 markers"),
+        (_open("bench:headline") + "<!-- bench:headline -->\n", "but has bench:headline and 3 markers"),
     ],
 )
 def test_bad_markers_are_refused(text, message, toy):
