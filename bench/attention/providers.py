@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fused_rope_attn
 from baselines import BASELINES, Baseline, attentions, masked, rotations
-from baselines.base import missing_package
 from baselines.masked import MaskedAttention
 from baselines.norms import NORMED, Norms, hf_norm
 from bench.suite import Provider
@@ -66,22 +65,21 @@ class AttentionProvider(Provider):
 # Ours
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    """Call ``rope_attention`` as a user does."""
-    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
+def fused(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention) -> Any:
+    """Call ``rope_attention`` as a user does, or with ``call`` its plan."""
+    return call(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
 
 
-def _fused_varlen(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention_varlen) -> Any:
     limits = given.ends, given.ends, given.longest, given.longest
-    return fused_rope_attn.rope_attention_varlen(q, k, v, *given.tables, *limits, True, **given.options)
+    return call(q, k, v, *given.tables, *limits, True, **given.options)
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Any:
     """Return the plan of a call of ours."""
     if q.ndim == 3:
-        limits = given.ends, given.ends, given.longest, given.longest
-        return fused_rope_attn.plan_varlen(q, k, v, *given.tables, *limits, True, **given.options)
-    return fused_rope_attn.plan(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
+        return _varlen(q, k, v, given, fused_rope_attn.plan_varlen)
+    return fused(q, k, v, given, fused_rope_attn.plan)
 
 
 def _no_hopper(case: testing.Case) -> str | None:
@@ -95,20 +93,18 @@ def _no_hopper(case: testing.Case) -> str | None:
     return None if obstacle is None else obstacle[1]
 
 
-def ours(name: str, label: str, *, backend: str = "auto", strategy: str = "auto", **changes: Any) -> AttentionProvider:
-    """Return ours with one choice of backend and strategy."""
-    options = {"backend": backend, "strategy": strategy}
-    options = {key: value for key, value in options.items() if value != "auto"}
-    return replace(AttentionProvider(name, label, "ours", run=fused, options=options), **changes)
+def ours(name: str, label: str, **fields: Any) -> AttentionProvider:
+    """Return ours; ``options`` choose its backend and strategy."""
+    return AttentionProvider(name, label, "ours", **{"run": fused} | fields)
 
 
 OURS: dict[str, AttentionProvider] = {
     provider.name: provider
     for provider in (
         ours("fused", "fused (auto)"),
-        ours("fused_inline", "fused, inline", backend="triton", strategy="inline"),
-        ours("fused_prepass", "fused, prepass", backend="triton", strategy="prepass"),
-        ours("fused_hopper", "fused, hopper", backend="hopper", unsupported=_no_hopper),
+        ours("fused_inline", "fused, inline", options={"backend": "triton", "strategy": "inline"}),
+        ours("fused_prepass", "fused, prepass", options={"backend": "triton", "strategy": "prepass"}),
+        ours("fused_hopper", "fused, hopper", options={"backend": "hopper"}, unsupported=_no_hopper),
     )
 }
 # Groups that ``--providers`` takes in addition to names; "rivals" are those that rotate.
@@ -122,25 +118,16 @@ GROUPS = {
 # Rivals
 
 
-def rival(baseline: Baseline) -> AttentionProvider:
+def rival(b: Baseline) -> AttentionProvider:
     """Return a baseline as a provider."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        return baseline.run(q, k, v, given.tables, given.case.causal)
+        return b.run(q, k, v, given.tables, given.case.causal, norms_of(given) if b.norm else None)
 
-    def run_normed(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        return baseline.run(q, k, v, given.tables, given.case.causal, norms_of(given))
-
-    b, role = baseline, "rival" if baseline.rotates else "bare"
-    return AttentionProvider(
-        *(b.name, b.label, role, b.missing, b.pip),
-        run=run_normed if b.norm else run,
-        prepare=b.prepare,
-        unsupported=b.unsupported,
-        in_place=b.in_place,
-        half_tables=b.half_tables,
-        backward=b.backward,
-    )
+    names = ("prepare", "unsupported", "in_place", "half_tables", "backward")
+    role = "rival" if b.rotates else "bare"
+    fields = {name: getattr(b, name) for name in names}
+    return AttentionProvider(b.name, b.label, role, b.missing, b.pip, run=run, **fields)
 
 
 def norms_of(given: Given) -> Norms:
@@ -290,7 +277,7 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         return [ours("window", "ours, window"), full, *rivals]
     if kind == "packed":
         return [
-            ours("packed", "ours, packed", run=_fused_varlen, form="packed"),
+            ours("packed", "ours, packed", run=_varlen, form="packed"),
             ours("padded", "ours, padded right, causal", form="right"),
             ours("kv_starts", "ours, padded left, kv_starts", form="left"),
             *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
@@ -309,7 +296,9 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         return [
             ours("fused", "fused, with norms"),
             ours("fused_without", "fused, without norms", variant={"norms": None}),
-            AttentionProvider("norm_hf_fused", "HF norm + fused", missing=_no_gemma, run=_norm_apart),
+            AttentionProvider(
+                "norm_hf_fused", "HF norm + fused", missing=NORMED["norm_hf_sdpa"].norm_missing, run=_norm_apart
+            ),
             *map(rival, NORMED.values()),
         ]
     assert kind == "corope"
@@ -319,8 +308,3 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         corope_provider("chunked", "eager, in chunks", corope_definition, 2048),
         corope_provider("dense", "eager, at once", _at_once, 1024),
     ]
-
-
-_no_gemma = functools.partial(
-    missing_package, "transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm"
-)
