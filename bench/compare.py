@@ -14,7 +14,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +23,8 @@ from bench.names import words
 from bench.report import TIMED, Row, provenance, read_runs, table
 from bench.timing import quantile
 
-# Figure -> the field with its value in every round; a figure without rounds has no noise. Less is better.
-FIGURES: dict[str, str | None] = {"ms": "rounds", "mj": "mj_rounds", "peak_mib": None}
-_UNITS = {"ms": "ms", "mj": "mJ", "peak_mib": "MiB"}
+# Figure -> its unit, and the field with its value in every round; without rounds it has no noise. Less is better.
+FIGURES: dict[str, tuple[str, str]] = {"ms": ("ms", "rounds"), "mj": ("mJ", "mj_rounds"), "peak_mib": ("MiB", "")}
 # A ratio further from 1 than so many times its noise has moved. Medians of few rounds have long tails.
 CERTAIN = 3.0
 # Fewer rivals than this say nothing about the noise between two processes.
@@ -51,8 +49,7 @@ class Key(NamedTuple):
 File = dict[Key, Row]  # a row once for each of its figures; one without a time at the figure "ms"
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """One figure in both files. ratio: B over A, above 1 it got worse. noise: a standard deviation of its logarithm."""
 
     key: Key
@@ -75,21 +72,26 @@ class Move:
         return "worse" if self.ratio > 1 else "better"
 
 
-# Files
-
-
 def read(path: Path) -> File:
     """Read the latest run of every case in a file. OSError or ValueError where it is no file of rows of one GPU."""
-    rows = _rows(path)
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        of_checkouts = bool(lines) and {"part", "environment"} <= set(json.loads(lines[0]))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} holds no result rows: {error}") from None
+    if of_checkouts:
+        rows = [row for line in lines for row in _of_checkouts(json.loads(line))]
+    else:
+        rows = [row for row in read_runs([path]) if "status" in row]
     cards = sorted({str(row["gpu"]) for row in rows})
-    if not rows:
-        raise ValueError(f"{path} holds no rows")
-    if len(cards) > 1:
-        raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards)}")
+    if len(cards) != 1:
+        raise ValueError(
+            f"{path} must hold rows of one GPU, but holds those of {', '.join(cards) or 'no GPU: no rows'}"
+        )
     found = {}
     for row in rows:
         of = [str(row.get(name) or "") for name in ("case", "shape", "dtype", "provider", "pass", "mode")]
-        found |= {Key(*of, name): row for name in FIGURES if _has(row, name) or name == "ms"}
+        found |= {Key(*of, name): row for name in FIGURES if name == "ms" or _has(row, name)}
     return found
 
 
@@ -97,20 +99,8 @@ def _has(row: Row | None, figure: str) -> bool:
     return row is not None and row["status"] in TIMED and bool(row.get(figure))
 
 
-def _rows(path: Path) -> list[Row]:
-    """Return rows as suites write them; bring those of ``tools.compare_checkouts`` into that form."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    try:
-        of_checkouts = bool(lines) and {"part", "environment"} <= set(json.loads(lines[0]))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} holds no result rows: {error}") from None
-    if not of_checkouts:
-        return [row for row in read_runs([path]) if "status" in row]
-    return [row for line in lines for row in _checkout_rows(json.loads(line))]
-
-
-def _checkout_rows(row: Row) -> Iterator[Row]:
-    """Yield two rows of ours, the checkout before and this one. Microseconds become milliseconds."""
+def _of_checkouts(row: Row) -> Iterator[Row]:
+    """Yield two rows of ours from one of ``tools.compare_checkouts``. Microseconds become milliseconds."""
     part, _, host = row["part"].partition(", ")
     unit = {"ms": 1.0, "us": 1e-3}[row["unit"]]
     for provider in ("before", "after"):
@@ -120,37 +110,22 @@ def _checkout_rows(row: Row) -> Iterator[Row]:
         yield row["environment"] | found | (timed or {"status": "failed", "detail": row["error"]})
 
 
-# Noise
+def _rounds(row: Row, figure: str) -> list[float]:
+    return row.get(FIGURES[figure][1]) or []
 
 
-def within_noise(row: Row, figure: str = "ms") -> float:
-    """Return the standard error of the logarithm of a median, from the rounds of one process; 0 without rounds."""
-    logs = [math.log(value) for value in row.get(FIGURES[figure] or "") or ()]
+def within_noise(rounds: list[float]) -> float:
+    """Return the standard error of the logarithm of a median, from the rounds of one process; 0 without several."""
+    logs = [math.log(value) for value in rounds]
     return _OF_MEDIAN * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-
-
-def _between(pairs: list[tuple[Key, Row, Row]]) -> dict[tuple[str, str, str], float]:
-    """Return (pass, mode, figure) -> the standard deviation of the ratios of rivals around 1, 0 with too few rivals."""
-    distances: dict[tuple[str, str, str], list[float]] = {}
-    for key, one, other in pairs:
-        of = distances.setdefault(key[4:], [])
-        if one["role"] != "ours" and FIGURES[key.figure]:
-            of.append(abs(math.log(other[key.figure] / one[key.figure])))
-    return {of: _OF_MAD * quantile(found, 0.5) if len(found) >= _ENOUGH else 0.0 for of, found in distances.items()}
-
-
-def _over(row: Row, yardstick: Row, figure: str) -> Row:
-    """Divide one measurement by another of the same process, round by round, so that a shared drift cancels."""
-    name = FIGURES[figure] or ""
-    rounds = [x / y for x, y in zip(row.get(name) or (), yardstick.get(name) or ())]
-    return row | {name: rounds, figure: quantile(rounds, 0.5) if rounds else row[figure] / yardstick[figure]}
 
 
 def moves(a: File, b: File, yardstick: str | None = None) -> list[Move]:
     """Match two files; return the worst move first.
 
-    yardstick: divide times and energies by those of this provider; leave out cases without it in both files. ValueError
-    where it is one of ours or not in both files, or where nothing matches.
+    yardstick: divide times and energies by those of this provider, round by round, so that a drift that both share
+    cancels; leave out cases without it in both files. ValueError where it is one of ours or not in both files, or where
+    nothing matches.
     """
     both = [key for key, row in a.items() if _has(row, key.figure) and _has(b.get(key), key.figure)]
     if not both:
@@ -163,23 +138,36 @@ def moves(a: File, b: File, yardstick: str | None = None) -> list[Move]:
             f"--yardstick must be a provider of both files that is not ours, but {yardstick} {what}; there are: "
             f"{', '.join(shared) or 'none'}"
         )
-    pairs = []
+    found: dict[Key, tuple[float, float]] = {}  # (ratio, noise of the rounds)
+    rivals: dict[tuple[str, ...], list[float]] = {}  # distances from 1 of all ratios of a pass, mode and figure
     for key in both:
-        one, other = a[key], b[key]
-        if yardstick is not None and FIGURES[key.figure]:
-            by = key._replace(provider=yardstick)
-            if by == key or not _has(a.get(by), key.figure) or not _has(b.get(by), key.figure):
-                continue
-            one, other = _over(one, a[by], key.figure), _over(other, b[by], key.figure)
-        pairs.append((key, one, other))
-    between = _between(pairs)
-    found = []
-    for key, one, other in pairs:
-        within = within_noise(one, key.figure), within_noise(other, key.figure)
-        noise = math.hypot(*within, between[key[4:]])
-        ratio = other[key.figure] / one[key.figure]
-        found.append(Move(key, one["role"] == "ours", a[key][key.figure], b[key][key.figure], ratio, noise))
-    return sorted(found, key=lambda move: -move.ratio)
+        values, noises = [], []
+        by = key._replace(provider=yardstick) if yardstick and FIGURES[key.figure][1] else None
+        if by is not None and (by == key or not _has(a.get(by), key.figure) or not _has(b.get(by), key.figure)):
+            continue
+        for file in (a, b):
+            value, rounds = file[key][key.figure], _rounds(file[key], key.figure)
+            if by is not None:
+                rounds = [x / y for x, y in zip(rounds, _rounds(file[by], key.figure))]
+                value = quantile(rounds, 0.5) if rounds else value / file[by][key.figure]
+            values.append(value)
+            noises.append(within_noise(rounds))
+        found[key] = values[1] / values[0], math.hypot(*noises)
+        if a[key]["role"] != "ours" and FIGURES[key.figure][1]:
+            rivals.setdefault(key[4:], []).append(abs(math.log(found[key][0])))
+    between = {of: _OF_MAD * quantile(far, 0.5) for of, far in rivals.items() if len(far) >= _ENOUGH}
+    made = [
+        Move(
+            key,
+            key.provider in mine,
+            a[key][key.figure],
+            b[key][key.figure],
+            ratio,
+            math.hypot(noise, between.get(key[4:], 0)),
+        )
+        for key, (ratio, noise) in found.items()
+    ]
+    return sorted(made, key=lambda move: -move.ratio)
 
 
 def lost(file: File, other: File) -> dict[Key, str]:
@@ -218,7 +206,10 @@ def main(argv: list[str]) -> int:
         names = dict.fromkeys(part for move in every for part in move.key if part)
         return refuse("compare", f"--only {args.only} leaves nothing; it takes {', '.join(names)}")
     moved = [move for move in chosen if move.verdict(args.threshold)]
-    blocks = [f"{name}: {shown(path)}: {_facts(file)}" for name, path, file in (("A", args.a, a), ("B", args.b, b))]
+    blocks = []
+    for name, path, rows in (("A", args.a, list(a.values())), ("B", args.b, list(b.values()))):
+        packages = dict.fromkeys(name for row in rows for name in row.get("packages") or ())
+        blocks.append(f"{name}: {shown(path)}: {provenance(rows, 'cuDNN', *packages)}")
     if args.yardstick:
         blocks.append(f"B / A is of figures over those of {args.yardstick}")
     blocks += [_table(chosen if args.all else moved, args.threshold), _counts(chosen, args.threshold)]
@@ -250,29 +241,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _facts(file: File) -> str:
-    """Return machine, versions, dates and commits of a file, with the packages of all its rows."""
-    rows = list(file.values())
-    packages = dict.fromkeys(name for row in rows for name in row.get("packages") or ())
-    return provenance(rows, "cuDNN", *packages)
-
-
 def _table(found: list[Move], threshold: float) -> str:
     """Show a line for each move."""
     lines = []
     for move in found:
-        key, unit = move.key, _UNITS[move.key.figure]
-        times = "-" if math.isinf(move.times_noise) else f"{move.times_noise:.1f}"
+        key, unit = move.key, FIGURES[move.key.figure][0]
         line = [key.case, key.provider + (" (ours)" if move.ours else ""), key.part, key.mode]
-        line += [f"{move.a:.4g} {unit}", f"{move.b:.4g} {unit}", f"{move.ratio:.3f}"]
-        lines.append([*line, f"{100 * move.noise:.1f}%", times, move.verdict(threshold)])
+        line += [f"{move.a:.4g} {unit}", f"{move.b:.4g} {unit}", f"{move.ratio:.3f}", f"{100 * move.noise:.1f}%"]
+        times = "-" if math.isinf(move.times_noise) else f"{move.times_noise:.1f}"
+        lines.append([*line, times, move.verdict(threshold)])
     header = ["case", "provider", "pass", "mode", "A", "B", "B / A", "noise", "times noise", ""]
     return table(header, lines, left=4) if lines else ""
 
 
 def _counts(found: list[Move], threshold: float) -> str:
-    counts = {mine: Counter(move.verdict(threshold) for move in found if move.ours == mine) for mine in (True, False)}
-    ours, others = (f"{n['worse']} worse, {n['better']} better, {n['']} unmoved" for n in counts.values())
+    counts = (Counter(move.verdict(threshold) for move in found if move.ours == mine) for mine in (True, False))
+    ours, others = (f"{n['worse']} worse, {n['better']} better, {n['']} unmoved" for n in counts)
     return (
         f"Ours: {ours}. Others: {others}. Moved is what differs by more than {threshold:.1%} and by more than "
         f"{CERTAIN:g} times its noise."
