@@ -102,29 +102,27 @@ class Run:
         """Time all entries in interleaved rounds; return a row for each, also where it failed."""
         fns: dict[str, tuple[Entry, Callable[[], Any]]] = {}
         calls: dict[str, int] = {}
-        extra: dict[str, Row] = {name: {} for name in entries}
+        facts = {name: entry.facts for name, entry in entries.items()}
         rows: list[Row] = []
 
-        def failed(name: str, error: Exception, status: str | None = None) -> None:
-            entry = entries[name]
-            self._check_device(entry.provider, error)
-            about = (trial, entry.provider, status or status_of(error), sentence(error), entry.facts)
-            rows.append(self._row(*about, part=part, mode=mode))
+        def row(name: str, status: str, detail: str) -> Row:
+            return self._row(trial, entries[name].provider, status, detail, facts[name], part=part, mode=mode)
 
         for name, entry in entries.items():
             if reason := trial.unsupported_pass(entry.provider, part):
-                rows.append(self._row(trial, entry.provider, "unsupported", reason, entry.facts, part=part, mode=mode))
+                rows.append(row(name, "unsupported", reason))
                 continue
             try:
                 with entry.active():
                     fn = self._callable(entry, part, mode)
                     if trial.measures_memory and mode == "eager":
                         fn()  # the first call may allocate memory that it keeps
-                        extra[name]["peak_mib"] = self.clock.peak_mib(fn)
+                        facts[name] = entry.facts | {"peak_mib": self.clock.peak_mib(fn)}
                     calls[name] = self._calls(fn, mode)
                 fns[name] = entry, fn
             except Exception as error:
-                failed(name, error, "no-graph" if mode in _GRAPHS else None)
+                self._check_device(entry.provider, error)
+                rows.append(row(name, "no-graph" if mode in _GRAPHS else status_of(error), sentence(error)))
         clock_sample = self.clock.host_sample if mode == "host" else self.clock.sample
 
         def sample(pair: tuple[Entry, Callable[[], Any]], count: int) -> list[float]:
@@ -135,14 +133,13 @@ class Run:
         rounds, mirrored = self.options.rounds, self.options.mirrored
         measured, errors = interleave(fns, sample, calls, rounds, self._late, trial.measurement, mirrored)
         for name, error in errors.items():
-            failed(name, error)
+            self._check_device(entries[name].provider, error)
+            rows.append(row(name, status_of(error), sentence(error)))
         measured = {name: measurement.scaled(entries[name].scale) for name, measurement in measured.items()}
         figures = trial.figures(part, mode, measured)
         for name, measurement in measured.items():
-            entry = entries[name]
-            about = (trial, entry.provider, entry.verdict.status, entry.verdict.detail, entry.facts)
-            row = self._row(*about, part=part, mode=mode)
-            rows.append(row | measurement.fields() | extra[name] | figures.get(name, {}))
+            verdict = entries[name].verdict
+            rows.append(row(name, verdict.status, verdict.detail) | measurement.fields() | figures.get(name, {}))
         return rows
 
     def _callable(self, entry: Entry, part: str, mode: str) -> Callable[[], Any]:

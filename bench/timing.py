@@ -10,8 +10,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,18 +74,19 @@ EVEN = 0.995
 
 def ratio(of: list[float], to: list[float]) -> float:
     """Return the median of the per-round ratios of two lists of round medians, over the rounds that both have."""
-    pairs = list(zip(of, to))
-    return quantile([a / b for a, b in pairs], 0.5)
+    return quantile([a / b for a, b in zip(of, to)], 0.5)
 
 
 def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> dict[str, dict[str, Any]]:
     """Return for each measurement the GB/s of moving ``count`` bytes, and its share of the rate of ``copy``."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, measurement in measured.items():
-        rows[name] = {"gb_s": count / measurement.quantiles()[0] * 1e-6, "of_copy": None}
-        if copy in measured:
-            rows[name]["of_copy"] = ratio(measured[copy].round_medians, measurement.round_medians)
-    return rows
+    copied = measured[copy].round_medians if copy in measured else None
+    return {
+        name: {
+            "gb_s": count / measurement.quantiles()[0] * 1e-6,
+            "of_copy": copied and ratio(copied, measurement.round_medians),
+        }
+        for name, measurement in measured.items()
+    }
 
 
 def order(names: list[str], index: int, mirrored: bool = False) -> list[str]:
@@ -132,18 +132,6 @@ def interleave(
     return measured, failed
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Run the body without the garbage collector."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class DeviceClock:
     """The base of the clocks of a GPU: host time by the wall clock, memory by the allocator, graphs by capture."""
 
@@ -182,10 +170,9 @@ class DeviceClock:
                     pass
                 raise
             graph.capture_end()
-        outputs = [out] if isinstance(out, torch.Tensor) else list(out)
-        with torch.no_grad():
-            for tensor in outputs:
-                tensor.detach().fill_(math.nan)
+        outputs = [tensor.detach() for tensor in ([out] if isinstance(out, torch.Tensor) else out)]
+        for tensor in outputs:
+            tensor.fill_(math.nan)
         graph.replay()
         self.synchronize()
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
@@ -212,16 +199,21 @@ class DeviceClock:
         garbage collector runs between bursts only.
         """
         fn()
-        samples = []
-        for first in range(0, calls, _BURST):
-            count = min(_BURST, calls - first)
-            self.synchronize()
-            with _no_collection():
+        samples, collects = [], gc.isenabled()
+        try:
+            for first in range(0, calls, _BURST):
+                count = min(_BURST, calls - first)
+                self.synchronize()
+                gc.disable()
                 begin = time.perf_counter_ns()
                 for _ in range(count):
                     fn()
-                elapsed = time.perf_counter_ns() - begin
-            samples.append(1e-6 * elapsed / count)
+                samples.append(1e-6 * (time.perf_counter_ns() - begin) / count)
+                if collects:
+                    gc.enable()
+        finally:
+            if collects:
+                gc.enable()
         self.synchronize()
         return samples
 
