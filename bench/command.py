@@ -19,7 +19,7 @@ from bench.environment import RESULTS, card, environment, shown
 from bench.names import words
 from bench.report import Row
 from bench.runner import DeviceLost, Run
-from bench.suite import Options, Suite, provider_table
+from bench.suite import Options, Suite
 
 PLOTS = RESULTS / "plots"
 
@@ -50,7 +50,8 @@ def main(suite: Suite, argv: list[str]) -> int:
         run = (suite.run or local_run)(suite, cases, options, facts, names, progress)
     except RuntimeError as error:
         return refuse(suite.name, str(error))
-    out = out_file(suite.name.replace(" ", "-"), args.out, facts)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
     print(heading(facts, out))
     rows: list[Row] = []
     status = 0
@@ -71,7 +72,7 @@ def main(suite: Suite, argv: list[str]) -> int:
         print(f"\nNot run, for lack of time or memory: {'; '.join(run.not_run)}")
     print(f"\n{len(rows)} rows in {shown(out)} after {duration(time.monotonic() - begin)}")
     if suite.draw is not None and args.plot_dir != "none" and rows:
-        draw(suite, rows, Path(args.plot_dir), None)
+        draw(suite, rows, Path(args.plot_dir))
     return status or int(report.red(rows))
 
 
@@ -83,19 +84,33 @@ def local_run(suite: Suite, cases: list, options: Options, facts: Row, names: li
 
 def plot(suite: Suite, argv: list[str]) -> int:
     """Draw figures from result files."""
-    parser = argparse.ArgumentParser(
-        f"python -m bench {suite.name} plot", description="Draw figures from result files."
-    )
+    made = argparse.ArgumentParser(f"python -m bench {suite.name} plot", description="Draw figures from result files.")
     files = "JSON lines; the first file that has a case supplies it"
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
-    parser.add_argument("--plot-dir", type=Path, default=PLOTS, help="default: bench/results/plots")
-    parser.add_argument("--mode", choices=tuple(report.MODES), help="default: graph where there are such rows")
-    args = parser.parse_args(argv)
+    made.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
+    made.add_argument("--plot-dir", type=Path, default=PLOTS, help="default: bench/results/plots")
+    made.add_argument("--mode", choices=tuple(report.MODES), help="default: graph where there are such rows")
+    args = made.parse_args(argv)
     try:
-        rows = report.read_runs(args.files)
+        return draw(suite, report.read_runs(args.files), args.plot_dir, args.mode)
     except (OSError, ValueError) as error:
         return refuse(f"{suite.name} plot", str(error))
-    return 0 if draw(suite, rows, args.plot_dir, args.mode) else 2
+
+
+def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None = None) -> int:
+    """Write the plots of a mode, by default the first that was timed, and name them. Exit status: 2 without any."""
+    modes = (mode,) if mode else tuple(report.MODES)
+    chosen = next((found for found in modes if report.timed(rows, mode=found)), None)
+    try:
+        files = (
+            suite.draw and chosen and plots.save(suite.draw(report.timed(rows, mode=chosen), chosen), directory, chosen)
+        )
+    except RuntimeError as error:
+        return refuse(f"{suite.name} plot", str(error))
+    if not files:
+        return refuse(f"{suite.name} plot", "no timed rows to draw")
+    for file in files:
+        print(f"wrote {shown(file)}")
+    return 0
 
 
 def refuse(command: str, reason: str) -> int:
@@ -136,13 +151,11 @@ def listing(suite: Suite, cases: list, names: list[str]) -> str:
     """Return what would run: cases, then providers and what they lack on this machine."""
     lines = [[case.name, case.shape, " ".join(case.groups)] for case in cases]
     chosen = {provider.label: provider for case in cases for provider in suite.providers(case, names)}
-    return f"{report.table(['case', 'shape', 'groups'], lines, left=3)}\n\n{provider_table(chosen.values())}"
-
-
-def out_file(name: str, given: Path | None, facts: Row) -> Path:
-    """Return the file of rows: the given one, or ``bench/results/NAME-GPU-TIME.jsonl``."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    return given or RESULTS / f"{name}-{card(facts['gpu'])}-{stamp}.jsonl"
+    people = [[p.name, p.label, ", ".join(p.pip) or "-", p.missing() or "here"] for p in chosen.values()]
+    return (
+        f"{report.table(['case', 'shape', 'groups'], lines, left=3)}\n\n"
+        f"{report.table(['provider', 'label', 'pip', 'status'], people, left=4)}"
+    )
 
 
 def heading(facts: Row, out: Path) -> str:
@@ -152,23 +165,6 @@ def heading(facts: Row, out: Path) -> str:
         f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, "
         f"cuDNN {facts['cudnn']}, {packages}\ncommit {facts['commit']}, {facts['date']}, rows go to {shown(out)}"
     )
-
-
-def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None) -> bool:
-    """Write the plots of a mode, by default the first that was timed, and name them; return whether there were any."""
-    assert suite.draw is not None
-    for found in (mode,) if mode else ("graph", "eager", "load"):
-        if chosen := report.timed(rows, mode=found):
-            try:
-                files = plots.save(suite.draw(chosen, found), directory, found)
-            except RuntimeError as error:
-                print(f"bench: {error}", file=sys.stderr)
-                return False
-            for file in files:
-                print(f"wrote {shown(file)}")
-            return bool(files)
-    print("bench: no timed rows to draw", file=sys.stderr)
-    return False
 
 
 def parser(suite: Suite) -> argparse.ArgumentParser:

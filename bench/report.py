@@ -28,7 +28,7 @@ from bench.timing import EVEN, ratio
 Row = dict[str, Any]
 Group = dict[str, Row]  # by provider
 PASSES = {"fwd": "forward", "bwd": "backward"}
-MODES = {"eager": "eager calls", "graph": "CUDA graphs", "host": "host time of eager calls", "load": "under load"}
+MODES = {"graph": "CUDA graphs", "eager": "eager calls", "host": "host time of eager calls", "load": "under load"}
 # The status of a row with a time that counts.
 TIMED = ("ok", "loose")
 # Columns in the text of a case: field, header, format. A column without a value is left out.

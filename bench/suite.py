@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench import report, timing
+from bench import timing
 from bench.gate import Verdict
 from bench.names import dtype_name, words
 from bench.report import Row
@@ -208,12 +208,6 @@ def matching(cases: Iterable[Any], text: str) -> list[Any]:
 
 def _fits(case: Any, part: str) -> bool:
     return part in case.groups or part in f"{case.name} {case.shape}".lower()
-
-
-def provider_table(providers: Iterable[Any]) -> str:
-    """Return names, labels, pip names, and what each provider lacks here."""
-    lines = [[p.name, p.label, ", ".join(p.pip) or "-", p.missing() or "here"] for p in providers]
-    return report.table(["provider", "label", "pip", "status"], lines, left=4)
 
 
 def case_fields(case: testing.Case) -> Row:
