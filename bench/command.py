@@ -98,19 +98,16 @@ def plot(suite: Suite, argv: list[str]) -> int:
 
 def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None = None) -> int:
     """Write the plots of a mode, by default the first that was timed, and name them. Exit status: 2 without any."""
-    modes = (mode,) if mode else tuple(report.MODES)
-    chosen = next((found for found in modes if report.timed(rows, mode=found)), None)
-    try:
-        files = (
-            suite.draw and chosen and plots.save(suite.draw(report.timed(rows, mode=chosen), chosen), directory, chosen)
-        )
-    except RuntimeError as error:
-        return refuse(f"{suite.name} plot", str(error))
-    if not files:
-        return refuse(f"{suite.name} plot", "no timed rows to draw")
-    for file in files:
-        print(f"wrote {shown(file)}")
-    return 0
+    assert suite.draw is not None
+    for found in (mode,) if mode else report.MODES:
+        if chosen := report.timed(rows, mode=found):
+            try:
+                files = plots.save(suite.draw(chosen, found), directory, found)
+            except RuntimeError as error:
+                return refuse(f"{suite.name} plot", str(error))
+            print(*(f"wrote {shown(file)}" for file in files), sep="\n")
+            return 0 if files else 2
+    return refuse(f"{suite.name} plot", "no timed rows to draw")
 
 
 def refuse(command: str, reason: str) -> int:

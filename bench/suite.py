@@ -92,6 +92,7 @@ class Trial:
     measurement: Callable[[], Any] = Measurement  # makes what collects the samples of one provider
     measures_memory = False  # whether eager calls of each pass also get a peak of memory
     default_modes: tuple[str, ...] = ("graph",)
+    facts: tuple[str, ...] = ()  # attributes of the case that rows hold
 
     def __init__(self, case: Any, providers: Sequence[Any], clock: Any, options: Options) -> None:
         self.case, self.providers, self.clock, self.options = case, providers, clock, options
@@ -127,7 +128,8 @@ class Trial:
 
     def fields(self) -> Row:
         """Return what a row says of the case, in addition to its name, shape and groups."""
-        return {}
+        found = {name: getattr(self.case, name) for name in self.facts}
+        return found | ({"dtype": dtype_name(found["dtype"])} if "dtype" in found else {})
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Return further fields of the timed rows by provider: rates, ratios, plans."""

@@ -14,7 +14,7 @@ from bench import timing
 from bench.decode.pages import FLOAT8_SCALE, Step
 from bench.decode.providers import COPY, COPY_BYTES, OURS, PROVIDERS, READ, DecodeProvider
 from bench.gate import Compared, Verdict, ends, judge
-from bench.names import dtype_name, length_name, short_dtype
+from bench.names import length_name, short_dtype
 from bench.report import Row
 from bench.suite import Entry, Options, Suite, Times, Trial
 from fused_rope_attn import rope_tables
@@ -113,6 +113,7 @@ class DecodeTrial(Trial):
 
     case: DecodeCase
     default_modes = ("eager", "graph")
+    facts = ("batch", "length", "heads_q", "heads_kv", "head_dim", "bytes", "dtype")
 
     def __init__(self, case: DecodeCase, providers: Sequence[DecodeProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
@@ -145,11 +146,6 @@ class DecodeTrial(Trial):
             last = {"k": step.k_cache[:, :, -1:].clone(), "v": step.v_cache[:, :, -1:].clone()}
             step = step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin), **last)
         return judge(compared(out, step, provider), self.case.dtype, forgiving=not provider.ours)
-
-    def fields(self) -> Row:
-        case = self.case
-        row = {name: getattr(case, name) for name in ("batch", "length", "head_dim", "bytes")}
-        return row | {"heads": (case.heads_q, case.heads_kv), "dtype": dtype_name(case.dtype), "flush": "read"}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         rows = timing.bandwidths(self.case.bytes, measured, COPY)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.gate import Compared, Verdict, ends, judge
-from bench.names import DTYPES, dtype_name, length_name, short_dtype
+from bench.names import DTYPES, length_name, short_dtype
 from bench.report import Row
 from bench.rope import tables
 from bench.rope.providers import COPY, NORM_EPS, OURS, PROVIDERS, RopeProvider
@@ -117,6 +117,7 @@ class RopeTrial(Trial):
     """One case."""
 
     case: RopeCase
+    facts = ("family", "batch", "heads", "length", "head_dim", "style", "norms", "bytes", "dtype")
 
     def __init__(self, case: RopeCase, providers: Sequence[RopeProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
@@ -163,11 +164,6 @@ class RopeTrial(Trial):
                 yield "dx", dx[batch, :, head], ref64.dx[batch, head], eager.dx[batch, head]
             if ref64.dweight is not None and eager.dweight is not None:
                 yield "dweight", of_weights[i][None], ref64.dweight[None], eager.dweight[None]
-
-    def fields(self) -> Row:
-        case = self.case
-        names = ("family", "batch", "heads", "length", "head_dim", "style", "norms", "bytes")
-        return {name: getattr(case, name) for name in names} | {"dtype": dtype_name(case.dtype)}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         rows = bandwidths(self.case.bytes, measured, COPY)
