@@ -19,16 +19,19 @@ from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention
 
 KINDS = ("plain", "window", "packed")
 WINDOW = (4096, 0)
-HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 
 
 @dataclass(frozen=True)
 class CpCase:
-    """One causal sequence of ``length`` tokens on ``ranks`` GPUs, bfloat16, 32 query heads, 8 key heads, D 128."""
+    """One causal sequence of ``length`` tokens on ``ranks`` GPUs."""
 
     kind: str
     length: int
     ranks: int
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
@@ -61,24 +64,20 @@ class CpCase:
 
     def inputs(self, device: torch.device) -> list[Tensor]:
         """Return q, k, v and do of the whole sequence, (1, H, N, D), the same on every GPU."""
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(heads: int) -> Tensor:
-            shape = (1, self.length, heads, HEAD_DIM)
-            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2)
-
-        return [normal(HEADS_Q), normal(HEADS_KV), normal(HEADS_KV), normal(HEADS_Q)]
+        drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+        heads = self.heads_q, self.heads_kv, self.heads_kv, self.heads_q
+        shapes = [(1, self.length, count, self.head_dim) for count in heads]
+        return [torch.randn(shape, dtype=self.dtype, **drawn).transpose(1, 2) for shape in shapes]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return rope_tables(self.length, HEAD_DIM, base=500000.0, device=device)
+        return rope_tables(self.length, self.head_dim, base=500000.0, device=device)
 
 
 class Prepared(NamedTuple):
-    """A provider's call of one case: ``run(q, k, v) -> o``, its leaves, the gradient of o."""
+    """A provider's call of one case: ``run(q, k, v) -> o``, its q, k, v and gradient of o, and when it is active."""
 
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
-    leaves: list[Tensor]
-    do: Tensor
+    run: Callable[..., Tensor]
+    shards: list[Tensor]
     active: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -90,24 +89,23 @@ class CpProvider(Provider):
     only: tuple[str, ...] = KINDS
 
 
-def _leaves(shards: list[Tensor]) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in shards[:3]]
+def _packed(function: Callable[..., Tensor], *given: Any, **options: Any) -> Callable[..., Tensor]:
+    """Return a function of packed (T, H, D) as one of (1, H, T, D)."""
+
+    def run(*qkv: Tensor) -> Tensor:
+        return function(*(x[0].transpose(0, 1) for x in qkv), *given, **options).transpose(0, 1)[None]
+
+    return run
 
 
 def _one(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], group: Any) -> Prepared:
     """Run the whole sequence on one GPU. Every GPU does, so that all are as warm."""
-    leaves, do = _leaves(inputs), inputs[3]
     if case.kind != "packed":
-        return Prepared(lambda q, k, v: rope_attention(q, k, v, *tables, True, window=case.window), leaves, do)
+        return Prepared(lambda q, k, v: rope_attention(q, k, v, *tables, True, window=case.window), inputs)
     limits = case.documents
     longest = max(b - a for a, b in zip(limits, limits[1:]))
-    cu = torch.tensor(limits, dtype=torch.int32, device=do.device)
-
-    def packed(*qkv: Tensor) -> Tensor:
-        rows = (x[0].transpose(0, 1) for x in qkv)
-        return rope_attention_varlen(*rows, *tables, cu, cu, longest, longest, True).transpose(0, 1).unsqueeze(0)
-
-    return Prepared(packed, leaves, do)
+    cu = torch.tensor(limits, dtype=torch.int32, device=inputs[0].device)
+    return Prepared(_packed(rope_attention_varlen, *tables, cu, cu, longest, longest, True), inputs)
 
 
 def _ours(method: str = "auto", sharding: str = "zigzag") -> CpProvider:
@@ -115,17 +113,12 @@ def _ours(method: str = "auto", sharding: str = "zigzag") -> CpProvider:
 
     def prepare(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], group: Any) -> Prepared:
         if case.kind != "packed":
-            *shards, do = [cp_shard(x, 2, group=group, sharding=sharding) for x in inputs]
             options = {"group": group, "window": case.window, "method": method}
-            return Prepared(lambda q, k, v: rope_attention_cp(q, k, v, *tables, **options), _leaves(shards), do)
-        plan = plan_varlen_cp(case.documents, group=group, device=inputs[3].device, sharding=sharding)
-        *shards, do = [cp_shard(x, 2, group=group, sharding=plan.sharding) for x in inputs]
-
-        def packed(*qkv: Tensor) -> Tensor:
-            rows = (x[0].transpose(0, 1) for x in qkv)
-            return rope_attention_varlen_cp(*rows, *tables, plan, method=method).transpose(0, 1)[None]
-
-        return Prepared(packed, _leaves(shards), do)
+            shards = [cp_shard(x, 2, group=group, sharding=sharding) for x in inputs]
+            return Prepared(lambda q, k, v: rope_attention_cp(q, k, v, *tables, **options), shards)
+        plan = plan_varlen_cp(case.documents, group=group, device=inputs[0].device, sharding=sharding)
+        shards = [cp_shard(x, 2, group=group, sharding=plan.sharding) for x in inputs]
+        return Prepared(_packed(rope_attention_varlen_cp, *tables, plan, method=method), shards)
 
     words = [word for word in (method, sharding) if word not in ("auto", "zigzag")]
     only = KINDS if sharding == "zigzag" else ("packed",)
@@ -141,9 +134,9 @@ def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], gr
     from torch.distributed.device_mesh import DeviceMesh
 
     q, k, v, do = inputs
-    k, v = (x.repeat_interleave(HEADS_Q // HEADS_KV, dim=1) for x in (apply_rope(k, *tables), v))
+    k, v = (x.repeat_interleave(case.heads_q // case.heads_kv, dim=1) for x in (apply_rope(k, *tables), v))
     # Its load balancing cuts as our zigzag does.
-    *shards, do = [cp_shard(x, 2, group=group).contiguous() for x in (apply_rope(q, *tables), k, v, do)]
+    shards = [cp_shard(x, 2, group=group).contiguous() for x in (apply_rope(q, *tables), k, v, do)]
     mesh = DeviceMesh.from_group(group, do.device.type, mesh_dim_names=("cp",))
 
     @contextmanager
@@ -157,10 +150,7 @@ def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], gr
         with flash, context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
             yield
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Prepared(run, _leaves(shards), do, active)
+    return Prepared(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), shards, active)
 
 
 PROVIDERS: dict[str, CpProvider] = {

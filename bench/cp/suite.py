@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.cp import tables
-from bench.cp.providers import HEAD_DIM, HEADS_KV, HEADS_Q, KINDS, PROVIDERS, USUAL, CpCase, CpProvider
+from bench.cp.providers import KINDS, PROVIDERS, USUAL, CpCase, CpProvider
 from bench.gate import Verdict
 from bench.report import Row
 from bench.runner import Run
-from bench.suite import Entry, Options, Suite, Times, Trial
+from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
 from bench.timing import DeviceClock, ratio
 
 _MOST_CALLS = 10  # of one provider in one round
@@ -70,6 +70,7 @@ class CpTrial(Trial):
     case: CpCase
     measures_memory = True
     default_modes = ("eager",)
+    facts = ("kind", "length", "ranks", "heads_q", "heads_kv", "head_dim", "dtype")
 
     def __init__(self, case: CpCase, providers: Sequence[CpProvider], clock: RanksClock, options: Options) -> None:
         super().__init__(case, providers, clock, options)
@@ -80,22 +81,17 @@ class CpTrial(Trial):
         return None if self.case.kind in provider.only else f"serves {', '.join(provider.only)} only"
 
     def enter(self, provider: CpProvider) -> Entry:
-        run, leaves, do, active = provider.prepare(self.case, self._inputs, self._tables, self.clock.group)
+        run, shards, active = provider.prepare(self.case, self._inputs, self._tables, self.clock.group)
+        leaves = [x.detach().requires_grad_() for x in shards[:3]]
 
         def make(part: str) -> Callable[[], Any]:
-            if part == "fwd":
-                return lambda: run(*leaves)
-            o = run(*leaves)
-            return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+            # As in training, the forward builds the graph.
+            return forward_or_backward(run, leaves, shards[3], "fwd_grad" if part == "fwd" else part)
 
         return Entry(provider, Verdict(), make, active=active)
 
     def gated(self) -> None:
         self._inputs = []
-
-    def fields(self) -> Row:
-        sizes = {"batch": 1, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "head_dim": HEAD_DIM, "dtype": "bf16"}
-        return {"kind": self.case.kind, "length": self.case.length, "ranks": self.case.ranks, **sizes}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Return one GPU's time divided by the number of GPUs, over this time: 1 is ideal."""
@@ -163,15 +159,13 @@ class RanksRun:
                     self.not_run.append(f"rest of {size} GPUs ({type(error).__name__}: {error})")
                     ended = True
                 while not out.empty():
-                    yield from self._received(out.get(), size)
-
-    def _received(self, message: Any, size: int) -> Iterator[list[Row]]:
-        if isinstance(message, tuple):
-            self.progress(message[0], f"{size} GPUs: {message[1]}")
-        elif message and isinstance(message[0], str):
-            self.not_run += message
-        elif message:
-            yield message
+                    message = out.get()
+                    if isinstance(message, tuple):
+                        self.progress(message[0], f"{size} GPUs: {message[1]}")
+                    elif message and isinstance(message[0], str):
+                        self.not_run += message
+                    elif message:
+                        yield message
 
 
 def _run(suite: Suite, cases: list[CpCase], options: Options, facts: Row, names: list[str], progress: Any) -> RanksRun:
