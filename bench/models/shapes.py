@@ -13,16 +13,15 @@ from bench.names import length_name
 
 @dataclass(frozen=True)
 class Model:
-    """A model: the family of transformers' classes, its config, and how many layers are left out for lack of memory.
+    """A model: the family of its config class, the config, and how many layers are left out for lack of memory.
 
-    config_class: where it is not the family's. norms: it norms the heads of q and k. kinds: the works that it is for.
+    norms: it norms the heads of q and k. kinds: the works that it is for.
     """
 
     name: str
     family: str
     config: dict[str, Any]
     left_out: int = 0
-    config_class: str = ""
     norms: bool = False
     kinds: tuple[str, ...] = ("train", "prefill", "decode", "serve")
 
@@ -42,9 +41,8 @@ MODELS = (
     Model("Qwen3-0.6B", "Qwen3", _sizes(1024, 3072, 28, (16, 8), 128, **_QWEN3), norms=True),
     Model(
         "Gemma3-1B",
-        "Gemma3",
+        "Gemma3Text",
         _sizes(1152, 6912, 26, (4, 1), 256, **_GEMMA3),
-        config_class="Gemma3TextConfig",
         norms=True,
         kinds=("train", "prefill", "serve"),
     ),
@@ -95,14 +93,8 @@ def make(shape: Model, device: torch.device) -> nn.Module:
     """Return the model with random weights, bfloat16 on a GPU."""
     import transformers
 
-    config_class = getattr(transformers, shape.config_class or f"{shape.family}Config")
-    config = config_class(**shape.config, tie_word_embeddings=True)
-    config._attn_implementation = "sdpa"
+    config = getattr(transformers, f"{shape.family}Config")(**shape.config, tie_word_embeddings=True)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        with device:
-            return getattr(transformers, f"{shape.family}ForCausalLM")(config)
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

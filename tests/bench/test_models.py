@@ -72,7 +72,7 @@ def test_rows(tmp_path):
 _NORMED = TINY.config | {"head_dim": 16, "num_key_value_heads": 1}
 NORMED = [
     shapes.Model("Qwen", "Qwen3", _NORMED, norms=True),
-    shapes.Model("Gemma", "Gemma3", _NORMED, config_class="Gemma3TextConfig", norms=True, kinds=("train",)),
+    shapes.Model("Gemma", "Gemma3Text", _NORMED, norms=True, kinds=("train",)),
 ]
 
 
