@@ -31,15 +31,14 @@ OF_WEIGHTS = ("dq_norm", "dk_norm")
 class Verdict:
     """The result of a gate. ``status`` is "ok", "loose" or "failed".
 
-    The ratios are the worst of all tensors. ratio and row_ratio: as in ``testing.Comparison``, where 2.5 is the limit
-    of the latter. rms_ratio: the rms error on a whole tensor over that of eager.
+    The ratios are the worst of all tensors. row_ratio: as in ``testing.Comparison``, where 2.5 is the limit. rms_ratio:
+    the rms error on a whole tensor over that of eager.
     """
 
     status: str = "ok"
     row_ratio: float = 0.0
     rms_ratio: float = 0.0
     detail: str = ""
-    ratio: float = 0.0
 
     def fields(self) -> dict[str, Any]:
         """Return what a result row says of the gate."""
@@ -48,15 +47,15 @@ class Verdict:
 
 def judge(results: Iterable[Compared], dtype: torch.dtype, *, forgiving: bool = False) -> Verdict:
     """Hold results against float64. ``forgiving``: accept a loose result."""
-    status, details, ratio, row_ratio, rms_ratio = "ok", [], 0.0, 0.0, 0.0
+    status, details, row_ratio, rms_ratio = "ok", [], 0.0, 0.0
     for name, out, ref64, eager in results:
         held = testing.compare(name, out, ref64, eager, grad=name != "o", dtype=dtype)
         rms = _rms_ratio(out, ref64, eager)
-        ratio, row_ratio, rms_ratio = max(ratio, held.ratio), max(row_ratio, held.row_ratio), max(rms_ratio, rms)
+        row_ratio, rms_ratio = max(row_ratio, held.row_ratio), max(rms_ratio, rms)
         if not held.ok:
             details.append(f"{name}: {held.detail}")
             status = "loose" if forgiving and rms <= _LOOSE_RMS and status != "failed" else "failed"
-    return Verdict(status, row_ratio, rms_ratio, "; ".join(details), ratio)
+    return Verdict(status, row_ratio, rms_ratio, "; ".join(details))
 
 
 def ends(batch: int, heads: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -90,9 +90,6 @@ class Loads(Measurement):
         return [load.ms for load in self.rounds]
 
     round_medians = samples
-
-    def scaled(self, factor: float) -> Loads:
-        return Loads([replace(load, ms=factor * load.ms) for load in self.rounds])
 
     def fields(self) -> dict[str, Any]:
         """Return what a result row says: times, then median and rounds of the other figures."""

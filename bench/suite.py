@@ -22,7 +22,6 @@ from bench.gate import Verdict
 from bench.names import dtype_name, words
 from bench.report import Row
 from bench.timing import Measurement
-from fused_rope_attn import testing
 
 Times = Mapping[str, Any]  # by provider: ``timing.Measurement``, or what ``Trial.measurement`` makes
 
@@ -141,8 +140,8 @@ class Suite:
     """One benchmark and its command.
 
     cases: all of them. default_cases: what runs without ``--cases``; "" is everything. trial: opens a case. table: the
-    providers of a case. always: providers that run whatever ``--providers`` says. usual: those that run without it; ()
-    means all. provider_groups: names for several providers. passes: what ``--passes`` chooses from. modes: what
+    providers of a case; where a case has ``usual``, those run without ``--providers``. always: providers that run
+    whatever it says. provider_groups: names for several providers. passes: what ``--passes`` chooses from. modes: what
     ``--mode`` chooses from. arguments: adds options. adapt: changes the chosen cases and the options by the arguments.
     clock: makes the clock of a device and a mode. obstacle: why a case cannot be measured here. run: makes the run,
     by default a ``runner.Run`` on one GPU. draw: figures by name, of the
@@ -156,7 +155,6 @@ class Suite:
     table: Callable[[Any], Mapping[str, Any]]
     default_cases: str = ""
     always: tuple[str, ...] = ()
-    usual: tuple[str, ...] = ()
     provider_groups: Mapping[str, list[str]] = field(default_factory=dict)
     passes: tuple[str, ...] = ("fwd", "bwd")
     modes: tuple[str, ...] = ("eager", "graph")
@@ -176,7 +174,7 @@ class Suite:
     def providers(self, case: Any, names: Sequence[str]) -> list[Any]:
         """Return the providers of a case by name or group, in the order of its table; unknown names are left out."""
         table = self.table(case)
-        chosen = names or getattr(case, "usual", ()) or self.usual or tuple(table)
+        chosen = names or getattr(case, "usual", ()) or tuple(table)
         wanted = {found for name in chosen for found in self.provider_groups.get(name, [name])} | {*self.always}
         return [provider for name, provider in table.items() if name in wanted]
 
@@ -210,12 +208,6 @@ def matching(cases: Iterable[Any], text: str) -> list[Any]:
 
 def _fits(case: Any, part: str) -> bool:
     return part in case.groups or part in f"{case.name} {case.shape}".lower()
-
-
-def case_fields(case: testing.Case) -> Row:
-    """Return what a row says of a case of attention."""
-    names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim", "causal")
-    return {name: getattr(case, name) for name in names} | {"dtype": dtype_name(case.dtype)}
 
 
 def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, part: str) -> Callable[[], Any]:

@@ -15,8 +15,9 @@ from bench.attention.providers import AttentionProvider, Given
 from bench.attention.visited import ran, visited
 from bench.gate import OF_WEIGHTS, Gate, Verdict
 from bench.load import Loads
+from bench.names import dtype_name
 from bench.report import Row
-from bench.suite import Entry, Options, Times, Trial, case_fields, forward_or_backward
+from bench.suite import Entry, Options, Times, Trial, forward_or_backward
 from bench.timing import Measurement, quantile
 from fused_rope_attn import testing
 
@@ -200,9 +201,11 @@ class AttentionTrial(Trial):
         self.gate.release()
 
     def fields(self) -> Row:
+        names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim", "causal")
+        row = {"family": self.case.family, "dtype": dtype_name(self.case.case.dtype)}
+        row |= {name: getattr(self.case.case, name) for name in names}
         counter = getattr(self.clock, "counter", None)
-        limit = {} if counter is None else {"limit_watts": counter.limit_watts()}
-        return {"family": self.case.family, **case_fields(self.case.case), **limit}
+        return row if counter is None else row | {"limit_watts": counter.limit_watts()}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Return TFLOP/s, quartiles of host time, and of ours the plan, its kernels and the scores that they visit."""

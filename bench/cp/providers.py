@@ -32,6 +32,7 @@ class CpCase:
     heads_kv: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    usual = ("one", "fused", "fused-balanced", "torch")  # providers that run without --providers
 
     @property
     def name(self) -> str:
@@ -164,4 +165,3 @@ PROVIDERS: dict[str, CpProvider] = {
         CpProvider("torch", "torch context_parallel", prepare=_torch, only=("plain",)),
     )
 }
-USUAL = ("one", "fused", "fused-balanced", "torch")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.cp import tables
-from bench.cp.providers import KINDS, PROVIDERS, USUAL, CpCase, CpProvider
+from bench.cp.providers import KINDS, PROVIDERS, CpCase, CpProvider
 from bench.gate import Verdict
 from bench.report import Row
 from bench.runner import Run
@@ -184,7 +184,6 @@ CP = Suite(
     trial=CpTrial,
     table=lambda case: {name: p for name, p in PROVIDERS.items() if case.kind in p.only},
     default_cases="usual",
-    usual=USUAL,
     modes=("eager",),
     rounds=3,
     round_ms=400.0,
