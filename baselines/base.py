@@ -35,6 +35,11 @@ def missing_package(pip: str, module: str, attribute: str) -> str | None:
     return None if error is None else f"pip install {pip} ({error})"
 
 
+def needs(pip: str, module: str, attribute: str) -> dict[str, Any]:
+    """Return the fields ``pip`` and ``missing`` of what imports ``attribute`` from a package."""
+    return {"pip": (pip,), "missing": functools.partial(missing_package, pip, module, attribute)}
+
+
 @dataclass(frozen=True)
 class Rotation:
     """``rotate(q, k, tables) -> q_rot, k_rot``, differentiable.

@@ -7,9 +7,9 @@ Hugging Face's static cache has them. Every sequence holds S - 1 tokens, so that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baselines.attentions import FA4
-from baselines.base import missing_package
+from baselines.base import needs
 from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
 from bench.suite import Provider
 
@@ -80,6 +80,10 @@ def _flash(step: Step) -> Run:
     return lambda: flash_attn_with_kvcache(*given, cache_seqlens=step.lengths, causal=True, **tables).transpose(1, 2)
 
 
+def _fa4(step: Step) -> Run:
+    return appending(step, lambda q, k, v: FA4.attend(q, k, v, True))
+
+
 def _copy(step: Step) -> Run:
     """Read and write together as many bytes as the step reads, or COPY_BYTES."""
     flat = step.k_cache.view(torch.uint8).flatten()
@@ -98,39 +102,42 @@ def _read(step: Step) -> Run:
 
 
 OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
-_FLASHINFER = "flashinfer-python"
+_FA4: dict[str, Any] = {"missing": FA4.missing, "pip": FA4.pip}
+_FLASH = needs("flash-attn", "flash_attn", "flash_attn_with_kvcache")
+_FA4_PAGES = needs("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
+_FLASHINFER = needs("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
 
 
-_no_fa4_pages = functools.partial(missing_package, "flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
-_no_flashinfer = functools.partial(missing_package, _FLASHINFER, "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
-_no_flash = functools.partial(missing_package, "flash-attn", "flash_attn", "flash_attn_with_kvcache")
+def _ours(page_size: int | None, float8: bool) -> DecodeProvider:
+    """Return our step on caches in pages, in float8, or both."""
+    words = [f"pages of {page_size}"] * (page_size is not None) + ["float8"] * float8
+    name, label = "_".join([OURS, *words]).replace("pages of ", "page"), f"the same, {', '.join(words)}"
+    return DecodeProvider(name, label, "ours", make=ours(page_size, float8), page_size=page_size, float8=float8)
+
+
+def _rival(name: str, label: str, page_size: int, attend: Any, **fields: Any) -> DecodeProvider:
+    """Return a rival that attends to pages."""
+    make = in_parts(page_size, attend)
+    return DecodeProvider(name, f"rotate + write + {label}", make=make, page_size=page_size, **fields)
 
 
 def _providers() -> Iterator[DecodeProvider]:
     yield DecodeProvider(OURS, "rope_attention_with_kvcache", "ours", make=ours())
     yield DecodeProvider(RAW, "the same, raw keys", "ours", make=ours(cache_is_rotated=False), raw=True)
     for page_size, float8 in ((16, False), (64, False), (256, False), (None, True), (16, True), (64, True)):
-        words = [f"pages of {page_size}"] * (page_size is not None) + ["float8"] * float8
-        name, label = "_".join([OURS, *words]).replace("pages of ", "page"), f"the same, {', '.join(words)}"
-        yield DecodeProvider(name, label, "ours", make=ours(page_size, float8), page_size=page_size, float8=float8)
-    for name, attend, attends, missing, pip, sizes in (
-        ("gather_sdpa", "gather pages of 16 + SDPA flash", gathered, None, (), (16,)),
-        ("fa4_page{}", "FlashAttention-4, pages of {}", by_flash_attention_4, _no_fa4_pages, FA4.pip, (16, 128)),
-        ("flashinfer_page{}", "FlashInfer, pages of {}", by_flashinfer, _no_flashinfer, (_FLASHINFER,), (16, 64)),
-    ):
-        for size in sizes:
-            label, about = f"rotate + write + {attend.format(size)}", {"page_size": size, "even": attends is gathered}
-            about |= {"missing": missing, "pip": pip} if missing else {}
-            yield DecodeProvider(name.format(size), label, make=in_parts(size, attends), **about)
+        yield _ours(page_size, float8)
+    yield _rival("gather_sdpa", "gather pages of 16 + SDPA flash", 16, gathered, even=True)
+    for size in (16, 128):
+        about = f"fa4_page{size}", f"FlashAttention-4, pages of {size}"
+        yield _rival(*about, size, by_flash_attention_4, **_FA4_PAGES)
+    for size in (16, 64):
+        about = f"flashinfer_page{size}", f"FlashInfer, pages of {size}"
+        yield _rival(*about, size, by_flashinfer, **_FLASHINFER)
     for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN"), ("efficient", "EFFICIENT")):
         make = _sdpa(getattr(SDPBackend, f"{backend}_ATTENTION"))
         yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
-    about = "flash_attn", "flash_attn_with_kvcache", "rival", _no_flash, ("flash-attn",)
-    yield DecodeProvider(*about, make=_flash, rounded_tables=True)
-    about = "fa4", "rotate + write + FlashAttention-4", "rival", FA4.missing, FA4.pip
-    yield DecodeProvider(
-        *about, make=lambda step: appending(step, lambda q, k, v: FA4.attend(q, k, v, True)), even=True
-    )
+    yield DecodeProvider("flash_attn", "flash_attn_with_kvcache", make=_flash, rounded_tables=True, **_FLASH)
+    yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=_fa4, even=True, **_FA4)
     yield DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy)
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)
 

@@ -136,6 +136,8 @@ _NORMS: dict[str, Any] = _LIGER | {"norms": True}
 _GRAPHS: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
 _eager, _sdpa, _flash_2 = map(_plain, ("eager", "sdpa", "flash_attention_2"))
 _liger = _all(_liger_rotation, _sdpa)
+_liger_norm, _liger_all = (_all(_liger_norms(everywhere), _liger) for everywhere in (False, True))
+_fused_liger = _all(_liger_norms(True), _fused)
 PROVIDERS: dict[str, ModelProvider] = {
     provider.name: provider
     for provider in (
@@ -145,18 +147,10 @@ PROVIDERS: dict[str, ModelProvider] = {
         ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", on=_sdpa, **_GRAPHS),
         ModelProvider("flash_2", "flash_attention_2", missing=_flash_missing, on=_flash_2, kinds=_PASSES + _SERVED),
         ModelProvider("liger", "Liger's rotation + sdpa", on=_liger, **_LIGER),
-        ModelProvider(
-            "liger_norm", "Liger's norms of heads, rotation + sdpa", on=_all(_liger_norms(False), _liger), **_NORMS
-        ),
-        ModelProvider(
-            "liger_all", "Liger's norms everywhere, rotation + sdpa", on=_all(_liger_norms(True), _liger), **_NORMS
-        ),
+        ModelProvider("liger_norm", "Liger's norms of heads, rotation + sdpa", on=_liger_norm, **_NORMS),
+        ModelProvider("liger_all", "Liger's norms everywhere, rotation + sdpa", on=_liger_all, **_NORMS),
         ModelProvider("own_norms", "patch_model, norms of heads outside", on=_all(_hooked_norms, _fused), norms=True),
         ModelProvider(OURS, "patch_model", "ours", on=_fused, kinds=_PASSES + _SERVED),
-        ModelProvider(
-            *(OURS_WITH_LIGER, "patch_model, Liger's norms elsewhere", "ours"),
-            on=_all(_liger_norms(True), _fused),
-            **_NORMS,
-        ),
+        ModelProvider(OURS_WITH_LIGER, "patch_model, Liger's norms elsewhere", "ours", on=_fused_liger, **_NORMS),
     )
 }

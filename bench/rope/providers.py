@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fused_rope_attn
-from baselines.base import missing_package
+from baselines.base import needs
 from baselines.norms import hf_norm, liger_norm
 from baselines.rotations import HF, LIGER, specialised
 from bench.suite import Provider
@@ -144,10 +144,12 @@ def _copy(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor
     return list(_Copy.apply(*xs))
 
 
-_needs_flash = functools.partial(missing_package, "flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
+_LIGER: dict[str, Any] = {"missing": LIGER.missing, "pip": LIGER.pip, "pairs": True, "tables": "full"}
+_HF: dict[str, Any] = {"missing": HF.missing, "pip": HF.pip, "pairs": True, "tables": "full"}
+_FLASH = needs("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
 # Liger's patch of Qwen 3 does the same: the result of the norm is fresh, and is rotated in place.
-_LIGER_NORM = functools.partial(liger_norm, in_place=False)
-_HALVES: dict[str, Any] = {"pairs": True, "tables": "full"}
+_liger_norm = functools.partial(liger_norm, in_place=False)
+_liger = _normed(_liger_norm, lambda q, k, tables, interleaved: LIGER.rotate(q, k, tables))
 OURS = "apply_rope"
 COPY = "copy"
 PROVIDERS: dict[str, RopeProvider] = {
@@ -155,23 +157,10 @@ PROVIDERS: dict[str, RopeProvider] = {
     for provider in (
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
-        RopeProvider(
-            *("liger", "Liger", "rival", LIGER.missing, LIGER.pip),
-            run=_normed(_LIGER_NORM, lambda q, k, tables, interleaved: LIGER.rotate(q, k, tables)),
-            styles=(False,),
-            in_place=True,
-            **_HALVES,
-        ),
-        RopeProvider(
-            *("flash_attn", "flash-attn Triton", "rival", _needs_flash, ("flash-attn",)),
-            run=_flash,
-            norms=False,
-            rounded_tables=True,
-        ),
+        RopeProvider("liger", "Liger", run=_liger, styles=(False,), in_place=True, **_LIGER),
+        RopeProvider("flash_attn", "flash-attn Triton", run=_flash, norms=False, rounded_tables=True, **_FLASH),
         RopeProvider("compiled", "torch.compile", run=_compiled),
-        RopeProvider(
-            *("hf", "HF eager", "rival", HF.missing, HF.pip), run=_normed(hf_norm, _hf), rounded_tables=True, **_HALVES
-        ),
+        RopeProvider("hf", "HF eager", run=_normed(hf_norm, _hf), rounded_tables=True, **_HF),
         RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy, tables="none"),
     )
 }
