@@ -20,24 +20,44 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @functools.cache
+def load(module: str, attribute: str) -> Any:
+    """Return an attribute of a module, which is imported at the first call."""
+    return getattr(importlib.import_module(module), attribute)
+
+
+@functools.cache
 def import_error(module: str, attribute: str) -> str | None:
     """Return why ``from module import attribute`` fails here, or None. A broken build counts as a failure."""
     try:
-        getattr(importlib.import_module(module), attribute)
+        load(module, attribute)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
 
-def missing_package(pip: str, module: str, attribute: str) -> str | None:
-    """Return None where the import works, else the package to install and the error."""
-    error = import_error(module, attribute)
-    return None if error is None else f"pip install {pip} ({error})"
+class Package(NamedTuple):
+    """A function or class of a package that is installed as ``pip``."""
+
+    pip: str
+    module: str
+    attribute: str
+
+    def load(self) -> Any:
+        """Return the function or class."""
+        return load(self.module, self.attribute)
+
+    def missing(self) -> str | None:
+        """Return None where the import works, else the package to install and the error."""
+        error = import_error(self.module, self.attribute)
+        return None if error is None else f"pip install {self.pip} ({error})"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a rival that needs it."""
+        return {"pip": (self.pip,), "missing": self.missing}
 
 
-def needs(pip: str, module: str, attribute: str) -> dict[str, Any]:
-    """Return the fields ``pip`` and ``missing`` of what imports ``attribute`` from a package."""
-    return {"pip": (pip,), "missing": functools.partial(missing_package, pip, module, attribute)}
+def nothing_missing() -> None:
+    """Return None: a rival that needs no package beyond PyTorch is never missing."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +69,11 @@ class Rotation:
     """
 
     label: str
-    pip: tuple[str, ...]
-    missing: Callable[[], str | None]
     rotate: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
     in_place: bool = False
     half_tables: bool = False
+    pip: tuple[str, ...] = ()
+    missing: Callable[[], str | None] = nothing_missing
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (1, N, D) tables from (N, D/2) float32: every angle twice, as in Hugging Face's models."""
@@ -66,13 +86,13 @@ class Attention:
     """``attend(q, k, v, causal) -> o``, differentiable if ``backward``. ``label`` may be a function of the machine."""
 
     label: str | Callable[[], str]
-    pip: tuple[str, ...]
-    missing: Callable[[], str | None]
     attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
     dtypes: tuple[torch.dtype, ...] = HALF_DTYPES
     max_head_dim: int = 256
     head_dim_multiple: int = 8
     backward: bool = True
+    pip: tuple[str, ...] = ()
+    missing: Callable[[], str | None] = nothing_missing
 
 
 class Norms(NamedTuple):
@@ -100,7 +120,7 @@ class Baseline:
     attention: Attention
     norm: str = ""
     norm_and_rotate: NormsAndRotation | None = None
-    norm_missing: Callable[[], str | None] = lambda: None
+    norm_missing: Callable[[], str | None] = nothing_missing
 
     @property
     def label(self) -> str:

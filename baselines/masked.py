@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from baselines.base import missing_package
+from baselines.base import Package, load
 
 _TO_BNHD, _TO_BHND = "b h n d -> b n h d", "b n h d -> b h n d"
 
@@ -32,15 +32,13 @@ class MaskedAttention:
     packed: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] | None = None
 
 
-_missing_torch = functools.partial(missing_package, "torch>=2.10", "torch.nn.attention.varlen", "varlen_attn")
+VARLEN = Package("torch>=2.10", "torch.nn.attention.varlen", "varlen_attn")
 
 
 @functools.cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]]:
-    """PyTorch's function and its keywords, which changed from 2.10 on: ``is_causal`` became ``window_size``."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+    """Return PyTorch's function and its keywords, which changed from 2.10 on: ``is_causal`` became ``window_size``."""
+    return VARLEN.load(), frozenset(inspect.signature(VARLEN.load()).parameters)
 
 
 def _torch_packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, left: int = -1) -> Tensor:
@@ -69,16 +67,15 @@ def _first(o: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _flash_functions(module: str) -> tuple[Callable, Callable]:
     """Return (window, packed) of flash-attn or FlashAttention-4: their functions have the same names and keywords."""
 
-    def load(name: str) -> Callable:
-        return getattr(__import__(module, fromlist=[name]), name)
-
     def window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-        o = load("flash_attn_func")(*(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=True, window_size=(left, 0))
+        o = load(module, "flash_attn_func")(
+            *(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=True, window_size=(left, 0)
+        )
         return rearrange(_first(o), _TO_BHND)
 
     def packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
         return _first(
-            load("flash_attn_varlen_func")(
+            load(module, "flash_attn_varlen_func")(
                 q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
             )
         )
@@ -106,17 +103,17 @@ def _flex_window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-TORCH = MaskedAttention("torch_varlen", "PyTorch varlen_attn", _missing_torch, _torch_window, _torch_packed)
+TORCH = MaskedAttention("torch_varlen", "PyTorch varlen_attn", VARLEN.missing, _torch_window, _torch_packed)
 FLASH = MaskedAttention(
     "flash_attn",
     "flash-attn",
-    functools.partial(missing_package, "flash-attn", "flash_attn", "flash_attn_varlen_func"),
+    Package("flash-attn", "flash_attn", "flash_attn_varlen_func").missing,
     *_flash_functions("flash_attn"),
 )
 FA4 = MaskedAttention(
     "fa4",
     "FA4",
-    functools.partial(missing_package, "flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func"),
+    Package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func").missing,
     *_flash_functions("flash_attn.cute"),
 )
 FLEX = MaskedAttention("flex", "FlexAttention, compiled", lambda: None, _flex_window)

@@ -14,33 +14,21 @@ import torch
 from torch import Tensor
 
 from baselines import attentions, rotations
-from baselines.base import Baseline, Norms, NormsAndRotation, Rotation, missing_package
+from baselines.base import Baseline, Norms, NormsAndRotation, Package, Rotation
 
-
-@functools.cache
-def _rms_norm_of_models() -> tuple[type, type]:
-    """Return the norms of Qwen 3, which multiplies by the weight, and of Gemma 3, which multiplies by 1 + weight."""
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    return Qwen3RMSNorm, Gemma3RMSNorm
+# The norms of Qwen 3, which multiplies by the weight, and of Gemma 3, which multiplies by 1 + weight.
+QWEN_NORM = Package("transformers", "transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm")
+GEMMA_NORM = Package("transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm")
+LIGER_NORM = Package("liger-kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
 
 
 def hf_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """Run the forward of the models' own classes on x (B, N, H, D). ``offset`` is 0 or 1."""
-    qwen, gemma = _rms_norm_of_models()
     module = SimpleNamespace(weight=weight, variance_epsilon=eps, eps=eps)
     if not offset:
-        return qwen.forward(module, x)
-    module._norm = functools.partial(gemma._norm, module)
-    return gemma.forward(module, x)
-
-
-@functools.cache
-def _liger_function() -> type[torch.autograd.Function]:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    return LigerRMSNormFunction
+        return QWEN_NORM.load().forward(module, x)
+    module._norm = functools.partial(GEMMA_NORM.load()._norm, module)
+    return GEMMA_NORM.load().forward(module, x)
 
 
 def liger_norm(x: Tensor, weight: Tensor, eps: float, offset: float, in_place: bool = True) -> Tensor:
@@ -49,12 +37,12 @@ def liger_norm(x: Tensor, weight: Tensor, eps: float, offset: float, in_place: b
     in_place: overwrite the gradient of the result, which only this norm reads in a model, with that of x. Otherwise
     Liger clears memory for it first.
     """
-    return _liger_function().apply(x, weight, eps, offset, "gemma" if offset else "llama", in_place)
+    return LIGER_NORM.load().apply(x, weight, eps, offset, "gemma" if offset else "llama", in_place)
 
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    apply_rotary_pos_emb = rotations.hf_function()
+    apply_rotary_pos_emb = rotations.HF_ROTATION.load()
 
     def rotate(
         q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float
@@ -84,12 +72,12 @@ def _rotate_compiled(q: Tensor, k: Tensor, norms: Norms, tables: tuple[Tensor, T
     return _compiled()(q, k, norms.q_norm, norms.k_norm, *tables, norms.eps, norms.offset)
 
 
-_missing_gemma = functools.partial(
-    missing_package, "transformers", "transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm"
-)
-_missing_liger = functools.partial(missing_package, "liger-kernel", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
-_HF = {"norm": "HF norm", "norm_and_rotate": by_head(hf_norm, rotations.HF), "norm_missing": _missing_gemma}
-_LIGER = {"norm": "Liger norm", "norm_and_rotate": by_head(liger_norm, rotations.LIGER), "norm_missing": _missing_liger}
+_HF = {"norm": "HF norm", "norm_and_rotate": by_head(hf_norm, rotations.HF), "norm_missing": GEMMA_NORM.missing}
+_LIGER = {
+    "norm": "Liger norm",
+    "norm_and_rotate": by_head(liger_norm, rotations.LIGER),
+    "norm_missing": LIGER_NORM.missing,
+}
 _COMPILED = {"norm": "compiled norm", "norm_and_rotate": _rotate_compiled}
 # In the order in which reports list them.
 NORMED: dict[str, Baseline] = {

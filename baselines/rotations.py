@@ -6,33 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from baselines.base import Rotation, missing_package
+from baselines.base import Package, Rotation
 
 Tables = tuple[Tensor, Tensor]
 
 
-_missing_transformers = functools.partial(
-    missing_package, "transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"
-)
-_missing_liger = functools.partial(missing_package, "liger-kernel", "liger_kernel.ops.rope", "LigerRopeFunction")
-
-
-@functools.cache
-def hf_function() -> Callable[..., tuple[Tensor, Tensor]]:
-    """transformers' ``apply_rotary_pos_emb`` of halves."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    return apply_rotary_pos_emb
-
-
-@functools.cache
-def _liger() -> type[torch.autograd.Function]:
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    return LigerRopeFunction
+HF_ROTATION = Package("transformers", "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb")
+LIGER_ROTATION = Package("liger-kernel", "liger_kernel.ops.rope", "LigerRopeFunction")
 
 
 def specialised(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +31,7 @@ def specialised(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    apply_rotary_pos_emb = hf_function()
+    apply_rotary_pos_emb = HF_ROTATION.load()
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # float32 tables promote; Inductor keeps the float32 in registers and writes the rounded result only.
@@ -60,11 +42,11 @@ def _compiled() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tens
 
 
 def _rotate_hf(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    return hf_function()(q, k, *tables)
+    return HF_ROTATION.load()(q, k, *tables)
 
 
 def _rotate_liger(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    return _liger().apply(q, k, *tables)
+    return LIGER_ROTATION.load().apply(q, k, *tables)
 
 
 def _rotate_compiled(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
@@ -72,13 +54,13 @@ def _rotate_compiled(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tens
 
 
 # The function of transformers as its models call it: eight launches, tables in q's dtype, every step rounded.
-HF = Rotation("HF rope", ("transformers",), _missing_transformers, _rotate_hf, half_tables=True)
+HF = Rotation("HF rope", _rotate_hf, half_tables=True, **HF_ROTATION.fields())
 
 # One launch for q and k, which are overwritten: in a model they are fresh projections without another reader, so
 # that is what is timed, without any copy. Timing it again and again on the same q and k rotates them further and
 # further: the same work on other values of the same size. In its backward the gradients that the attention hands over
 # are rotated in place too, after a copy where their memory order is not (B, N, H, D); the copy is what the pair costs.
-LIGER = Rotation("Liger rope", ("liger-kernel",), _missing_liger, _rotate_liger, in_place=True)
+LIGER = Rotation("Liger rope", _rotate_liger, in_place=True, **LIGER_ROTATION.fields())
 
 # The same formula as HF's, one fused kernel each way, float32 tables, rounded once.
-COMPILED = Rotation("compiled rope", ("transformers",), _missing_transformers, _rotate_compiled)
+COMPILED = Rotation("compiled rope", _rotate_compiled, **HF_ROTATION.fields())

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fused_rope_attn
 from baselines import BASELINES, Baseline, attentions, masked, rotations
 from baselines.masked import MaskedAttention
-from baselines.norms import NORMED, Norms, hf_norm
+from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
 from bench.suite import Provider
 from fused_rope_attn import testing
 from fused_rope_attn.experimental import corope_attention
@@ -296,9 +296,7 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         return [
             ours("fused", "fused, with norms"),
             ours("fused_without", "fused, without norms", variant={"norms": None}),
-            AttentionProvider(
-                "norm_hf_fused", "HF norm + fused", missing=NORMED["norm_hf_sdpa"].norm_missing, run=_norm_apart
-            ),
+            AttentionProvider("norm_hf_fused", "HF norm + fused", missing=GEMMA_NORM.missing, run=_norm_apart),
             *map(rival, NORMED.values()),
         ]
     assert kind == "corope"

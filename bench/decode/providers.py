@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baselines.attentions import FA4
-from baselines.base import needs
+from baselines.attentions import FA4, FLASH_4
+from baselines.base import Package
 from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
 from bench.suite import Provider
 
@@ -71,8 +71,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Step], Run]:
 
 
 def _flash(step: Step) -> Run:
-    from flash_attn import flash_attn_with_kvcache
-
+    flash_attn_with_kvcache = FLASH.load()
     q, k, v, k_cache, v_cache = (x.transpose(1, 2) for x in step[:5])
     cos, sin = (table.to(step.q.dtype) for table in step[6:])
     tables = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
@@ -102,10 +101,9 @@ def _read(step: Step) -> Run:
 
 
 OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
-_FA4: dict[str, Any] = {"missing": FA4.missing, "pip": FA4.pip}
-_FLASH = needs("flash-attn", "flash_attn", "flash_attn_with_kvcache")
-_FA4_PAGES = needs("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
-_FLASHINFER = needs("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
+FLASH = Package("flash-attn", "flash_attn", "flash_attn_with_kvcache")
+_FA4_PAGES = Package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
+_FLASHINFER = Package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
 
 
 def _ours(page_size: int | None, float8: bool) -> DecodeProvider:
@@ -129,15 +127,15 @@ def _providers() -> Iterator[DecodeProvider]:
     yield _rival("gather_sdpa", "gather pages of 16 + SDPA flash", 16, gathered, even=True)
     for size in (16, 128):
         about = f"fa4_page{size}", f"FlashAttention-4, pages of {size}"
-        yield _rival(*about, size, by_flash_attention_4, **_FA4_PAGES)
+        yield _rival(*about, size, by_flash_attention_4, **_FA4_PAGES.fields())
     for size in (16, 64):
         about = f"flashinfer_page{size}", f"FlashInfer, pages of {size}"
-        yield _rival(*about, size, by_flashinfer, **_FLASHINFER)
+        yield _rival(*about, size, by_flashinfer, **_FLASHINFER.fields())
     for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN"), ("efficient", "EFFICIENT")):
         make = _sdpa(getattr(SDPBackend, f"{backend}_ATTENTION"))
         yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
-    yield DecodeProvider("flash_attn", "flash_attn_with_kvcache", make=_flash, rounded_tables=True, **_FLASH)
-    yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=_fa4, even=True, **_FA4)
+    yield DecodeProvider("flash_attn", "flash_attn_with_kvcache", make=_flash, rounded_tables=True, **FLASH.fields())
+    yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=_fa4, even=True, **FLASH_4.fields())
     yield DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy)
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch import nn
 
-from baselines.rotations import LIGER
+from baselines.rotations import LIGER_ROTATION
 from bench.suite import Provider
 
 OURS = "fused"
@@ -131,7 +131,7 @@ class ModelProvider(Provider):
     manager: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LIGER: dict[str, Any] = {"missing": LIGER.missing, "pip": LIGER.pip}
+_LIGER = LIGER_ROTATION.fields()
 _NORMS: dict[str, Any] = _LIGER | {"norms": True}
 _GRAPHS: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
 _eager, _sdpa, _flash_2 = map(_plain, ("eager", "sdpa", "flash_attention_2"))

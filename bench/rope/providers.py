@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import fused_rope_attn
-from baselines.base import needs
+from baselines.base import Package, load
 from baselines.norms import hf_norm, liger_norm
-from baselines.rotations import HF, LIGER, specialised
+from baselines.rotations import HF, HF_ROTATION, LIGER, LIGER_ROTATION, specialised
 from bench.suite import Provider
 
 NORM_EPS = 1e-6
@@ -95,15 +95,14 @@ def _normed(norm: Callable[..., Tensor], rotate: Callable[..., Any]) -> Callable
 def _hf(q: Tensor, k: Tensor, tables: Any, interleaved: bool) -> Any:
     if not interleaved:
         return HF.rotate(q, k, tables)
-    from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
+    return load("transformers.models.cohere.modeling_cohere", "apply_rotary_pos_emb")(q, k, *tables)
 
-    return apply_rotary_pos_emb(q, k, *tables)
+
+FLASH_ROTATION = Package("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
 
 
 def _flash(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-    from flash_attn.layers.rotary import apply_rotary_emb
-
-    return [apply_rotary_emb(x, *tables, interleaved=interleaved) for x in xs]
+    return [FLASH_ROTATION.load()(x, *tables, interleaved=interleaved) for x in xs]
 
 
 @functools.cache
@@ -144,9 +143,8 @@ def _copy(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor
     return list(_Copy.apply(*xs))
 
 
-_LIGER: dict[str, Any] = {"missing": LIGER.missing, "pip": LIGER.pip, "pairs": True, "tables": "full"}
-_HF: dict[str, Any] = {"missing": HF.missing, "pip": HF.pip, "pairs": True, "tables": "full"}
-_FLASH = needs("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
+_LIGER: dict[str, Any] = LIGER_ROTATION.fields() | {"pairs": True, "tables": "full"}
+_HF: dict[str, Any] = HF_ROTATION.fields() | {"pairs": True, "tables": "full"}
 # Liger's patch of Qwen 3 does the same: the result of the norm is fresh, and is rotated in place.
 _liger_norm = functools.partial(liger_norm, in_place=False)
 _liger = _normed(_liger_norm, lambda q, k, tables, interleaved: LIGER.rotate(q, k, tables))
@@ -158,7 +156,9 @@ PROVIDERS: dict[str, RopeProvider] = {
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
         RopeProvider("liger", "Liger", run=_liger, styles=(False,), in_place=True, **_LIGER),
-        RopeProvider("flash_attn", "flash-attn Triton", run=_flash, norms=False, rounded_tables=True, **_FLASH),
+        RopeProvider(
+            "flash_attn", "flash-attn Triton", run=_flash, norms=False, rounded_tables=True, **FLASH_ROTATION.fields()
+        ),
         RopeProvider("compiled", "torch.compile", run=_compiled),
         RopeProvider("hf", "HF eager", run=_normed(hf_norm, _hf), rounded_tables=True, **_HF),
         RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy, tables="none"),

@@ -69,7 +69,6 @@ def test_a_missing_package_is_reported_with_its_pip_name(monkeypatch):
         return f"ModuleNotFoundError: No module named '{module}'"
 
     monkeypatch.setattr(base, "import_error", absent)
-    monkeypatch.setattr(attentions, "import_error", absent)
     reasons = registry.missing()
     for name, baseline in BASELINES.items():
         # flash-attn alone is replaced: PyTorch's build of its kernels.
@@ -82,17 +81,17 @@ def test_a_broken_package_is_reported_with_its_error():
     base.import_error.cache_clear()
     assert base.import_error("json", "dumps") is None
     assert base.import_error("json", "no_such_name").startswith("AttributeError")
-    assert base.missing_package("no-such-thing", "no_such_thing", "f") == (
+    assert base.Package("no-such-thing", "no_such_thing", "f").missing() == (
         "pip install no-such-thing (ModuleNotFoundError: No module named 'no_such_thing')"
     )
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attn_falls_back_to_pytorch_and_says_so(installed, monkeypatch):
-    monkeypatch.setattr(attentions, "_flash_attn", lambda: (lambda *a, **k: None) if installed else None)
+    monkeypatch.setattr(base, "import_error", lambda module, attribute: None if installed else "no")
     for name in ("hf_flash_attn", "bare_flash"):
         assert ("PyTorch's build" in BASELINES[name].label) == (not installed)
-        assert BASELINES[name].missing() is None or "transformers" in BASELINES[name].missing()
+        assert BASELINES[name].missing() is None or "flash" not in BASELINES[name].missing()
 
 
 def test_the_official_flash_attn_gets_bnhd(monkeypatch):
@@ -100,7 +99,8 @@ def test_the_official_flash_attn_gets_bnhd(monkeypatch):
         assert q.shape == (2, 16, 4, 8) and k.shape == v.shape == (2, 16, 2, 8) and causal
         return q
 
-    monkeypatch.setattr(attentions, "_flash_attn", lambda: flash_attn_func)
+    monkeypatch.setattr(base, "import_error", lambda module, attribute: None)
+    monkeypatch.setattr(base, "load", lambda module, attribute: flash_attn_func)
     q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
     assert torch.equal(attentions.FLASH_ATTN.attend(q, k, k, True), q)
 
@@ -111,7 +111,7 @@ def test_flash_attention_4_gets_bnhd(returns_lse, monkeypatch):
         assert q.shape == (2, 16, 4, 8) and k.shape == v.shape == (2, 16, 2, 8) and not causal
         return (q, None) if returns_lse else q
 
-    monkeypatch.setattr(attentions, "_flash_attn_cute", lambda: flash_attn_func)
+    monkeypatch.setattr(base, "load", lambda module, attribute: flash_attn_func)
     q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
     assert torch.equal(attentions.FA4.attend(q, k, k, False), q)
 
@@ -122,7 +122,7 @@ def test_flash_attention_3_gets_bnhd_and_has_no_backward(returns_lse, monkeypatc
         assert q.shape == (2, 16, 4, 8) and k.shape == v.shape == (2, 16, 2, 8) and causal
         return (q, None) if returns_lse else q
 
-    monkeypatch.setattr(attentions, "_flash_attn_3", lambda: flash_attn_func)
+    monkeypatch.setattr(base, "load", lambda module, attribute: flash_attn_func)
     q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
     assert torch.equal(attentions.FA3.attend(q, k, k, True), q)
     assert [b.name for b in BASELINES.values() if not b.backward] == ["liger_fa3", "bare_fa3"]

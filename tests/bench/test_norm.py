@@ -1,5 +1,6 @@
 """``python -m bench norm`` without a GPU: its gate with both weights' gradients, and its rivals."""
 
+import types
 from dataclasses import replace
 
 import pytest
@@ -125,7 +126,7 @@ def test_liger_is_called_as_its_patches_do(monkeypatch):
             calls.append((tuple(x.shape), *options))
             return x
 
-    monkeypatch.setattr(norms, "_liger_function", lambda: Function)
+    monkeypatch.setattr(norms, "LIGER_NORM", types.SimpleNamespace(load=lambda: Function))
     x, weight = torch.zeros(2, 5, 4, 16), torch.ones(16)
     norms.liger_norm(x, weight, 1e-6, 0.0)
     norms.liger_norm(x, weight, 1e-5, 1.0, in_place=False)
