@@ -49,6 +49,17 @@ class Provider:
         return self.role == "ours"
 
 
+def by_name(providers: Iterable[Any]) -> dict[str, Any]:
+    """Return providers by their names, in the order of reports."""
+    return {provider.name: provider for provider in providers}
+
+
+def normal(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Return normally distributed tensors, equal for equal shapes and devices."""
+    drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    return [torch.randn(*shape, **drawn) for shape in shapes]
+
+
 @dataclass
 class Entry:
     """A provider that has run once. ``make(part)`` returns the zero-argument function of a pass.

@@ -16,7 +16,7 @@ import fused_rope_attn
 from baselines import BASELINES, Baseline, attentions, masked, rotations
 from baselines.masked import MaskedAttention
 from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
-from bench.suite import Provider
+from bench.suite import Provider, by_name
 from fused_rope_attn import testing
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import reference as corope_reference
@@ -98,15 +98,14 @@ def ours(name: str, label: str, **fields: Any) -> AttentionProvider:
     return AttentionProvider(name, label, "ours", **{"run": fused} | fields)
 
 
-OURS: dict[str, AttentionProvider] = {
-    provider.name: provider
-    for provider in (
+OURS: dict[str, AttentionProvider] = by_name(
+    (
         ours("fused", "fused (auto)"),
         ours("fused_inline", "fused, inline", options={"backend": "triton", "strategy": "inline"}),
         ours("fused_prepass", "fused, prepass", options={"backend": "triton", "strategy": "prepass"}),
         ours("fused_hopper", "fused, hopper", options={"backend": "hopper"}, unsupported=_no_hopper),
     )
-}
+)
 # Groups that ``--providers`` takes in addition to names; "rivals" are those that rotate.
 GROUPS = {
     "ours": list(OURS),
@@ -252,7 +251,7 @@ def table(kind: str, length: int = 0, batch: int = 1) -> dict[str, AttentionProv
 
     length, batch: of the case, for masks that hide nothing. Labels depend on what is installed, hence a function.
     """
-    return {provider.name: provider for provider in _providers(kind, length, batch)}
+    return by_name(_providers(kind, length, batch))
 
 
 def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:

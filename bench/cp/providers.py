@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.names import length_name
-from bench.suite import Provider
+from bench.suite import Provider, by_name, normal
 from fused_rope_attn import apply_rope, rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
 
@@ -65,10 +65,9 @@ class CpCase:
 
     def inputs(self, device: torch.device) -> list[Tensor]:
         """Return q, k, v and do of the whole sequence, (1, H, N, D), the same on every GPU."""
-        drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
         heads = self.heads_q, self.heads_kv, self.heads_kv, self.heads_q
         shapes = [(1, self.length, count, self.head_dim) for count in heads]
-        return [torch.randn(shape, dtype=self.dtype, **drawn).transpose(1, 2) for shape in shapes]
+        return [x.transpose(1, 2) for x in normal(shapes, self.dtype, device)]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return rope_tables(self.length, self.head_dim, base=500000.0, device=device)
@@ -154,9 +153,8 @@ def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], gr
     return Prepared(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), shards, active)
 
 
-PROVIDERS: dict[str, CpProvider] = {
-    provider.name: provider
-    for provider in (
+PROVIDERS: dict[str, CpProvider] = by_name(
+    (
         CpProvider("one", "one GPU", "ceiling", prepare=_one),
         _ours(),
         _ours(sharding="balanced"),
@@ -164,4 +162,4 @@ PROVIDERS: dict[str, CpProvider] = {
         _ours("all_to_all"),
         CpProvider("torch", "torch context_parallel", prepare=_torch, only=("plain",)),
     )
-}
+)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from baselines.attentions import FA4, FLASH_4
 from baselines.base import Package
 from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
-from bench.suite import Provider
+from bench.suite import Provider, by_name
 
 # The most bytes that the copy moves; its time is scaled to a larger cache.
 COPY_BYTES = 2 << 30
@@ -140,4 +140,4 @@ def _providers() -> Iterator[DecodeProvider]:
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)
 
 
-PROVIDERS: dict[str, DecodeProvider] = {provider.name: provider for provider in _providers()}
+PROVIDERS: dict[str, DecodeProvider] = by_name(_providers())

@@ -16,7 +16,7 @@ from bench.decode.providers import COPY, COPY_BYTES, OURS, PROVIDERS, READ, Deco
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import length_name, short_dtype
 from bench.report import Row
-from bench.suite import Entry, Options, Suite, Times, Trial
+from bench.suite import Entry, Options, Suite, Times, Trial, normal
 from fused_rope_attn import rope_tables
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.cache_reference import quantise
@@ -65,16 +65,11 @@ class DecodeCase:
 
     def step(self, device: torch.device) -> Step:
         """Return normally distributed inputs, equal for equal device."""
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(heads: int, length: int) -> Tensor:
-            x = torch.empty(self.batch, heads, length, self.head_dim, dtype=self.dtype, device=device)
-            return x.normal_(generator=generator)
-
-        new = normal(self.heads_q, 1), normal(self.heads_kv, 1), normal(self.heads_kv, 1)
-        caches = normal(self.heads_kv, self.length), normal(self.heads_kv, self.length)
+        keys, caches = [(self.heads_kv, 1)] * 2, [(self.heads_kv, self.length)] * 2
+        shapes = [(self.batch, *sizes, self.head_dim) for sizes in ((self.heads_q, 1), *keys, *caches)]
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device) - 1
-        return Step(*new, *caches, lengths, *rope_tables(self.length, self.head_dim, device=device))
+        tables = rope_tables(self.length, self.head_dim, device=device)
+        return Step(*normal(shapes, self.dtype, device), lengths, *tables)
 
 
 CASES = tuple(DecodeCase(b, n) for b, n in itertools.product((1, 8, 64), (4096, 32768, 131072)))

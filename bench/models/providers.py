@@ -13,7 +13,7 @@ from unittest import mock
 from torch import nn
 
 from baselines.rotations import LIGER_ROTATION
-from bench.suite import Provider
+from bench.suite import Provider, by_name
 
 OURS = "fused"
 # With all of Liger's other norms, which is what its users would compare with.
@@ -138,9 +138,8 @@ _eager, _sdpa, _flash_2 = map(_plain, ("eager", "sdpa", "flash_attention_2"))
 _liger = _all(_liger_rotation, _sdpa)
 _liger_norm, _liger_all = (_all(_liger_norms(everywhere), _liger) for everywhere in (False, True))
 _fused_liger = _all(_liger_norms(True), _fused)
-PROVIDERS: dict[str, ModelProvider] = {
-    provider.name: provider
-    for provider in (
+PROVIDERS: dict[str, ModelProvider] = by_name(
+    (
         ModelProvider("eager", "eager", on=_eager, kinds=_SERVED),
         ModelProvider("eager_graphs", "eager, CUDA graphs", on=_eager, **_GRAPHS),
         ModelProvider("sdpa", "sdpa", on=_sdpa, kinds=_PASSES + _SERVED),
@@ -153,4 +152,4 @@ PROVIDERS: dict[str, ModelProvider] = {
         ModelProvider(OURS, "patch_model", "ours", on=_fused, kinds=_PASSES + _SERVED),
         ModelProvider(OURS_WITH_LIGER, "patch_model, Liger's norms elsewhere", "ours", on=_fused_liger, **_NORMS),
     )
-}
+)

@@ -18,7 +18,7 @@ import fused_rope_attn
 from baselines.base import Package, load
 from baselines.norms import hf_norm, liger_norm
 from baselines.rotations import HF, HF_ROTATION, LIGER, LIGER_ROTATION, specialised
-from bench.suite import Provider
+from bench.suite import Provider, by_name
 
 NORM_EPS = 1e-6
 
@@ -150,9 +150,8 @@ _liger_norm = functools.partial(liger_norm, in_place=False)
 _liger = _normed(_liger_norm, lambda q, k, tables, interleaved: LIGER.rotate(q, k, tables))
 OURS = "apply_rope"
 COPY = "copy"
-PROVIDERS: dict[str, RopeProvider] = {
-    provider.name: provider
-    for provider in (
+PROVIDERS: dict[str, RopeProvider] = by_name(
+    (
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
         RopeProvider("liger", "Liger", run=_liger, styles=(False,), in_place=True, **_LIGER),
@@ -163,4 +162,4 @@ PROVIDERS: dict[str, RopeProvider] = {
         RopeProvider("hf", "HF eager", run=_normed(hf_norm, _hf), rounded_tables=True, **_HF),
         RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy, tables="none"),
     )
-}
+)

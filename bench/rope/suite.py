@@ -14,7 +14,7 @@ from bench.names import DTYPES, length_name, short_dtype
 from bench.report import Row
 from bench.rope import tables
 from bench.rope.providers import COPY, NORM_EPS, OURS, PROVIDERS, RopeProvider
-from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
+from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward, normal
 from bench.timing import bandwidths
 from fused_rope_attn import rope_tables, testing
 
@@ -121,14 +121,9 @@ class RopeTrial(Trial):
 
     def __init__(self, case: RopeCase, providers: Sequence[RopeProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
-        drawn: dict[str, Any] = {"generator": torch.Generator(clock.device).manual_seed(0)}
-        drawn |= {"device": clock.device, "dtype": case.dtype}
-
-        def normal() -> list[Tensor]:
-            return [torch.randn(case.batch, case.length, heads, case.head_dim, **drawn) for heads in case.heads]
-
-        self._xs, self._dos = normal(), normal()
-        self._weights = [torch.randn(case.head_dim, **drawn) for _ in case.heads if case.norms]
+        count, shapes = len(case.heads), [(case.batch, case.length, heads, case.head_dim) for heads in case.heads]
+        tensors = normal([*shapes, *shapes, *[(case.head_dim,)] * count * case.norms], case.dtype, clock.device)
+        self._xs, self._dos, self._weights = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
         self._cos, self._sin = rope_tables(case.length, case.head_dim, device=clock.device)
 
     def unsupported(self, provider: RopeProvider) -> str | None:
