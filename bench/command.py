@@ -204,9 +204,9 @@ def options_of(suite: Suite, args: argparse.Namespace) -> Options:
     if args.round_ms is not None and args.round_ms <= 0:
         raise ValueError(f"--round-ms must be above 0, not {args.round_ms:g}")
     options = Options(chosen("passes", suite.passes), chosen("mode", suite.modes), suite.rounds, suite.round_ms)
-    # "load" runs graphs back to back in their steady state; the order of its rounds is mirrored.
+    # "load" runs graphs back to back in their steady state.
     if options.modes == ("load",):
-        options.rounds, options.round_ms, options.mirrored = 4, 1000.0, True
+        options.rounds, options.round_ms = 4, 1000.0
     if options.modes == ("host",):
         options.rounds = 25
     options.rounds = options.rounds if args.rounds is None else args.rounds

@@ -113,6 +113,8 @@ class Graph(NamedTuple):
 class LoadClock(DeviceClock):
     """A clock whose samples are a ``Load`` each."""
 
+    measurement = Loads
+
     def __init__(self, device: torch.device, counter: Any):
         super().__init__(device)
         self.counter = counter

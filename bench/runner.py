@@ -130,17 +130,17 @@ class Run:
             with entry.active():
                 return clock_sample(fn, count)
 
-        rounds, mirrored = self.options.rounds, self.options.mirrored
-        measured, errors = interleave(fns, sample, calls, rounds, self._late, trial.measurement, mirrored)
+        rounds, measurement = self.options.rounds, self.clock.measurement
+        measured, errors = interleave(fns, sample, calls, rounds, self._late, measurement)
         for name, error in errors.items():
             self._check_device(entries[name].provider, error)
             rows.append(row(name, status_of(error), sentence(error)))
         for name in (name for name in measured if entries[name].scale != 1):
             measured[name] = measured[name].scaled(entries[name].scale)
         figures = trial.figures(part, mode, measured)
-        for name, measurement in measured.items():
+        for name, found in measured.items():
             verdict = entries[name].verdict
-            rows.append(row(name, verdict.status, verdict.detail) | measurement.fields() | figures.get(name, {}))
+            rows.append(row(name, verdict.status, verdict.detail) | found.fields() | figures.get(name, {}))
         return rows
 
     def _callable(self, entry: Entry, part: str, mode: str) -> Callable[[], Any]:

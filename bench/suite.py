@@ -21,9 +21,8 @@ from bench import timing
 from bench.gate import Verdict
 from bench.names import dtype_name, words
 from bench.report import Row
-from bench.timing import Measurement
 
-Times = Mapping[str, Any]  # by provider: ``timing.Measurement``, or what ``Trial.measurement`` makes
+Times = Mapping[str, Any]  # by provider: what the clock's ``measurement`` makes
 
 
 def never_missing() -> None:
@@ -82,15 +81,14 @@ class Entry:
 class Options:
     """The choices of one run. None for ``passes``, ``modes`` and ``round_ms`` leaves them to the trial or the suite.
 
-    round_ms: device time of each provider in each round. mirrored: every second round has the reverse order of the one
-    before. deadline: a time.monotonic(). strict: hold rivals to the tolerance of ours. backend: of ours.
+    round_ms: device time of each provider in each round. deadline: a time.monotonic(). strict: hold rivals to the
+    tolerance of ours. backend: of ours.
     """
 
     passes: tuple[str, ...] | None = None
     modes: tuple[str, ...] | None = None
     rounds: int = 5
     round_ms: float = 20.0
-    mirrored: bool = False
     deadline: float = float("inf")
     strict: bool = False
     backend: str = "auto"
@@ -99,7 +97,6 @@ class Options:
 class Trial:
     """One case with its inputs. A subclass runs and judges providers and says what their rows hold."""
 
-    measurement: Callable[[], Any] = Measurement  # makes what collects the samples of one provider
     measures_memory = False  # whether eager calls of each pass also get a peak of memory
     default_modes: tuple[str, ...] = ("graph",)
     facts: tuple[str, ...] = ()  # attributes of the case that rows hold

@@ -89,14 +89,12 @@ def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> di
     }
 
 
-def order(names: list[str], index: int, mirrored: bool = False) -> list[str]:
-    """Return the shuffled order of round ``index``.
+def order(names: list[str], index: int) -> list[str]:
+    """Return the shuffled order of round ``index``; every second round has the reverse order of the one before.
 
-    mirrored: every second round has the reverse order of the one before, so that each neighbour runs before as often
-    as after. Seeds are fixed so that a run can be repeated. A mere rotation would keep the neighbours.
+    So each neighbour runs before as often as after. Seeds are fixed so that a run can be repeated. A mere rotation
+    would keep the neighbours.
     """
-    if not mirrored:
-        return random.Random(index).sample(names, len(names))
     forwards = random.Random(index // 2).sample(names, len(names))
     return forwards[::-1] if index % 2 else forwards
 
@@ -108,20 +106,18 @@ def interleave(
     rounds: int,
     out_of_time: Callable[[], bool],
     measurement: Callable[[], Any] = Measurement,
-    mirrored: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Measure every callable once a round, in another order each round, because the call before sets the card's clock.
 
     A callable that raises drops out with its exception. Stop after a whole round when ``out_of_time`` says so, and
-    return what was measured by then. measurement: makes what collects the samples. mirrored: as in ``order``.
+    return what was measured by then. measurement: makes what collects the samples.
     """
     measured = {name: measurement() for name in fns}
     failed: dict[str, Exception] = {}
-    names = list(fns)
     for index in range(rounds):
         if index and out_of_time():
             break
-        for name in order(names, index, mirrored):
+        for name in order(list(fns), index):
             if name in failed:
                 continue
             try:
@@ -134,6 +130,8 @@ def interleave(
 
 class DeviceClock:
     """The base of the clocks of a GPU: host time by the wall clock, memory by the allocator, graphs by capture."""
+
+    measurement: Callable[[], Any] = Measurement  # makes what collects the samples of one provider
 
     def __init__(self, device: torch.device):
         self.device = device

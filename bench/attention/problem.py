@@ -14,11 +14,10 @@ from bench.attention.cases import MASKS, BenchCase
 from bench.attention.providers import AttentionProvider, Given
 from bench.attention.visited import ran, visited
 from bench.gate import OF_WEIGHTS, Gate, Verdict
-from bench.load import Loads
 from bench.names import dtype_name
 from bench.report import Row
 from bench.suite import Entry, Options, Times, Trial, forward_or_backward
-from bench.timing import Measurement, quantile
+from bench.timing import quantile
 from fused_rope_attn import testing
 
 
@@ -154,7 +153,6 @@ class AttentionTrial(Trial):
         self.gate = Gate(case.case, self.problem.inputs, heads=heads, reference=reference)
         self._grads = options.passes != ("fwd",)
         self._subjects: dict[str, Subject] = {}
-        self.measurement = Loads if options.modes == ("load",) else Measurement
         # Rows of norms and Co-RoPE hold the memory of forward and backward together.
         self._both_memory = case.kind in ("norm", "corope")
         self.measures_memory = not self._both_memory

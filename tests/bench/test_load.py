@@ -164,6 +164,8 @@ def test_a_machine_without_a_counter_is_refused_before_anything_runs(card, monke
 class _LoadWallClock(WallClock):
     """Every provider takes 2 ms at 600 W."""
 
+    measurement = Loads
+
     def __init__(self):
         self.counter, self.order = Machine(), []
 
@@ -174,7 +176,7 @@ class _LoadWallClock(WallClock):
 
 def _run(people, clock=None, **options):
     clock = clock or _LoadWallClock()
-    options = {"passes": ("fwd", "bwd"), "modes": ("load",), "mirrored": True} | options
+    options = {"passes": ("fwd", "bwd"), "modes": ("load",)} | options
     return run(ATTENTION, TINY, providers=people, clock=clock, **options)
 
 

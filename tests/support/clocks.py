@@ -4,11 +4,14 @@ import time
 
 import torch
 
+from bench.timing import Measurement
+
 
 class WallClock:
     """The methods of ``bench.timing.GpuClock`` by wall time. The times mean nothing, and graphs are plain calls."""
 
     device = torch.device("cpu")
+    measurement = Measurement
 
     def synchronize(self):
         pass
