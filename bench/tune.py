@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,9 +24,9 @@ from bench.attention.problem import AttentionTrial
 from bench.decode.pages import Run, Step
 from bench.decode.providers import COPY, OURS, RAW
 from bench.decode.providers import PROVIDERS as DECODE_PROVIDERS
-from bench.decode.suite import DECODE
+from bench.decode.suite import DECODE, DecodeTrial
 from bench.names import words
-from bench.suite import Options
+from bench.suite import Suite
 from fused_rope_attn.attention import configs, problem
 from fused_rope_attn.attention.portable import configs as portable
 from fused_rope_attn.generation import configs as decode_configs
@@ -42,15 +42,24 @@ _DECODE = (
     *((64, 4, 4, 2), (64, 4, 3, 2), (64, 8, 6, 1), (32, 4, 6, 2), (32, 2, 6, 4)),
     *((128, 4, 3, 1), (128, 8, 3, 1), (16, 2, 6, 5)),
 )
-_asked: dict[str, Any] = {"configs": [], "raw": False}  # by the command that runs
 
 
 def main(argv: list[str]) -> int:
     """Tune. Exit status as of every suite."""
-    suites = {"attention": TILES, "decode": SWEEP}
+    suites = {"attention": tiles, "decode": sweep}
     if not argv or argv[0] not in suites:
         return command.refuse("tune", f"takes {' or '.join(suites)} first; each has --help")
-    return command.main(suites[argv[0]], argv[1:])
+    # The providers of the suite depend on these options.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _arguments(parser)
+    given, _ = parser.parse_known_args(argv[1:])
+    return command.main(suites[argv[0]](words(given.configs), given.raw), argv[1:])
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    text = "FIELD=VALUE with spaces between, several with commas between; fields of a tile as tile.block_m"
+    parser.add_argument("--configs", default="", metavar="TEXTS", help=f"{text} (default: a grid)")
+    parser.add_argument("--raw", action="store_true", help="of tune decode: keys that are rotated in the loop")
 
 
 def changed(config: Any, text: str) -> Any:
@@ -68,12 +77,6 @@ def changed(config: Any, text: str) -> Any:
 def _with(config: Any, path: list[str], value: Any) -> Any:
     head, *rest = path
     return replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
-
-
-def _adapt(chosen: list[Any], options: Options, args: argparse.Namespace) -> list[Any]:
-    options.modes = ("graph",)
-    _asked.update(configs=words(args.configs), raw=getattr(args, "raw", False))
-    return attention.ATTENTION.adapt(chosen, options, args) if hasattr(args, "dtype") else chosen
 
 
 def arch() -> str:
@@ -109,15 +112,14 @@ class _Configured(torch.autograd.Function):
         return (*backward_call(ctx.problem, given, ctx.config)(given)[:3], None, None)
 
 
-def candidates(case: cases.BenchCase) -> dict[str, providers.AttentionProvider]:
+def candidates(case: cases.BenchCase, texts: Sequence[str] = ()) -> dict[str, providers.AttentionProvider]:
     """Return configurations of the pass and strategy of a case's groups as providers, that of the table as ours."""
     c, (part, strategy) = case.case, case.groups[-2:]
     key = arch(), c.dtype.itemsize, c.head_dim, strategy, c.causal, configs.bucket(c.len_k), c.heads_q != c.heads_kv
     present = {"fwd": portable.forward(*key), "bwd": portable.backward(*key)}
-    tiles = [" ".join(f"{{0}}.{name}={x}" for name, x in zip(_SIZES, at)) for at in itertools.product(*_SIZES.values())]
-    usual = [tile.format(kernel) for kernel in _KERNELS[part] for tile in tiles]
+    grid = [" ".join(f"{{0}}.{name}={x}" for name, x in zip(_SIZES, at)) for at in itertools.product(*_SIZES.values())]
     found = {PRESENT: _provider(PRESENT, "ours", present)}
-    for text in _asked["configs"] or usual:
+    for text in texts or [tile.format(kernel) for kernel in _KERNELS[part] for tile in grid]:
         found[text] = _provider(text, "rival", present | {part: changed(present[part], text)})
     return found
 
@@ -144,46 +146,40 @@ def _tiles() -> Iterator[cases.BenchCase]:
         yield replace(case, name=f"{case.name}-{part}-{strategy}", groups=(*case.groups, part, strategy))
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    text = "FIELD=VALUE with spaces between, several with commas between; fields of a tile as tile.block_m"
-    parser.add_argument("--configs", default="", metavar="TEXTS", help=f"{text} (default: a grid of tiles)")
+def tiles(texts: Sequence[str] = (), raw: bool = False) -> Suite:
+    """Return the suite of the portable attention kernels."""
 
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        attention.dtype_arguments(parser)
+        _arguments(parser)
 
-def _tiles_arguments(parser: argparse.ArgumentParser) -> None:
-    attention.dtype_arguments(parser)
-    _arguments(parser)
-
-
-TILES = replace(
-    attention.ATTENTION,
-    name="tune attention",
-    description="Time configurations of the portable attention kernels.",
-    cases=tuple(_tiles()),
-    trial=TilesTrial,
-    table=candidates,
-    default_cases="table+prepass",
-    provider_groups={},
-    passes=("fwd",),
-    modes=("graph",),
-    round_ms=5.0,
-    arguments=_tiles_arguments,
-    adapt=_adapt,
-    draw=None,
-)
+    return replace(
+        attention.ATTENTION,
+        name="tune attention",
+        description="Time configurations of the portable attention kernels.",
+        cases=tuple(_tiles()),
+        trial=TilesTrial,
+        table=lambda case: candidates(case, texts),
+        default_cases="table+prepass",
+        provider_groups={},
+        passes=("fwd",),
+        modes=("graph",),
+        round_ms=5.0,
+        arguments=arguments,
+        draw=None,
+    )
 
 
 # Generation
 
 
-def steps(case: Any) -> dict[str, Any]:
+def steps(case: Any, texts: Sequence[str] = (), raw: bool = False) -> dict[str, Any]:
     """Return configurations of the generation kernel as providers, that of the table first, and the copy."""
-    raw = _asked["raw"]
     ours = DECODE_PROVIDERS[RAW if raw else OURS]
     present = decode_configs.decode(arch(), case.dtype.itemsize, case.head_dim, not raw)
     names = ("block_n", "num_warps", "num_stages", "programs_per_sm")
-    usual = [" ".join(f"{name}={value}" for name, value in zip(names, values)) for values in _DECODE]
     found: dict[str, Any] = {PRESENT: replace(ours, name=PRESENT, label=PRESENT)}
-    for text in _asked["configs"] or usual:
+    for text in texts or [" ".join(f"{name}={value}" for name, value in zip(names, values)) for values in _DECODE]:
         make = _configured(ours.make, changed(present, text))
         found[text] = replace(ours, name=text, label=text, role="rival", make=make)
     return found | {COPY: DECODE_PROVIDERS[COPY]}
@@ -204,18 +200,21 @@ def _configured(make: Callable[[Step], Run], config: decode_configs.DecodeConfig
     return configured
 
 
-def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    _arguments(parser)
-    parser.add_argument("--raw", action="store_true", help="keys that are rotated in the loop")
+class StepsTrial(DecodeTrial):
+    """One case, as CUDA graphs."""
+
+    default_modes = ("graph",)
 
 
-SWEEP = replace(
-    DECODE,
-    name="tune decode",
-    description="Time configurations of the generation kernel.",
-    table=steps,
-    always=(),
-    modes=("graph",),
-    arguments=_sweep_arguments,
-    adapt=_adapt,
-)
+def sweep(texts: Sequence[str] = (), raw: bool = False) -> Suite:
+    """Return the suite of the generation kernel."""
+    return replace(
+        DECODE,
+        name="tune decode",
+        description="Time configurations of the generation kernel.",
+        trial=StepsTrial,
+        table=lambda case: steps(case, texts, raw),
+        always=(),
+        modes=("graph",),
+        arguments=_arguments,
+    )

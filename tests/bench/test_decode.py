@@ -132,12 +132,10 @@ def test_cases_and_names():
 
 @pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1; on a GPU the command itself is the test")
 @pytest.mark.parametrize("raw", [False, True])
-def test_tuning_is_one_table(raw, monkeypatch):
+def test_tuning_is_one_table(raw):
     texts = ["(table)", "block_n=16 num_stages=1", "block_n=32 least_tiles=2"]
-    monkeypatch.setitem(tune._asked, "raw", raw)
-    monkeypatch.setitem(tune._asked, "configs", texts[1:])
-    people = list(tune.steps(TINY).values())
-    rows, _ = run_suite(tune.SWEEP, TINY, providers=people, modes=("graph",), rounds=1)
+    people = list(tune.steps(TINY, texts[1:], raw).values())
+    rows, _ = run_suite(tune.sweep(), TINY, providers=people, modes=("graph",), rounds=1)
     assert planning.override is None
     assert [row["provider"] for row in rows] == [*texts, COPY]
     assert all(row["ms"] > 0 and row["of_copy"] > 0 for row in rows)

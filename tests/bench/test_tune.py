@@ -6,10 +6,9 @@ import os
 import pytest
 import torch
 
-from bench import tune
 from bench.__main__ import main
 from bench.attention import cases
-from bench.tune import PRESENT, TILES, candidates, changed
+from bench.tune import PRESENT, candidates, changed, tiles
 from fused_rope_attn import testing
 from fused_rope_attn.attention.portable import configs as portable
 from fused_rope_attn.generation import configs as decode_configs
@@ -46,9 +45,8 @@ def test_a_candidate_names_the_fields_that_it_changes():
 def test_candidates_are_gated_and_timed(part, monkeypatch):
     monkeypatch.setattr(WallClock, "calls_for", lambda self, fn, round_ms: 1)
     fields = ["tile.block_m=32 tile.num_stages=1"] if part == "fwd" else ["dq.block_m=32 dkdv.num_stages=1"]
-    monkeypatch.setitem(tune._asked, "configs", fields)
-    people = list(candidates(_case(part, length=33)).values())
-    rows, _ = run(TILES, _case(part, length=33), providers=people, rounds=1)
+    people = list(candidates(_case(part, length=33), fields).values())
+    rows, _ = run(tiles(), _case(part, length=33), providers=people, rounds=1)
     assert [row["provider"] for row in rows] == [PRESENT, *fields]
     assert [row["status"] for row in rows] == ["ok"] * 2 and {row["pass"] for row in rows} == {part}
     assert [row["role"] for row in rows] == ["ours", "rival"] and {row["mode"] for row in rows} == {"graph"}
@@ -62,12 +60,12 @@ def test_a_candidate_that_breaks_or_lies_is_refused():
         return q + 0 * (k.sum() + v.sum())
 
     people = [dataclasses.replace(each, run=run) for each, run in zip(candidates(_case()).values(), (wrong, broken))]
-    rows, _ = run(TILES, _case(), providers=people, rounds=1)
+    rows, _ = run(tiles(), _case(), providers=people, rounds=1)
     assert [row["status"] for row in rows] == ["failed", "error"]
 
 
 def test_cases(capsys):
-    chosen = TILES.choose("gqa,d256+inline")
+    chosen = tiles().choose("gqa,d256+inline")
     assert len(chosen) == 2 * 4 + 2 * 2 and {case.groups[-2] for case in chosen} == {"fwd", "bwd"}
     assert main(["tune", "attention", "--dry-run", "--cases", "Small-1K+fwd+prepass", "--dtype", "fp32"]) == 0
     out = capsys.readouterr().out
