@@ -97,16 +97,15 @@ def plot(suite: Suite, argv: list[str]) -> int:
 
 
 def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None = None) -> int:
-    """Write the plots of a mode, by default the first that was timed, and name them. Exit status: 2 without any."""
+    """Write the plots of a mode, by default of the first that gives any, and name them. Exit status: 2 without any."""
     assert suite.draw is not None
-    for found in (mode,) if mode else report.MODES:
-        if chosen := report.timed(rows, mode=found):
-            try:
-                files = plots.save(suite.draw(chosen, found), directory, found)
-            except RuntimeError as error:
-                return refuse(f"{suite.name} plot", str(error))
-            print(*(f"wrote {shown(file)}" for file in files), sep="\n")
-            return 0 if files else 2
+    try:
+        for found in (mode,) if mode else report.MODES:
+            if files := plots.save(suite.draw(report.timed(rows, mode=found), found), directory, found):
+                print(*(f"wrote {shown(file)}" for file in files), sep="\n")
+                return 0
+    except RuntimeError as error:
+        return refuse(f"{suite.name} plot", str(error))
     return refuse(f"{suite.name} plot", "no timed rows to draw")
 
 
