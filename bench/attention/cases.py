@@ -62,22 +62,17 @@ def _case(family, batch, heads_q, heads_kv, length, head_dim, *groups, kind="pla
     return BenchCase(f"{family}-{length_name(length)}", family, groups, case, kind)
 
 
-# With _LONG, the nineteen shapes of the project that inspired this one. The batch is 2 for the Llamas as published, and
-# 1 from the length on at which one sequence fills the card (16K at 32 heads, 4K at 64).
-_SHORTER = (
+# The eight shapes at which the target is stated.
+TABLE = tuple("Small-512 Small-1K Llama7B-2K Llama7B-4K Llama70B-1K Llama3-8B-4K Llama3-8B-16K Long-64K".split())
+
+# The group "nineteen": the shapes of the project that inspired this one. The batch is 2 for the Llamas as published,
+# and 1 from the length on at which one sequence fills the card (16K at 32 heads, 4K at 64).
+_CASES = (
     *(_case("Small", 4, 8, 8, n, 64, "nineteen", "small") for n in (512, 1024, 2048, 4096, 8192)),
     *(_case("Llama7B", 2, 32, 32, n, 128, "nineteen", "llama7b") for n in (512, 1024, 2048, 4096, 8192)),
     _case("Llama7B", 1, 32, 32, 16384, 128, "nineteen", "llama7b"),
     *(_case("Llama70B", 2, 64, 64, n, 128, "nineteen", "llama70b") for n in (512, 1024, 2048)),
     *(_case("Llama70B", 1, 64, 64, n, 128, "nineteen", "llama70b") for n in (4096, 8192)),
-)
-_LONG = (
-    _case("Long", 1, 16, 16, 32768, 128, "nineteen", "long"),
-    _case("Long", 1, 8, 8, 65536, 128, "nineteen", "long"),
-    _case("Long", 1, 4, 4, 131072, 128, "nineteen", "long"),
-)
-
-_OTHERS = (
     _case("Llama3-8B", 2, 32, 8, 4096, 128, "gqa"),
     _case("Llama3-8B", 1, 32, 8, 16384, 128, "gqa"),
     # Phi-3-mini and Gemma-7B: head dimensions that fill no power of two, and the largest.
@@ -86,24 +81,14 @@ _OTHERS = (
     # No mask: encoders, diffusion transformers.
     _case("Small-full", 4, 8, 8, 1024, 64, "full", causal=False),
     *(_case("Llama7B-full", 2, 32, 32, n, 128, "full", causal=False) for n in (1024, 4096)),
+    # The long ones last: a time budget that runs out has then covered the most cases.
+    *(
+        _case("Long", 1, heads, heads, n, 128, "nineteen", "long")
+        for heads, n in ((16, 32768), (8, 65536), (4, 131072))
+    ),
 )
-
-# The eight shapes at which the target is stated.
-TABLE = (
-    "Small-512",
-    "Small-1K",
-    "Llama7B-2K",
-    "Llama7B-4K",
-    "Llama70B-1K",
-    "Llama3-8B-4K",
-    "Llama3-8B-16K",
-    "Long-64K",
-)
-
-# The long ones last: a time budget that runs out has then covered the most cases.
 PLAIN: tuple[BenchCase, ...] = tuple(
-    replace(case, groups=(*case.groups, "all", *(["table"] if case.name in TABLE else [])))
-    for case in _SHORTER + _OTHERS + _LONG
+    replace(case, groups=(*case.groups, "all", *(["table"] if case.name in TABLE else []))) for case in _CASES
 )
 
 # Small enough that the GPU waits for the host at every call: what is measured is Python, dispatch and launches.

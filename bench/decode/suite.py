@@ -80,27 +80,24 @@ MOST_POOLED_BYTES = 2 << 30
 
 def compared(o: Tensor, step: Step, provider: DecodeProvider) -> Iterator[Compared]:
     """Yield the group of the first key head of the first sequence, and the last of the last, with float64 and eager."""
-    group = step.q.shape[1] // step.k.shape[1]
+    group, head_dim = step.q.shape[1] // step.k.shape[1], step.q.shape[3]
+    options = {"causal": True, "softmax_scale": head_dim**-0.5, "rotary_dim": head_dim}
     tables = [table.to(step.q.dtype) if provider.rounded_tables else table for table in step[6:]]
     for b, h in ends(step.q.shape[0], step.k.shape[1]):
-        heads = slice(h * group, (h + 1) * group)
-
-        def reference_in(dtype: torch.dtype) -> Tensor:
+        heads, results = slice(h * group, (h + 1) * group), []
+        for dtype in (torch.float64, step.q.dtype):
             # Copies, because the reference writes too. It does not read what others wrote into the last row.
-            q, k, v, k_cache, v_cache = (
-                x[b : b + 1, heads if x is step.q else slice(h, h + 1)].to(dtype, copy=True)  # noqa: B023
-                for x in step[:5]
-            )
-            cos, sin = (table.double() for table in tables) if dtype is torch.float64 else tables
+            q = step.q[b : b + 1, heads].to(dtype, copy=True)
+            k, v, *caches = (x[b : b + 1, h : h + 1].to(dtype, copy=True) for x in step[1:5])
+            cos, sin = (table.double() if dtype is torch.float64 else table for table in tables)
             scales: dict[str, Tensor] = {}
             if provider.float8:
                 scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), FLOAT8_SCALE, device=q.device))
-                k_cache, v_cache = (quantise(x, scales["k_scale"]) for x in (k_cache, v_cache))
-            given = q, k_cache, v_cache, cos, sin, k, v, step.lengths[b : b + 1]  # noqa: B023
-            options = {"causal": True, "softmax_scale": q.shape[3] ** -0.5, "rotary_dim": q.shape[3], **scales}
-            return reference.attention_with_kvcache(*given, cache_is_rotated=not provider.raw, **options)[0]
-
-        yield "o", o[b : b + 1, heads], reference_in(torch.float64), reference_in(step.q.dtype)
+                caches = [quantise(x, scales["k_scale"]) for x in caches]
+            given = q, *caches, cos, sin, k, v, step.lengths[b : b + 1]
+            rotated = not provider.raw
+            results.append(reference.attention_with_kvcache(*given, cache_is_rotated=rotated, **options, **scales)[0])
+        yield "o", o[b : b + 1, heads], results[0], results[1]
 
 
 class DecodeTrial(Trial):
