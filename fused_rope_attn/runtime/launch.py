@@ -127,23 +127,24 @@ def hooked() -> bool:
 
 
 class Source:
-    """The form in which ``tiles.head_tiles`` takes tensors of one layout: as they are, or with tma as descriptors.
+    """The form in which kernels take tensors of one layout: as they are, or as descriptors of blocks.
 
-    Reads past N or D give zeros. Gluon kernels name the ``layout`` of the tile in shared memory. The descriptor is
-    checked once; each call gets a copy around its own tensor.
+    block: the sizes of a block, or None for tensors as they are. Reads past the tensor's end give zeros. Gluon kernels
+    name the ``layout`` of the block in shared memory. The descriptor is checked once; each call gets a copy around its
+    own tensor.
     """
 
     __slots__ = ("kind", "fields")
 
-    def __init__(self, x: torch.Tensor, block_rows: int, pad_d: int, tma: bool, layout=None):
+    def __init__(self, x: torch.Tensor, block: list[int] | None, layout=None):
         self.fields = None
-        if tma:
+        if block is not None:
             shape = list(x.shape)
             # The stride of a size-1 axis is arbitrary, but the hardware checks it.
-            strides = [s if size > 1 else shape[3] for size, s in zip(shape, x.stride())]
-            strides[3] = 1
+            strides = [s if size > 1 else shape[-1] for size, s in zip(shape, x.stride())]
+            strides[-1] = 1
             self.kind = TensorDescriptor if layout is None else GluonTensorDescriptor
-            arguments = (x, shape, strides, [1, 1, block_rows, pad_d], *(() if layout is None else (layout,)))
+            arguments = (x, shape, strides, block, *(() if layout is None else (layout,)))
             # Without the tensor itself, which would otherwise stay alive.
             self.fields = {**vars(self.kind(*arguments)), "base": None}
 

@@ -25,7 +25,7 @@ class Toy:
         self.driver = RecordingDriver(**options)
         monkeypatch.setattr(driver, "load", lambda: self.driver)
         self.launches = [Launch(ToyKernel(compiled_kernel()), GRID[0], {"num_warps": 4}, ARGUMENTS) for _ in range(2)]
-        self.source = Source(inputs()[1], 64, 64, True, LAYOUT)
+        self.source = Source(inputs()[1], [1, 1, 64, 64], LAYOUT)
         self.ran = 0
         self.extra = lambda x, y: y
 

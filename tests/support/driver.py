@@ -59,7 +59,7 @@ def toy_tensors():
     """Tensors for SIGNATURE, y with the source of its descriptor."""
     y = torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16)
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.bfloat16)
-    source = Source(y, 64, 64, True, layout)
+    source = Source(y, [1, 1, 64, 64], layout)
     return {"x_ptr": torch.zeros(8), "y_desc": source(y), "no_ptr": None, "z_ptr": torch.zeros(8).bfloat16()}
 
 

@@ -29,17 +29,7 @@ from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
-from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl
-
-
-class BlockSource(Source):
-    """A source of descriptors with any block, where ``Source`` has [1, 1, rows, columns]."""
-
-    __slots__ = ()
-
-    def __init__(self, x: torch.Tensor, block: list[int], layout):
-        self.kind = TensorDescriptor
-        self.fields = {**vars(TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)), "base": None}
+from fused_rope_attn.runtime.triton_compat import gl
 
 
 class BackwardCall:
@@ -179,14 +169,14 @@ class BackwardCall:
         """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
         rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
-        query, key = (layout([1, 1, n, pad_d], element) for n in (rows, block_n))
-        self.q_source, self.do_source = (Source(x, rows, pad_d, True, query) for x in (q_rot, do))
-        self.k_source, self.v_source = (Source(x, block_n, pad_d, True, key) for x in (k_rot, v))
+        query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
+        self.q_source, self.do_source = (Source(x, query, layout(query, element)) for x in (q_rot, do))
+        self.k_source, self.v_source = (Source(x, key, layout(key, element)) for x in (k_rot, v))
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = BlockSource(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
+        self.stats_source = Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
         if not self.wide:
-            self.dq_source = BlockSource(accumulator, part, layout(part, gl.float32))
+            self.dq_source = Source(accumulator, part, layout(part, gl.float32))
 
     def __call__(self, arguments: tuple) -> Gradients:
         """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""

@@ -65,16 +65,14 @@ class ForwardCall:
         layout = gl.NVMMASharedLayout.get_default_for
         # Columns of O in one store.
         columns = pad_d if pad_d <= 128 else pad_d // 2
-        key_layout = layout([1, 1, block_n, pad_d], element)
+        keys, rows, store = [1, 1, block_n, pad_d], [1, 1, ROWS.value, pad_d], [1, 1, ROWS.value, columns]
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
-        self.k_source = Source(k.new_empty(k.shape), block_n, pad_d, True, key_layout)
-        self.v_source = Source(v, block_n, pad_d, True, key_layout)
-        self.o_source = Source(o_like, ROWS.value, columns, True, layout([1, 1, ROWS.value, columns], element))
+        self.k_source, self.v_source = (Source(x, keys, layout(keys, element)) for x in (k.new_empty(k.shape), v))
+        self.o_source = Source(o_like, store, layout(store, element))
         if reads_rotated or self.saves_rotated:
             shape = rotated_shape(problem, in_tiles=in_tiles)
             self.q_rot_layout = shape, contiguous_strides(shape)
-            q_layout = layout([1, 1, ROWS.value, pad_d], element)
-            self.q_source = Source(q.new_empty(shape), ROWS.value, pad_d, True, q_layout)
+            self.q_source = Source(q.new_empty(shape), rows, layout(rows, element))
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
         num_tiles = tiles_per_head * num_heads

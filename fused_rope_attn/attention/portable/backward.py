@@ -120,7 +120,8 @@ class BackwardCall:
         head_bytes = 2 * problem.head_dim * q.element_size()
         if batch * problem.len_k:
             tile, heads = config.dkdv, batch * problem.heads_kv
-            self.q_source, self.do_source = (Source(x, tile.block_m, pad_d, tma) for x in (q_rot, do))
+            rows = [1, 1, tile.block_m, pad_d] if tma else None
+            self.q_source, self.do_source = Source(q_rot, rows), Source(do, rows)
             query_bytes = head_bytes * problem.group_size * problem.longest(problem.len_q)
             self.dkdv = Launch(
                 dkdv_kernel,
@@ -136,7 +137,8 @@ class BackwardCall:
             )
         if batch * problem.len_q:
             tile, heads = config.dq, batch * problem.heads_q
-            self.k_source, self.v_source = (Source(x, tile.block_n, pad_d, tma) for x in (k_rot, v))
+            rows = [1, 1, tile.block_n, pad_d] if tma else None
+            self.k_source, self.v_source = Source(k_rot, rows), Source(v, rows)
             key_bytes = head_bytes * problem.longest(problem.len_k)
             self.dq = Launch(
                 dq_kernel,
@@ -198,10 +200,9 @@ class OneLaunchCall:
         programs = batch * (key_tiles * problem.heads_kv + query_tiles * problem.heads_q)
         tma = config.tma and is_rotated and all(map(has_descriptor, (q, k, v, do, o)))
         pad_d = block_d(problem.head_dim)
-        self.query_source, self.do_source, self.o_source = (
-            Source(x, config.dq.block_m, pad_d, tma) for x in (q, do, o)
-        )
-        self.k_source, self.v_source = (Source(x, config.dq.block_n, pad_d, tma) for x in (k, v))
+        queries, keys = ([1, 1, rows, pad_d] if tma else None for rows in (config.dq.block_m, config.dq.block_n))
+        self.query_source, self.do_source, self.o_source = (Source(x, queries) for x in (q, do, o))
+        self.k_source, self.v_source = Source(k, keys), Source(v, keys)
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "q_strides": q.stride(),
             "k_strides": k.stride(),

@@ -51,8 +51,8 @@ class ForwardCall:
         shape = rotated_shape(problem, in_tiles=padding > 0)
         self.q_rot_layout = shape, contiguous_strides(shape)
         tma = config.tma and not inline and has_descriptor(v) and has_descriptor(k_like)
-        self.k_source = Source(k_like, tile.block_n, pad_d, tma)
-        self.v_source = Source(v, tile.block_n, pad_d, tma)
+        block = [1, 1, tile.block_n, pad_d] if tma else None
+        self.k_source, self.v_source = Source(k_like, block), Source(v, block)
         # Without a pre-pass there is no launch of this call to overlap with.
         pdl = config.pdl and not inline
         num_heads = problem.batch * problem.heads_q
