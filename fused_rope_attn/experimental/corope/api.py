@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.experimental.corope.configs import HEAD_DIMS
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.autocast import is_autocast_on
+from fused_rope_attn.runtime.checks import check_kinds, check_queries_and_keys, check_softmax_scale, is_real, kind_of
 from fused_rope_attn.runtime.differentiation import differentiable, last_gradients
 
 if device.has_triton():  # elsewhere every call takes the reference
     from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def corope_attention(
@@ -104,34 +102,12 @@ def _refuse_determinism() -> None:
 
 
 def _check(q, k, v, base, softmax_scale) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, but is {type(x).__name__}")
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q must be float16, bfloat16, float32 or float64, but is {q.dtype}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, but is {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, but is on {x.device}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape (B, H, N, D), but has {x.ndim} dimensions: {tuple(x.shape)}")
-    batch, heads_q, length, head_dim = q.shape
-    if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        raise ValueError(f"q must have at least one head and an even head dim, but has shape {tuple(q.shape)}")
-    heads_kv = k.shape[1]
-    expected = (batch, heads_kv, length, head_dim)
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != expected:
-            raise ValueError(f"{name} must have shape {expected} to go with q and k, but has {tuple(x.shape)}")
-    if heads_kv < 1 or heads_q % heads_kv:
-        raise ValueError(f"k has {heads_kv} heads, but q's {heads_q} heads must be a multiple of it")
-    if not isinstance(base, Real) or isinstance(base, bool):
-        raise TypeError(f"base must be a float, but is {type(base).__name__}")
-    if not (math.isfinite(base) and float(base) > 0.0):
+    check_kinds(q=q, k=k, v=v)
+    check_queries_and_keys(q, k, v, q, q)  # there are no tables
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have q's {q.shape[2]} positions, but has {k.shape[2]}")
+    if not is_real(base):
+        raise TypeError(f"base must be a float, but is {kind_of(base)}")
+    if not (math.isfinite(base) and base > 0):
         raise ValueError(f"base must be finite and positive, but is {base}")
-    if softmax_scale is not None:
-        if not isinstance(softmax_scale, Real) or isinstance(softmax_scale, bool):
-            raise TypeError(f"softmax_scale must be a float or None, but is {type(softmax_scale).__name__}")
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale must be finite, but is {softmax_scale}")
+    check_softmax_scale("softmax_scale", softmax_scale, None)
