@@ -151,17 +151,17 @@ def _forward_impl(*arguments):
 
 def _backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
-    return _without_none(run_backward(problem, do, Saved(o, lse, tensors)), do)
+    return without_none(run_backward(problem, do, Saved(o, lse, tensors)), do)
 
 
 def _rotated_backward_impl(do, o, lse, *arguments):
     problem, tensors = rebuild(*arguments)
     # q_rot holds packed queries with padding.
     problem = problem._replace(len_q=o.shape[2])
-    return _without_none(run_backward(problem, do, Saved(o, lse, tensors, is_rotated=True)), do)
+    return without_none(run_backward(problem, do, Saved(o, lse, tensors, is_rotated=True)), do)
 
 
-def _without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
+def without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
     """Return empty tensors in place of None, because an operator returns tensors only."""
     return Gradients(*(do.new_empty(0) if gradient is None else gradient for gradient in gradients))
 
@@ -170,7 +170,8 @@ def _forward_fake(q, *arguments):
     return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward_fake(do, o, lse, *arguments):
+def backward_fake(do, o, lse, *arguments):
+    """Return uninitialised gradients, as ``without_none`` returns them, for tracing."""
     _, tensors = rebuild(*arguments)
     return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), *_fake_rest(do, tensors)
 
@@ -181,7 +182,7 @@ def _rotated_backward_fake(do, o, lse, *arguments):
 
 
 def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
-    """Return the gradients of sinks and of the weights of norms in the form of ``_without_none``."""
+    """Return the gradients of sinks and of the weights of norms in the form of ``without_none``."""
     given = (tensors.sinks, tensors.q_norm, tensors.k_norm)
     return [do.new_empty(0) if x is None else torch.empty_like(x) for x in given]
 
@@ -298,7 +299,7 @@ _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
 _backward = Operator(
     f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
-    fake=_backward_fake,
+    fake=backward_fake,
     function="rope_attention",
     is_gradient=True,
 )

@@ -20,7 +20,7 @@ from fused_rope_attn.distributed.layout import shares
 from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_it_runs
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import check_int, heads_first, kind_of, refuse_choice, shown
+from fused_rope_attn.runtime.checks import check_choice, check_int, check_kinds, heads_first, kind_of, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
@@ -202,6 +202,7 @@ def plan_cp(
     return _describe(fill(Tensors, given), fill(Options, given), *how, stand_in)[-1]
 
 
+_check_method = check_choice(METHODS)
 # The cut of a call on these ranks, its problem and tensors, and the plan.
 _Described = tuple[Group, ops.Cut, Problem, Tensors, CpPlan]
 
@@ -221,7 +222,7 @@ def _describe(
 ) -> _Described:
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
-    _check_method(method)
+    _check_method("method", method, None)
     q, k, v, cos = tensors[:4]
     if layout != "bhsd":
         q, k, v = heads_first(layout, q=q, k=k, v=v)
@@ -250,10 +251,9 @@ def _describe(
 def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
     """Check the records of a call of ``rope_attention_varlen_cp`` and describe it."""
     q, k, v = tensors[:3]
-    _check_method(method)
+    _check_method("method", method, None)
+    check_kinds(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(x)}")
         if x.ndim != 3 or x.shape[0] != plan.local:
             raise ValueError(
                 f"{name} must have shape (T / P, heads, D) with the plan's {plan.local} tokens of a rank, but has "
@@ -271,11 +271,6 @@ def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method)
         chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
     cut = ops.Cut(plan.group.name, OF_THE_PLAN, chosen.method, plan.total, plan.number, False)
     return plan.group, cut, problem, tensors, chosen
-
-
-def _check_method(method: Any) -> None:
-    if method not in METHODS:
-        refuse_choice("method", method, METHODS)
 
 
 def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: int = 0) -> Problem:

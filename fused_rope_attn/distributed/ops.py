@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_rope_attn.attention.ops import needs_gradient
+from fused_rope_attn.attention.ops import backward_fake, needs_gradient, without_none
 from fused_rope_attn.attention.problem import DESCRIBED, SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
 from fused_rope_attn.distributed import gather, heads
 from fused_rope_attn.distributed.documents import plan_of
@@ -105,8 +105,7 @@ def _forward_impl(*arguments):
 
 
 def _backward_impl(do, o, lse, *arguments):
-    gradients = _run_backward(*_split(arguments), do, o, lse)
-    return tuple(do.new_empty(0) if x is None else x for x in gradients)
+    return without_none(_run_backward(*_split(arguments), do, o, lse), do)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -116,13 +115,6 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 def _forward_fake(*arguments):
     q = arguments[6]
     return like_input(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
-
-
-def _backward_fake(do, o, lse, *arguments):
-    _, _, tensors = _split(arguments)
-    weights = (tensors.sinks, tensors.q_norm, tensors.k_norm)
-    of_weights = [do.new_empty(0) if x is None else torch.empty_like(x) for x in weights]
-    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), *of_weights
 
 
 class _ContextParallel(torch.autograd.Function):
@@ -177,7 +169,7 @@ _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
 _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
-    fake=_backward_fake,
+    fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, *arguments[6:]),
     function="rope_attention_cp",
     is_gradient=True,
 )

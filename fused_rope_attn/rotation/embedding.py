@@ -56,14 +56,8 @@ class RotaryEmbedding(torch.nn.Module):
             known = isinstance(x, torch.Tensor) and layout in LAYOUTS and x.ndim > LAYOUTS[layout][2]
             rows = x.shape[LAYOUTS[layout][2]] if known else 0  # what is wrong here, apply_rope refuses
         cos, sin = self.tables(rows, x.device if isinstance(x, torch.Tensor) else None)
-        options: dict[str, Any] = {
-            "rotary_dim": self.dim,
-            "interleaved": self.interleaved,
-            "inverse": inverse,
-            "layout": layout,
-            "position_ids": position_ids,
-            "cu_seqlens": cu_seqlens,
-        }
+        options: dict[str, Any] = {"rotary_dim": self.dim, "interleaved": self.interleaved, "inverse": inverse}
+        options |= {"layout": layout, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if k is None:
             return apply_rope(x, cos, sin, **options)
         q_rot, k_rot = apply_rope_qk(x, k, cos, sin, **options)
