@@ -21,6 +21,11 @@ class RandomRounding(TorchDispatchMode):
     draw takes it too. The mode takes the product that follows a softmax for ``p v``, and the next product with the same
     v for ``dp = do v^T``.
 
+    Such a backward pass also recomputes ``p = exp(s - lse)``, from a lse that was rounded to float32, and from products
+    that may be summed in another order than the forward's. Either changes p by its error in units of s, which in
+    float32 is more than p's own rounding: scores of 32 are wrong by 5e-6. A draw in float32 takes the gradients from
+    such a p: one random order of the columns for the product before the softmax, and another rounding of lse.
+
     Args:
         generator: of the random numbers, on the tensors' device.
     """
@@ -36,6 +41,9 @@ class RandomRounding(TorchDispatchMode):
         self._v: Tensor | None = None
         self._error_of_o: Tensor | None = None  # of the last product with probabilities
         self._error_of_delta: Tensor | None = None
+        self._scores: tuple[Callable[..., Tensor], Tensor, Tensor, Tensor] | None = None  # the last product in float32
+        self._recomputed: Tensor | None = None  # backward's p divided by forward's, (..., keys and sinks)
+        self._weights: Tensor | None = None  # the left factor of the last product with probabilities
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,17 +58,48 @@ class RandomRounding(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is aten._softmax.default:
             self._softmax_was_last = True
-        elif func is aten._softmax_backward_data.default and self._error_of_delta is not None:
+            self._recomputed = None if self._scores is None else self._recompute(args[0], *self._scores)
+        elif func is aten._softmax_backward_data.default:
             probabilities = args[1]
-            result = result - probabilities * self._error_of_delta.reshape(probabilities.shape[:-1]).unsqueeze(-1)
-            self._error_of_delta = None
+            if self._error_of_delta is not None:
+                result = result - probabilities * self._error_of_delta.reshape(probabilities.shape[:-1]).unsqueeze(-1)
+                self._error_of_delta = None
+            if self._recomputed is not None:
+                result = result * self._recomputed
         return result
 
+    def _recompute(
+        self, logits: Tensor, func: Callable[..., Tensor], left: Tensor, right: Tensor, product: Tensor
+    ) -> Tensor:
+        """Return the factor of ``softmax(logits)`` if the products before it are summed in another order, and lse is
+        rounded. logits (..., keys) are ``product`` times a scale, with a cap, masks and a column of sinks or without.
+        """
+        order = torch.randperm(left.shape[-1], generator=self.generator, device=self.generator.device)
+        other = func(left[..., order], right[..., order, :])
+        change = (other - product).reshape(*logits.shape[:-1], product.shape[-1])
+        change = torch.nn.functional.pad(change, (0, logits.shape[-1] - product.shape[-1]))
+        exact = logits.double().logsumexp(-1, keepdim=True)
+        change = self._scale(logits, product) * change - (self._round(exact, torch.float32) - exact)
+        return torch.where(torch.isfinite(logits), change, 0.0).exp().to(logits.dtype)
+
+    @staticmethod
+    def _scale(logits: Tensor, product: Tensor) -> Tensor:
+        """Return the factor from a product to a logit, where the product is largest; a cap makes it smaller there."""
+        logits = torch.nan_to_num(logits[..., : product.shape[-1]], neginf=0.0).flatten()
+        if logits.numel() == 0:
+            return logits.new_zeros(())
+        largest = torch.where(logits == 0, 0.0, product.flatten()).abs().argmax()
+        return torch.nan_to_num(logits[largest] / product.flatten()[largest])
+
     def _product(self, func: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
+        if self._recomputed is not None and self._weights is not None and _same_memory(left, self._weights):
+            left = left * self._recomputed[..., : left.shape[-2]].reshape(self._weights.shape).mT  # dv = p^T do
         exact = func(*(x.to(torch.float64 if x.dtype == torch.float32 else torch.float32) for x in (left, right)))
         rounded = self._round(exact, left.dtype)
+        self._scores = (func, left, right, rounded) if left.dtype == torch.float32 else None
         if self._softmax_was_last:
             self._softmax_was_last = False
+            self._weights = left
             self._v, self._error_of_o = right, rounded.to(exact.dtype) - exact
         # do and the transposed p, the left factor of dv, have the same shape if there are D queries and D keys.
         elif self._error_of_o is not None and self._v is not None and _same_memory(right, self._v):
@@ -82,7 +121,7 @@ class RandomRounding(TorchDispatchMode):
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return x.numel() > 0 and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 # Bits of the significand, and the exponent of the smallest normal number.

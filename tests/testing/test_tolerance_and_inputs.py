@@ -13,9 +13,10 @@ from fused_rope_attn.testing import Case, Results, compare, make_inputs, masks_o
 TENSORS = Results._fields
 
 
-def flash(inputs, case, *, shifted_rows=0, dropped_rows=0):
+def flash(inputs, case, *, shifted_rows=0, dropped_rows=0, reverses_sums=False):
     """FlashAttention-2's arithmetic: float32 inside; q_rot, k_rot, p, ds and o rounded. Shares the rotation only.
 
+    reverses_sums: the backward pass sums its scores from the last column to the first.
     Bugs to order: K's table is one row late for the last `shifted_rows` keys; one key is dropped for the last
     `dropped_rows` queries.
     """
@@ -46,6 +47,8 @@ def flash(inputs, case, *, shifted_rows=0, dropped_rows=0):
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True) + (sink - top).exp()
     o, lse = (weights.to(dtype).float() @ v / total).to(dtype), top + total.log()
+    if reverses_sums:
+        scores = (q_rot.flip(-1) @ k_rot.flip(-1).mT * case.scale).masked_fill(~visible, -math.inf)
     p = (scores - lse).exp()
     lse = lse.masked_fill(~visible.any(-1, keepdim=True), -math.inf)
     delta = (o.float() * do).sum(-1, keepdim=True)
@@ -159,6 +162,23 @@ def test_draws_excuse_no_local_bug(bug):
     ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
     results = second_opinions(flash(inputs, case, **bug), ref64, eager, inputs, case)
     assert all(not results[name].ok and results[name].row_ratio > 4.0 for name in ("o", "dq", "dk", "dv")), results
+
+
+def test_draws_excuse_scores_that_backward_sums_in_another_order():
+    """Scores of 30 are wrong by 5e-6 in float32, and so is a weight near 1, which eager has exactly."""
+    refused = 0
+    for seed in range(4):
+        case = Case(1, 1, 1, 86, 86, 40, dtype=torch.float32, softmax_scale=1.0, tables="yarn", seed=seed)
+        inputs = make_inputs(case)
+        ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+        out = flash(inputs, case, reverses_sums=True)
+        refused += not verdicts(out, ref64, eager, case.dtype)["dv"].ok
+        for result in second_opinions(out, ref64, eager, inputs, case).values():
+            assert result.ok, result
+        # A weight that is wrong by 2e-4 is no such error.
+        wrong = out._replace(dv=torch.cat((out.dv[:, :, :40], out.dv[:, :, 40:] * 1.0002), 2))
+        assert not second_opinions(wrong, ref64, eager, inputs, case)["dv"].ok
+    assert refused > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

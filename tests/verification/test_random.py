@@ -174,6 +174,17 @@ def test_a_wrong_result_is_found_shrunk_and_repeated(wrong_tables, capsys, tmp_p
     assert command.main(words[3:]) == 0
 
 
+def test_a_call_that_exceeded_the_limit_of_dv():
+    """Scores of 30 in float32: the backward pass sums them in another order than the forward pass."""
+    call = parse(
+        'AttentionCheck(1, 1, 1, 86, 86, 40, rotary_dim=40, dtype=float32, softmax_scale=1, tables="yarn", '
+        'table_batch=True, seed=115, kv_starts=(23,), memory=("skipped", "odd", "one head", "bnhd"), hides_nan=True, '
+        'variants=(("triton", "prepass"),))',
+        KINDS,
+    )
+    assert not run_check(call, INTERPRETER).failures
+
+
 def test_only_repeats_a_call_of_a_seed(capsys):
     assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
     assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
