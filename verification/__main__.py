@@ -95,7 +95,7 @@ def make_checks(options: argparse.Namespace) -> list:
         from verification import context_parallel
 
         return context_parallel.make_checks(options)
-    from verification.matrix import ATTENTION, CHECKS
+    from verification.matrix import ATTENTION, CHECKS, in_dtype
 
     sizes = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
     sizes = ("large", "huge") if options.large else sizes
@@ -105,18 +105,18 @@ def make_checks(options: argparse.Namespace) -> list:
         if check.size not in sizes or options.filter.lower() not in check.name.lower():
             continue
         for name in options.dtype:
-            in_dtype = replace(check, dtype=DTYPES[name])
+            call = in_dtype(check, DTYPES[name])
             if check not in ATTENTION:
                 # These have no strategies of attention.
-                found += [in_dtype] if "triton" in options.backend and options.strategy is None else []
+                found += [call] if "triton" in options.backend and options.strategy is None else []
                 continue
             # The reference materialises every score: beyond the small cases it is not a backend but the yardstick.
             variants = [("reference", "auto")] if "reference" in options.backend and check.size == "small" else []
             variants += [("triton", strategy) for strategy in strategies if "triton" in options.backend]
             if "hopper" in options.backend and "prepass" in strategies:
-                variants += [("hopper", "auto")] if in_dtype.obstacle("sm_90", ("hopper", "auto")) is None else []
+                variants += [("hopper", "auto")] if call.obstacle("sm_90", ("hopper", "auto")) is None else []
             if variants and (not check.only or DTYPES[name] in check.only):
-                found.append(replace(in_dtype, variants=tuple(variants)))
+                found.append(replace(call, variants=tuple(variants)))
     return found
 
 

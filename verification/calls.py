@@ -1,11 +1,13 @@
-"""The base of all checks: running one, writing it down, and comparing its results with float64."""
+"""A call of a public function as data: how it is written down, run, and held against float64."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -13,8 +15,25 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+import fused_rope_attn
 from fused_rope_attn import testing
+from fused_rope_attn.experimental.corope import corope_attention
 from fused_rope_attn.runtime.device import arch
+from verification.memory import lay, lay_table
+
+FUNCTIONS = {
+    name: getattr(fused_rope_attn, name)
+    for name in ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "write_kvcache",
+                 "apply_rope", "apply_rope_qk")
+} | {"corope_attention": corope_attention}  # fmt: skip
+_PARAMETERS = {name: tuple(inspect.signature(function).parameters) for name, function in FUNCTIONS.items()}
+# Arguments that are fields of a call under the same name.
+_OPTIONS = (
+    "causal", "softmax_scale", "interleaved", "window", "softcap", "norm_eps", "return_lse", "deterministic", "inverse",
+    "base",
+)  # fmt: skip
+# The axes of (B, H, N, D) in each layout; packed tokens have no batch.
+_AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (0, 2, 1, 3)}
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -143,9 +162,9 @@ class References:
     """float64 and eager results by name, and the second opinion: further draws of eager's rounding, made when a rule
     refuses a result (``testing.compare``).
 
-    run: computes the results in a dtype, or for None in that of the inputs. judged: the dtype to which a result is
-    rounded. zero: ``testing.noise_of_zero`` of a result. may_be_nan: results must be NaN exactly at the elements at
-    which float64 is.
+    run: computes the results in a dtype, or for None in that of the inputs. judged: the dtype of a result, to which it
+    is rounded. zero: ``testing.noise_of_zero`` of a result. may_be_nan: results must be NaN exactly at the elements at
+    which float64 is. part: takes from a whole result what ``run`` computes of it.
     """
 
     def __init__(
@@ -155,20 +174,18 @@ class References:
         judged: Callable[[str], torch.dtype],
         zero: Callable[[str], float] = lambda name: 1.0,
         may_be_nan: bool = False,
+        part: Callable[[str, Tensor], Tensor] = lambda name, x: x,
     ):
         self._run, self._device, self._judged, self._zero, self._may_be_nan = run, device, judged, zero, may_be_nan
-        self.exact, self.eager = run(torch.float64), run(None)
+        self._part, self.exact, self.eager = part, run(torch.float64), run(None)
 
     @functools.cached_property
     def _drawn(self) -> list[Mapping[str, Tensor]]:
         with testing.RandomRounding(torch.Generator(self._device).manual_seed(0)):
             return [self._run(None) for _ in range(testing.DRAWS)]
 
-    def shape(self, name: str) -> torch.Size:
-        return self.eager[name].shape
-
     def compare(self, name: str, x: Tensor) -> testing.Comparison:
-        """Hold a result against float64."""
+        """Hold a result, or a part of one, against float64."""
         nan = self.exact[name].isnan() if self._may_be_nan else None
 
         def numbers(y: Tensor) -> Tensor:
@@ -179,10 +196,17 @@ class References:
         return testing.compare(name, *tensors, **options, draws=lambda: (numbers(y[name]) for y in self._drawn))
 
     def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
+        """Hold a whole result against float64. What is not compared must at least be written, and be numbers."""
+        part = self._part(name, x)
+        dtype = torch.float32 if name == "lse" else self._judged(name)
+        is_right = (part.shape, x.dtype) == (self.exact[name].shape, dtype)
+        yield Finding.that(label, f"form of {name}", is_right, f"{tuple(x.shape)}, {x.dtype}")
+        if part.numel() < x.numel() and name != "lse":
+            yield Finding.that(label, f"rest of {name}", bool(torch.isfinite(x).all()), "not finite everywhere")
         if self._may_be_nan:
-            is_same = torch.equal(x.isnan(), self.exact[name].isnan())
+            is_same = torch.equal(part.isnan(), self.exact[name].isnan())
             yield Finding.that(label, f"NaN of {name}", is_same, "NaN in other places")
-        yield Finding(label, self.compare(name, x))
+        yield Finding(label, self.compare(name, part))
 
 
 def refusal(
@@ -207,61 +231,154 @@ def refusal(
 
 
 class Ran(NamedTuple):
-    """A call that has run. before: copies of ``given``; made, out: of ``Check.make`` and ``Check.results``."""
+    """A call that has run. before: copies of ``given``; made, out: of ``Call.make`` and ``Call.results``."""
 
     label: str
     function: Callable[..., Any]
     given: dict[str, Any]
     before: dict[str, Tensor]
-    made: Any
+    made: Made
     out: dict[str, Tensor]
-    references: Any
+    references: References
 
 
-class Check:
-    """A call of one public function, as data. Subclasses are frozen dataclasses with these fields:
+class Made(NamedTuple):
+    """given: the arguments of a call that are tensors, by name, with axes (B, H, N, D). upstream: the gradients of
+    outputs."""
 
-    name; dtype; size: "small" (in the interpreter, too), "large", or "huge" (alone on a GPU); variants: (backend,
-    strategy) pairs that run it.
+    given: dict[str, Any]
+    upstream: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Call(testing.Case):
+    """A call of one public function, as data; a subclass says how its tensors are made, and what is right.
+
+    size: "small" (in the interpreter, too), "large", or "huge" (alone on a GPU). memory: a layout of ``memory.LAYOUTS``
+    for each tensor that ``make`` lays; None: what ``layout`` says. wanted: the arguments that require a gradient, where
+    the call has them. variants: (backend, strategy) pairs that run it.
     """
 
+    name: str = ""
+    size: str = "small"
+    form: str = "bhsd"  # the layout of the call; packed sequences have "thd" whatever it says
+    memory: tuple[str, ...] | None = None
+    table_memory: str = "plain"
+    leading_one: bool = False  # tables (1, S, W)
+    infers_rotary_dim: bool = False  # the call leaves R to the width of the tables, unless this is ambiguous
+    return_lse: bool = True
+    wanted: tuple[str, ...] = ()
+    variants: tuple[tuple[str, str], ...] = (("triton", "auto"),)
     backend: ClassVar[str] = ""  # of its rows in the table; "" for those of its variants
     writes: ClassVar[tuple[str, ...]] = ()  # the arguments that the function writes
-    variants: tuple[tuple[str, str], ...]
+    outputs: ClassVar[tuple[str, ...]] = ("o", "lse")
 
-    def make(self, device: str) -> Any:
-        """Return the data of the call, for the methods below."""
+    @property
+    def order(self) -> str:
+        """Name the layout of q in the call."""
+        return self.form if self.seqlens is None else "thd"
+
+    @property
+    def function(self) -> str:
+        """Name the public function, one of ``FUNCTIONS``."""
         raise NotImplementedError
 
-    def call(self, made: Any, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Return a function that runs a variant, and its arguments by name, with memory of their own if written."""
+    def make(self, device: str) -> Made:
+        """Return the data of the call."""
         raise NotImplementedError
 
-    def references(self, made: Any, device: str) -> References:
-        raise NotImplementedError
-
-    def results(self, function: Callable[..., Any], given: dict[str, Any], made: Any) -> dict[str, Tensor]:
-        """Call the function; return outputs and gradients, by the names of the references."""
+    def references(self, made: Made, device: str) -> References:
         raise NotImplementedError
 
     def further(self, ran: Ran) -> Iterator[Finding]:
         """Check the other promises of this function."""
         yield from ()
 
-    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Return the public function, and its arguments by name as a user passes them."""
-        return self.call(self.make(device), ("auto", "auto"))
-
     def obstacle(self, arch: str, variant: tuple[str, str]) -> tuple[type[Exception], str] | None:
         """Return what an explicit backend or strategy must raise, or None."""
         return None
+
+    def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
+        """Return the function that runs a variant: the public one, where it can choose or need not."""
+        return getattr(fused_rope_attn, self.function)
+
+    # The rest serves every function.
+
+    def judged(self, given: Mapping[str, Any]) -> Callable[[str], torch.dtype]:
+        """Return the dtypes of results by name: those of gradients are those of their arguments."""
+        return lambda name: given[name[1:]].dtype if given.get(name[1:]) is not None else self.dtype
+
+    def norms_of(self, device: str) -> dict[str, Tensor | None]:
+        """Return the weights of the norms by name."""
+        given = testing.norms_of(self, device)
+        return {name: given.get(name) for name in ("q_norm", "k_norm")}
+
+    def laid(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put tensors in memory as ``memory`` says, one after the other."""
+        if self.memory is None:
+            return tensors
+        return {name: lay(x, layout) for (name, x), layout in zip(tensors.items(), self.memory)}
+
+    def tables_of(self, inputs: testing.Inputs) -> dict[str, Tensor]:
+        """Return cos and sin as the call passes them."""
+        tables = {name: lay_table(getattr(inputs, name), self.table_memory) for name in ("cos", "sin")}
+        return {name: x[None] if self.leading_one and x.ndim == 2 else x for name, x in tables.items()}
+
+    def options(self, parameters: Iterable[str], **others: Any) -> dict[str, Any]:
+        """Return those of the ``parameters`` that are no tensors, by name; ``others`` as they are."""
+        is_ambiguous = self.full_width and 2 * self.rotary <= self.head_dim
+        found = {name: getattr(self, name) for name in _OPTIONS if hasattr(self, name)}
+        found["rotary_dim"] = None if self.infers_rotary_dim and not is_ambiguous else self.rotary_dim
+        found |= {"norm_offset": self.norms or 0.0, "layout": self.order} | others
+        return {name: value for name, value in found.items() if name in parameters}
+
+    def as_passed(self, name: str, x: Any) -> Any:
+        """Return a tensor (B, H, N, D) as the function takes it, and anything else as it is."""
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            return x
+        x = x.permute(_AXES[self.order])
+        return x[0] if self.order == "thd" else x
+
+    def back(self, x: Tensor) -> Tensor:
+        """Undo ``as_passed``; a vector becomes one row, and lse (H, N) gets its batch."""
+        if x.ndim < 3 or (x.ndim == 3 and self.order != "thd"):
+            return x[None] if x.ndim == 1 or self.order == "thd" else x
+        axes = _AXES[self.order]
+        return (x[None] if self.order == "thd" else x).permute([axes.index(axis) for axis in range(4)])
+
+    def call(self, made: Made, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Return a function that runs a variant, and its arguments by name, as a user passes them."""
+        given = {name: self.as_passed(name, x) for name, x in made.given.items()}
+        options = self.options(_PARAMETERS[self.function], backend=variant[0], strategy=variant[1])
+        return self.entry(variant), given | options
+
+    def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Return the public function, and its arguments by name."""
+        public = getattr(fused_rope_attn, self.function, FUNCTIONS[self.function])
+        return public, self.call(self.make(device), ("auto", "auto"))[1]
+
+    def results(self, function: Callable[..., Any], given: dict[str, Any], made: Made) -> dict[str, Tensor]:
+        """Call the function; return outputs and gradients (B, H, N, D), by the names of the references."""
+        leaves = {name: given[name].detach() for name in self.wanted if given.get(name) is not None}
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)  # more queries than keys
+            returned = function(**(given | leaves))
+        found = dict(zip(self.outputs, returned if isinstance(returned, tuple) else (returned,)))
+        of = [name for name in made.upstream if found[name].requires_grad]
+        if of and not leaves:
+            raise AssertionError(f"{', '.join(of)} require a gradient, but no input does")
+        upstream = [self.as_passed(name, made.upstream[name]).to(found[name].dtype) for name in of]
+        gradients = torch.autograd.grad([found[name] for name in of], list(leaves.values()), upstream) if of else ()
+        found |= {f"d{name}": x for name, x in zip(leaves, gradients)}
+        return {name: self.back(x.detach()) for name, x in found.items() if x is not None}
 
     def run(self, machine: Machine) -> Iterator[Finding]:
         """Run every variant, and hold each of its results against float64. One that raises has failed."""
         made = self.make(machine.device)
         references = self.references(made, machine.device)
         for variant in self.variants:
-            label = label_of(*variant)
+            label = label_of(*variant) if self.backend == "" else self.backend
             function, given = self.call(made, variant)
             obstacle = self.obstacle(machine.arch, variant)
             if obstacle is not None:
@@ -277,17 +394,12 @@ class Check:
                 yield Finding.raised(label, error)
 
     def _held(
-        self, label: str, function: Callable[..., Any], given: dict[str, Any], made: Any, references: References
+        self, label: str, function: Callable[..., Any], given: dict[str, Any], made: Made, references: References
     ) -> Iterator[Finding]:
         before = copies(given)
         with testing.poison_empty():
             out = self.results(function, given, made)
         for name, x in out.items():
-            of = given.get(name[1:]) if name.startswith("d") else None
-            dtype = torch.float32 if name == "lse" else self.dtype if of is None else of.dtype
-            is_right = (x.shape, x.dtype, x.requires_grad) == (references.shape(name), dtype, False)
-            detail = f"{tuple(x.shape)}, {x.dtype}, requires_grad {x.requires_grad}"
-            yield Finding.that(label, f"form of {name}", is_right, detail)
             yield from references.findings(label, name, x)
         yield from self.further(Ran(label, function, given, before, made, out, references))
         yield untouched(label, given, before, but=self.writes)

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_rope_attn import testing
-from verification.attention import AttentionCheck
+from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, copies, refusal, untouched
-from verification.corope import CoRopeCheck
 from verification.decode import DecodeCheck, WriteCheck
 from verification.rotation import RopeCheck
 

@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
-from verification.attention import WEIGHTS, AttentionCheck
-from verification.calls import DTYPES, Machine
-from verification.corope import NAMES, CoRopeCheck
+from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck
+from verification.calls import DTYPES, Call, Machine
 from verification.decode import DecodeCheck, WriteCheck
 from verification.memory import SHARED
 from verification.refusals import MUTATIONS, IllegalCheck
@@ -107,15 +106,11 @@ def chance(draw: Draw, probability: float) -> bool:
     return draw(_below(100)) >= 100 * (1 - probability)
 
 
-def one_of(draw: Draw, *values: Any) -> Any:
-    return pick(draw, dict.fromkeys(values, 1))
-
-
 def _number(draw: Draw, least: int, most: int) -> int:
     return draw(st.integers(least, max(least, most)))
 
 
-# Sizes and masks, which several families draw.
+# Sizes, which several families draw.
 
 
 def _head_dim(draw: Draw, machine: Machine) -> int:
@@ -148,8 +143,8 @@ def _length(draw: Draw, most: int) -> int:
 
 def _near_border(draw: Draw, most: int) -> int:
     """A number of rows or of keys at which tiles end, or up to two more or fewer; the border is at ``most`` at most."""
-    borders = (border for border in (32, 64, 128, 256, 512) if border <= most)
-    return one_of(draw, 16, *borders) + one_of(draw, 0, -1, 1, -2, 2)
+    borders = (16, *(border for border in (32, 64, 128, 256, 512) if border <= most))
+    return pick(draw, dict.fromkeys(borders, 1)) + pick(draw, {0: 1, -1: 1, 1: 1, -2: 1, 2: 1})
 
 
 def _group(draw: Draw, machine: Machine, probability: float) -> int:
@@ -200,9 +195,6 @@ def _window(draw: Draw, prototype: tuple[int, int] | None, length: int) -> tuple
     )
 
 
-_WINDOWS = {None: 9, (-1, -1): 3, (7, -1): 4, (-1, 7): 1.5, (7, 7): 2, (0, 0): 0.7}
-
-
 def _bounds(draw: Draw, batch: int, length: int, *, upper: bool) -> tuple[int, ...]:
     """``kv_lens`` (``upper``) or ``kv_starts`` of each batch entry; some are outside the keys."""
     whole, other = (length, 0) if upper else (0, length)
@@ -210,6 +202,8 @@ def _bounds(draw: Draw, batch: int, length: int, *, upper: bool) -> tuple[int, .
     weights = {whole: 3.4, other: 0.4, st.integers(0, length): 5, some: 6, length + 3: 0.3, -2: 0.3}
     return tuple(pick(draw, weights) for _ in range(batch))
 
+
+# Fields that are drawn by weight alone: those of prototypes, and then those of calls.
 
 # A prototype has None where its calls have no such bound.
 _BOUNDS = ("window", "kv_starts", "kv_lens", "seqlens", "lengths", "norms")
@@ -219,8 +213,53 @@ _MEMORY = {
 }  # fmt: skip
 _ALONE = {name: weight for name, weight in _MEMORY.items() if name not in SHARED}
 _GRADIENT = {**_MEMORY, "one number": 3}  # ``out.sum()`` expands the gradient of o from one number
-_TABLE_MEMORY = {"plain": 8, "columns": 1, "odd": 1}
 _SEED = st.integers(1, 10**6)
+_EPS = {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1}
+_TABLES = {
+    "interleaved": {False: 6, True: 4},
+    "full_width": {False: 65, True: 35},
+    "table_memory": {"plain": 8, "columns": 1, "odd": 1},
+    "table_batch": {False: 8, True: 2},
+    "leading_one": {False: 8, True: 2},
+}
+_OF_ATTENTION = {
+    "causal": {True: 6, False: 4},
+    "norms": {None: 55, 0.0: 45},
+    "deterministic": {False: 88, True: 12},
+}
+_OF_CACHES = {
+    "rotated": {True: 6, False: 4},
+    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
+    "float8": {None: 7, "tensor": 1, "head": 2},
+}
+_OF_DECODE = _OF_CACHES | {
+    "causal": {True: 75, False: 25},
+    "append": {True: 7, False: 3},
+    "norms": {None: 70, 0.0: 15, 1.0: 15},
+    "norm_eps": {1e-6: 1, 1e-2: 1},
+}
+_OF_WRITE = _OF_CACHES | {"packed": {False: 1, True: 1}}
+_OF_ROPE = {
+    "inverse": {False: 7, True: 3},
+    "out": {"none": 6, "new": 1, "in place": 2},
+    "strided_norms": {False: 9, True: 1},
+}
+_OF_CALLS = {
+    "extra_rows": {0: 4, 1: 1, st.integers(0, 40): 1},
+    "return_lse": {True: 1, False: 1},
+    "infers_rotary_dim": {False: 4, True: 6},
+    "tables": {"rope": 4, "yarn": 2, "random": 4},
+    "form": {"bhsd": 7, "bshd": 3},
+    "seed": {_SEED: 1},
+}
+
+
+def _fields(draw: Draw, *tables: Mapping[str, Mapping[Any, float]]) -> dict[str, Any]:
+    return {name: pick(draw, weights) for table in tables for name, weights in table.items()}
+
+
+def _memories(draw: Draw, *weights: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(pick(draw, layouts) for layouts in weights)
 
 
 def _some(draw: Draw, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -228,126 +267,62 @@ def _some(draw: Draw, names: tuple[str, ...]) -> tuple[str, ...]:
     return names if not chance(draw, 0.3) else tuple(name for name in names if chance(draw, 0.5))
 
 
-# Fields of prototypes and of calls that are drawn by weight alone.
-_OF_SCORES = {
-    "interleaved": {False: 6, True: 4},
-    "full_width": {False: 65, True: 35},
-    "table_memory": _TABLE_MEMORY,
-    "table_batch": {False: 8, True: 2},
-}
-_OF_ATTENTION = _OF_SCORES | {
-    "causal": {True: 6, False: 4},
-    "norms": {None: 55, 0.0: 45},
-    "leading_one": {False: 8, True: 2},
-    "deterministic": {False: 88, True: 12},
-}
-_OF_DECODE = _OF_SCORES | {
-    "causal": {True: 75, False: 25},
-    "rotated": {True: 6, False: 4},
-    "append": {True: 7, False: 3},
-    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
-    "float8": {None: 7, "tensor": 1, "head": 2},
-    "norms": {None: 70, 0.0: 15, 1.0: 15},
-    "norm_eps": {1e-6: 1, 1e-2: 1},
-}
-_OF_WRITE = {
-    "interleaved": {False: 65, True: 35},
-    "rotated": {True: 7, False: 3},
-    "packed": {False: 1, True: 1},
-    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
-    "float8": {None: 6, "tensor": 1, "head": 2},
-    "layout": _ALONE,
-    "v_layout": _ALONE,
-    "table_memory": _TABLE_MEMORY,
-}
-_OF_ROPE = {
-    "interleaved": {False: 6, True: 4},
-    "inverse": {False: 7, True: 3},
-    "full_width": {False: 6, True: 4},
-    "table_form": {"plain": 4, "lead": 1, "batch": 1},
-    "table_memory": _TABLE_MEMORY,
-    "out": {"none": 6, "new": 1, "in place": 2},
-    "strided_norms": {False: 9, True: 1},
-}
-_OF_ROPE_CALLS = {
-    "infers_rotary_dim": {False: 4, True: 6},
-    "norm_eps": {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1},
-    "norm_offset": {0.0: 3, 1.0: 3, -0.25: 1},
-    "seed": {_SEED: 1},
-}
-_OF_CALLS = {
-    "extra_rows": {0: 4, 1: 1, st.integers(0, 40): 1},
-    "return_lse": {True: 1, False: 1},
-    "infers_rotary_dim": {False: 4, True: 6},
-    "seed": {_SEED: 1},
-}
-
-
-def _fields(draw: Draw, table: Mapping[str, Mapping[Any, float]]) -> dict[str, Any]:
-    return {name: pick(draw, weights) for name, weights in table.items()}
-
-
-def _dtype(draw: Draw, machine: Machine) -> torch.dtype:
-    return DTYPES[one_of(draw, *reversed(machine.dtypes))]
-
-
-def _or_float32(draw: Draw, dtype: torch.dtype, probability: float) -> torch.dtype:
-    return dtype if chance(draw, probability) else torch.float32
-
-
-def _memories(draw: Draw, *weights: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(pick(draw, layouts) for layouts in weights)
+def _dtypes(draw: Draw, machine: Machine) -> dict[str, torch.dtype]:
+    """Draw the dtypes of a prototype: tables, sinks and weights have float32 or that of the tensors."""
+    dtype = pick(draw, {DTYPES[name]: 1 for name in reversed(machine.dtypes)})
+    others = {"table_dtype": 0.2, "sinks_dtype": 0.3, "norm_dtype": 0.4}
+    own = {name: dtype if chance(draw, probability) else torch.float32 for name, probability in others.items()}
+    return {"dtype": dtype} | own
 
 
 def _scored(draw: Draw, machine: Machine) -> dict[str, Any]:
     """Draw the fields that prototypes of attention and of a step share."""
-    dtype, head_dim = _dtype(draw, machine), _head_dim(draw, machine)
-    masks = chance(draw, 0.7)  # the plain call is what most models make
-    return {
-        "dtype": dtype,
-        "head_dim": head_dim,
-        "rotary_dim": _rotary_dim(draw, head_dim),
-        "table_dtype": _or_float32(draw, dtype, 0.2),
-        "window": pick(draw, _WINDOWS) if masks else None,
-        "softcap": one_of(draw, 2.0, 15.0, 50.0) if masks and chance(draw, 0.25) else 0.0,
-        "sinks": masks and chance(draw, 0.3),
-        "sinks_dtype": _or_float32(draw, dtype, 0.3),
-        "kv_starts": () if masks and chance(draw, 0.33) else None,
-        "norm_dtype": _or_float32(draw, dtype, 0.4),
-    }
+    head_dim, masks = _head_dim(draw, machine), chance(draw, 0.7)  # the plain call is what most models make
+    windows = {None: 9, (-1, -1): 3, (7, -1): 4, (-1, 7): 1.5, (7, 7): 2, (0, 0): 0.7}
+    return (
+        _dtypes(draw, machine)
+        | _fields(draw, _TABLES)
+        | {
+            "head_dim": head_dim,
+            "rotary_dim": _rotary_dim(draw, head_dim),
+            "window": pick(draw, windows) if masks else None,
+            "softcap": pick(draw, {2.0: 1, 15.0: 1, 50.0: 1}) if masks and chance(draw, 0.25) else 0.0,
+            "sinks": masks and chance(draw, 0.3),
+            "kv_starts": () if masks and chance(draw, 0.33) else None,
+        }
+    )
+
+
+def _backends(draw: Draw, machine: Machine, weights: Mapping[tuple[str, str], float]) -> tuple[tuple[str, str], ...]:
+    """One or two: to compile a prototype for more would leave time for fewer prototypes."""
+    weights = {pair: w for pair, w in weights.items() if pair[0] != "triton" or "triton" in machine.backends}
+    found = [pick(draw, weights)] if weights else []
+    if len(weights) > 3 and machine.has_gpu and chance(draw, 0.15):
+        found.append(pick(draw, weights))
+    if "reference" in machine.backends and (not found or chance(draw, 0.3)):
+        found.append(("reference", "auto"))
+    return tuple(dict.fromkeys(found))
 
 
 # Families: a prototype, and a call of it.
 
 
 def _dense_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
-    fields = _scored(draw, machine) | _fields(draw, _OF_ATTENTION)
+    weights = {("hopper", "auto"): 0.2}  # must be refused, but for a GPU that has it
+    if "hopper" in machine.backends:
+        weights = {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
+    if "triton" in machine.backends:
+        weights |= {("triton", "inline"): 3, ("triton", "prepass"): 3, ("triton", "auto"): 1}
+        weights |= {("auto", "auto"): 2 if machine.has_gpu else 0.5, ("auto", "inline"): 0.5, ("auto", "prepass"): 0.5}
+    fields = _scored(draw, machine) | _fields(draw, _OF_ATTENTION) | {"kv_lens": () if chance(draw, 0.2) else None}
     memory = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)
-    bounds = {"kv_lens": () if chance(draw, 0.2) else None}
-    return AttentionCheck(1, 1, 1, 1, 1, **fields, **bounds, memory=memory, variants=_variants(draw, machine))
+    variants = _backends(draw, machine, weights if len(weights) > 1 else {})
+    return AttentionCheck(1, 1, 1, 1, 1, **fields, memory=memory, variants=variants)
 
 
 def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
     dense = _dense_prototype(draw, machine)
     return replace(dense, seqlens=(), kv_starts=None, kv_lens=None, table_batch=False)
-
-
-def _variants(draw: Draw, machine: Machine) -> tuple[tuple[str, str], ...]:
-    """One or two: to compile a prototype for more would leave time for fewer prototypes."""
-    on_gpu, weights = machine.has_gpu, {}
-    if "triton" in machine.backends:
-        weights |= {("triton", "inline"): 3, ("triton", "prepass"): 3, ("triton", "auto"): 1}
-        weights |= {("auto", "auto"): 2 if on_gpu else 0.5, ("auto", "inline"): 0.5, ("auto", "prepass"): 0.5}
-    if "hopper" in machine.backends:
-        weights |= {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
-    elif weights:
-        weights |= {("hopper", "auto"): 0.2}  # must be refused
-    found = [pick(draw, weights)] if weights else []
-    if found and on_gpu and chance(draw, 0.15):
-        found.append(pick(draw, weights))
-    if "reference" in machine.backends and (not found or chance(draw, 0.3 if on_gpu else 0.5)):
-        found.append(("reference", "auto"))
-    return tuple(dict.fromkeys(found))
 
 
 def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> AttentionCheck:
@@ -356,17 +331,14 @@ def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> 
     sizes = _dense_sizes if prototype.seqlens is None else _packed_sizes
     fields = sizes(draw, prototype, machine, group, most) | _fields(draw, _OF_CALLS)
     if prototype.norms is not None:
-        fields["norms"] = pick(draw, {0.0: 3, 1.0: 3, 0.5: 1})
-        fields["norm_eps"] = pick(draw, _OF_ROPE_CALLS["norm_eps"])
+        fields |= {"norms": pick(draw, {0.0: 3, 1.0: 3, 0.5: 1}), "norm_eps": pick(draw, _EPS)}
     return replace(
         prototype,
         **fields,
         heads_q=fields["heads_kv"] * group,
         softmax_scale=_scale(draw, prototype.head_dim),
-        tables=pick(draw, {"rope": 4, "yarn": 2, "random": 4}),
-        wanted=_some(draw, ("q", "k", "v", *WEIGHTS)),
+        wanted=_some(draw, (*TENSORS[:3], *WEIGHTS)),
         hides_nan=chance(draw, 0.5),
-        bshd=prototype.seqlens is None and chance(draw, 0.3),
     )
 
 
@@ -419,34 +391,25 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
     return found | {"max_seqlens": max_seqlens, "window": _window(draw, p.window, max(longest))}
 
 
-def _backends(draw: Draw, machine: Machine, weights: Mapping[str, float]) -> tuple[str, ...]:
-    weights = {name: weight for name, weight in weights.items() if name != "triton" or name in machine.backends}
-    first = pick(draw, weights)
-    return (first, "reference") if "reference" in machine.backends and chance(draw, 0.3) else (first,)
-
-
 def _decode_prototype(draw: Draw, machine: Machine) -> DecodeCheck:
     fields = _scored(draw, machine) | _fields(draw, _OF_DECODE)
     caches = _MEMORY if not fields["append"] and fields["page_size"] is None else _ALONE
-    layout, v_layout, *memory = _memories(draw, caches, caches, _MEMORY, _MEMORY, _MEMORY)
     len_q = pick(draw, {1: 10, st.integers(2, 8): 4, st.integers(9, 40 if machine.has_gpu else 20): 1})
-    backends = _backends(draw, machine, {"triton": 5, "auto": 5 if machine.has_gpu else 0.5, "hopper": 0.2})
+    weights = {("triton", "auto"): 5, ("auto", "auto"): 5 if machine.has_gpu else 0.5, ("hopper", "auto"): 0.2}
     return DecodeCheck(
-        "",
-        (_group(draw, machine, 0.7), 1),
+        1,
+        _group(draw, machine, 0.7),
+        1,
         len_q,
         1,
-        lengths=(),
-        layout=layout,
-        v_layout=v_layout,
-        memory=tuple(memory),
-        backends=backends,
         **fields,
+        memory=_memories(draw, _MEMORY, _MEMORY, _MEMORY, caches, caches),
+        variants=_backends(draw, machine, weights),
     )
 
 
-def _decode_call(draw: Draw, prototype: DecodeCheck, machine: Machine) -> DecodeCheck:
-    p, on_gpu, group = prototype, machine.has_gpu, prototype.heads[0]
+def _decode_call(draw: Draw, p: DecodeCheck, machine: Machine) -> DecodeCheck:
+    on_gpu, group = machine.has_gpu, p.heads_q
     batch, heads_kv = _heads(draw, machine)
     if on_gpu and chance(draw, 0.15):
         batch = _number(draw, 5, 40)
@@ -471,14 +434,14 @@ def _decode_call(draw: Draw, prototype: DecodeCheck, machine: Machine) -> Decode
     return replace(
         p,
         **_fields(draw, _OF_CALLS),
-        heads=(heads_kv * group, heads_kv),
-        capacity=capacity,
+        batch=batch,
+        heads_q=heads_kv * group,
+        heads_kv=heads_kv,
+        len_k=capacity,
         lengths=lengths,
         kv_starts=starts,
         window=_window(draw, p.window, capacity),
         softmax_scale=_scale(draw, p.head_dim),
-        random_tables=not chance(draw, 0.5),
-        bshd=chance(draw, 0.3),
     )
 
 
@@ -489,12 +452,11 @@ def _in_pages(check: DecodeCheck, rows: int) -> int:
 
 
 def _write_prototype(draw: Draw, machine: Machine) -> WriteCheck:
-    dtype, head_dim = _dtype(draw, machine), _head_dim(draw, machine)
-    fields = {"dtype": dtype, "rotary_dim": _rotary_dim(draw, head_dim)} | _fields(draw, _OF_WRITE)
-    fields["table_dtype"] = _or_float32(draw, dtype, 0.2)
-    fields["backends"] = _backends(draw, machine, {"triton": 1} if "triton" in machine.backends else {"auto": 1})
-    heads, memory = _number(draw, 1, 9 if machine.has_gpu else 5), _memories(draw, _MEMORY, _MEMORY, _MEMORY)
-    return WriteCheck("", (heads, heads), 1, 1, head_dim, (), random_tables=True, memory=memory, **fields)
+    head_dim, heads = _head_dim(draw, machine), _number(draw, 1, 9 if machine.has_gpu else 5)
+    fields = _dtypes(draw, machine) | _fields(draw, _TABLES, _OF_WRITE) | {"rotary_dim": _rotary_dim(draw, head_dim)}
+    weights = {("triton" if "triton" in machine.backends else "auto", "auto"): 1}
+    memory, variants = _memories(draw, _MEMORY, _MEMORY, _ALONE, _ALONE), _backends(draw, machine, weights)
+    return WriteCheck(1, heads, heads, 1, 1, head_dim, **fields, memory=memory, variants=variants)
 
 
 def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteCheck:
@@ -503,63 +465,64 @@ def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteChe
     new = tuple(pick(draw, {st.integers(0, capacity): 6, 0: 1, capacity + 5: 0.5}) for _ in range(batch))
     cached = {0: 4, st.integers(0, capacity): 4, -2: 0.3, capacity + 3: 0.3}
     rows = (sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1})
-    fields = {"bshd": chance(draw, 0.4), "seed": draw(_SEED), "len_q": rows, "capacity": capacity, "new": new}
-    return replace(prototype, lengths=tuple(pick(draw, cached) for _ in new), **fields)
+    fields = {"batch": batch, "len_q": rows, "len_k": capacity, "new": new} | _fields(draw, _OF_CALLS)
+    return replace(prototype, **fields, lengths=tuple(pick(draw, cached) for _ in new))
 
 
-def _one_rope_prototype(draw: Draw, machine: Machine, names: tuple[str, ...] = ("x",)) -> RopeCheck:
-    dtype = pick(draw, {DTYPES[name]: 1.0 for name in reversed(machine.dtypes)} | {torch.float64: 0.1})
-    fields = {"dtype": dtype, "names": names} | _fields(draw, _OF_ROPE)
+def _rope_prototype(draw: Draw, machine: Machine, several: bool = True) -> RopeCheck:
+    names = pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1}) if several else ("x",)
+    dtypes = _dtypes(draw, machine)
+    if chance(draw, 0.03):
+        dtypes = dict.fromkeys(dtypes, torch.float64)
+    fields = dtypes | _fields(draw, _TABLES, _OF_ROPE)
     # Any head dim from 2 up is served, odd ones too.
     head_dim = pick(draw, {64: 4, 128: 4, 32: 3, 16: 2, 80: 2, 96: 1, 256: 1, 24: 1, 7: 1, 2: 0.5, 320: 0.5})
-    layout = pick(draw, {"bhsd": 4, "bshd": 4, "sbhd": 2, "thd": 3})
-    two_ids = {"two ids": 1} if head_dim >= 4 and layout != "thd" else {}
+    form = pick(draw, {"bhsd": 4, "bshd": 4, "sbhd": 2, "thd": 3})
+    two_ids = {"two ids": 1} if head_dim >= 4 and form != "thd" else {}
     positions = pick(draw, {"index": 5, "ids": 2, "row ids": 1} | two_ids)
     rotary_dim = _rotary_dim(draw, head_dim // 2 * 2)
     memory = [_ALONE if fields["out"] == "in place" else _MEMORY] * len(names) + [_GRADIENT] * len(names)
     # Tiles are sized by heads, so that these belong to the prototype.
-    first, other = (_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2))
+    heads = [_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2)]
     return RopeCheck(
-        "",
+        1,
+        *heads,
+        1,
+        1,
+        head_dim,
         **fields,
-        head_dim=head_dim,
+        names=names,
         rotary_dim=max(4, rotary_dim // 4 * 4) if positions == "two ids" else rotary_dim,
-        layout=layout,
+        form=form,
         positions=positions,
-        lengths=() if layout == "thd" and positions == "index" else None,
-        random_tables=True,
-        table_dtype=dtype if dtype == torch.float64 else _or_float32(draw, dtype, 0.25),
+        seqlens=() if form == "thd" and positions == "index" else None,
+        norms=pick(draw, {None: 1, 0.0: 1}) if several else None,
         memory=_memories(draw, *memory),
-        heads=(first, other, other)[: len(names)],
     )
 
 
-def _rope_prototype(draw: Draw, machine: Machine) -> RopeCheck:
-    names = pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1})
-    norms = pick(draw, {"": 2, "float32": 1, "input": 1})
-    return replace(_one_rope_prototype(draw, machine, names), norms=norms)
-
-
-def _rope_call(draw: Draw, prototype: RopeCheck, machine: Machine) -> RopeCheck:
-    p = prototype
+def _rope_call(draw: Draw, p: RopeCheck, machine: Machine) -> RopeCheck:
     most = pick(draw, {600: 10, 3000: 1}) if machine.has_gpu else 40
     length = 0 if chance(draw, 0.025) else _length(draw, most)
-    lengths = p.lengths
-    if lengths is not None:
+    seqlens = p.seqlens
+    if seqlens is not None:
         lengths, left = (), length
         for _ in range(_number(draw, 0, 5)):
             lengths += (_number(draw, 0, left),)
             left -= lengths[-1]
-        rows = max(lengths, default=0) + _number(draw, 0, 3)
+        rows, seqlens = max(lengths, default=0) + _number(draw, 0, 3), tuple((n, n) for n in lengths)
     else:
         rows = length + _number(draw, 0, 5) if p.positions == "index" else _number(draw, 1, most)
+    fields = {name: pick(draw, _OF_CALLS[name]) for name in ("infers_rotary_dim", "tables", "seed")}
+    if p.norms is not None:
+        fields |= {"norms": pick(draw, {0.0: 3, 1.0: 3, -0.25: 1}), "norm_eps": pick(draw, _EPS)}
     return replace(
         p,
-        **_fields(draw, _OF_ROPE_CALLS),
-        batch=1 if p.layout == "thd" else pick(draw, {1: 6, 2: 5, 3: 2, 0: 0.3}),
-        length=length,
-        rows=rows,
-        lengths=lengths,
+        **fields,
+        batch=1 if p.form == "thd" else pick(draw, {1: 6, 2: 5, 3: 2, 0: 0.3}),
+        len_q=length,
+        len_k=rows,
+        seqlens=seqlens,
         outside=p.positions != "index" and chance(draw, 0.2),
         wanted=_some(draw, (*p.names, *NORMS)),
     )
@@ -569,8 +532,9 @@ def _corope_prototype(draw: Draw, machine: Machine) -> CoRopeCheck:
     head_dim = pick(draw, {32: 4, 64: 3, 96: 1, 128: 1, 40: 1, 16: 0.5})
     is_served = "triton" in machine.backends and 32 <= head_dim <= 128
     is_public = machine.has_gpu or not is_served or chance(draw, 0.2)
-    fields = {"dtype": _dtype(draw, machine), "memory": _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)}
-    return CoRopeCheck("", 1, _group(draw, machine, 0.6), 1, 1, head_dim, public=is_public, **fields)
+    fields = {"dtype": _dtypes(draw, machine)["dtype"], "public": is_public}
+    fields["memory"] = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)
+    return CoRopeCheck(1, _group(draw, machine, 0.6), 1, 1, 1, head_dim, **fields)
 
 
 def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRopeCheck:
@@ -583,10 +547,11 @@ def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRope
         batch=batch,
         heads_q=heads_kv * group,
         heads_kv=heads_kv,
-        length=length,
-        base=one_of(draw, 10000.0, 500.0, 500000, 10.0),
+        len_q=length,
+        len_k=length,
+        base=pick(draw, {10000.0: 1, 500.0: 1, 500000: 1, 10.0: 1}),
         softmax_scale=pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5}),
-        wanted=_some(draw, NAMES),
+        wanted=_some(draw, TENSORS[:3]),
         seed=draw(_SEED),
     )
 
@@ -595,8 +560,8 @@ def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRope
 class Family:
     """The calls of one public function, and how often they are drawn on a GPU and in Triton's interpreter."""
 
-    prototype: Callable[..., Any]
-    call: Callable[..., Any]
+    prototype: Callable[..., Call]
+    call: Callable[..., Call]
     weights: tuple[float, float]
 
     def prototypes(self, machine: Machine) -> st.SearchStrategy:
@@ -619,7 +584,7 @@ FAMILIES = {
     "attention": Family(_dense_prototype, _attention_call, (8, 8)),
     "packed": Family(_packed_prototype, _attention_call, (4, 4)),
     "decode": Family(_decode_prototype, _decode_call, (5, 2)),
-    "rope": Family(_one_rope_prototype, _rope_call, (1.5, 2)),
+    "rope": Family(functools.partial(_rope_prototype, several=False), _rope_call, (1.5, 2)),
     "rope of several": Family(_rope_prototype, _rope_call, (2, 2)),
     "corope": Family(_corope_prototype, _corope_call, (1, 0.7)),
     "write": Family(_write_prototype, _write_call, (1.5, 1)),
