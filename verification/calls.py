@@ -268,7 +268,7 @@ class Call(testing.Case):
     infers_rotary_dim: bool = False  # the call leaves R to the width of the tables, unless this is ambiguous
     return_lse: bool = True
     wanted: tuple[str, ...] = ()
-    variants: tuple[tuple[str, str], ...] = (("triton", "auto"),)
+    variants: tuple[tuple[str, str], ...] = (("auto", "auto"),)
     backend: ClassVar[str] = ""  # of its rows in the table; "" for those of its variants
     writes: ClassVar[tuple[str, ...]] = ()  # the arguments that the function writes
     outputs: ClassVar[tuple[str, ...]] = ("o", "lse")
@@ -378,7 +378,7 @@ class Call(testing.Case):
         made = self.make(machine.device)
         references = self.references(made, machine.device)
         for variant in self.variants:
-            label = label_of(*variant) if self.backend == "" else self.backend
+            label = label_of(*variant)
             function, given = self.call(made, variant)
             obstacle = self.obstacle(machine.arch, variant)
             if obstacle is not None:

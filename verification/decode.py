@@ -38,6 +38,7 @@ class DecodeCheck(Call):
     append: bool = True
     page_size: int | None = None
     float8: str | None = None
+    variants: tuple[tuple[str, str], ...] = (("triton", "auto"),)
     backend: ClassVar[str] = "decode"
     function: ClassVar[str] = "rope_attention_with_kvcache"
     writes: ClassVar[tuple[str, ...]] = CACHES

@@ -45,7 +45,7 @@ class Row:
 def rows_of(outcome: Outcome) -> list[Row]:
     """Return a row of each tensor, and of each statement that does not hold."""
     check, nan = outcome.check, float("nan")
-    case, backend = (check.name, dtype_name(check.dtype)), check.backend
+    case, backend = (check.name, dtype_name(check.dtype)), getattr(check, "backend", "")
     rows = []
     for finding in outcome.findings:
         found, label = finding.found, backend or finding.backend

@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import verification.decode as checks
-from fused_rope_attn.generation import configs
+from fused_rope_attn.generation import api, configs
 from tests.support.calls import assert_right, random_calls
 from tests.support.dtypes import F16, F32, F64
-from tests.support.generation import PLAIN
+from tests.support.generation import PLAIN, hold, make_inputs, run_kernels, run_reference
 from tests.support.internals import set_decode_config
 from tests.support.marks import ignore_overflow, interpreted
-from verification.decode import DecodeCheck, hold, make_inputs, run_kernels, run_reference
-from verification.matrix import DECODE
+from verification.matrix import DECODE, step
 
 SMALL = tuple(check for check in DECODE if check.size == "small")
 
@@ -49,7 +47,7 @@ def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
         configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, least_tiles=least, combine_parts=parts
     )
     set_decode_config(monkeypatch, config)
-    check = DecodeCheck("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
+    check = step("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
     failures = [result for result in hold(check, F32) if not result.ok]
     assert not failures, failures
 
@@ -57,21 +55,21 @@ def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
 @interpreted
 def test_a_wrong_row_is_noticed(monkeypatch):
     """The checks can fail: a key rotated by its neighbour's angle, a key left out, a row written that is not new."""
-    right = run_kernels
+    right = api.run_step
 
-    def shifted(check, inputs):
-        return right(check, inputs._replace(cos=inputs.cos.roll(1, 0), sin=inputs.sin.roll(1, 0)))
+    def shifted(cos, sin, **given):
+        return right(cos=cos.roll(1, 0), sin=sin.roll(1, 0), **given)
 
-    def forgetful(check, inputs):
-        return right(replace(check, window=(28, 0)), inputs)
+    def forgetful(**given):
+        return right(**(given | {"window": (28, 0)}))
 
-    def careless(check, inputs):
-        out = right(check, inputs)
-        inputs.v_cache[0, 0, 3, 0] += 1
+    def careless(**given):
+        out = right(**given)
+        given["v_cache"][0, 0, 3, 0] += 1
         return out
 
     for wrong, tensors in ((shifted, {"o", "lse", "k_cache"}), (forgetful, {"o", "lse"}), (careless, {"v_cache"})):
-        monkeypatch.setattr(checks, "run_kernels", wrong)
+        monkeypatch.setattr(api, "run_step", wrong)
         assert {result.tensor for result in hold(PLAIN, F32) if not result.ok} == tensors, wrong
 
 
@@ -85,7 +83,7 @@ def test_any_call(call):
 @interpreted
 def test_only_the_new_rows_of_a_larger_buffer_are_written():
     """Tokens without a place in the cache are not written, even if there is memory after the last sequence."""
-    check = DecodeCheck("full", (2, 1), 4, 20, 16, (18, 20, 50))
+    check = step("full", (2, 1), 4, 20, 16, (18, 20, 50))
     inputs = make_inputs(check, F32)
     buffers = [torch.full((3, 30, 1, 16), 7.0) for _ in range(2)]
     views = [buffer[:, 5:25].transpose(1, 2) for buffer in buffers]
@@ -104,7 +102,7 @@ def test_only_the_new_rows_of_a_larger_buffer_are_written():
 @interpreted
 def test_offsets_beyond_32_bits():
     """Rows of the caches 2^26 elements apart, 2.7e9 in all; only the pages of the rows are ever touched."""
-    check = DecodeCheck("long", (2, 1), 1, 40, 16, (37,))
+    check = step("long", (2, 1), 1, 40, 16, (37,))
     inputs = make_inputs(check, F16)
     ref64, eager = run_reference(check, inputs, F64), run_reference(check, inputs, F16)
     caches = []

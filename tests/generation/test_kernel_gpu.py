@@ -5,12 +5,12 @@ import torch
 
 from fused_rope_attn import rope_attention_with_kvcache, rope_tables
 from tests.support.dtypes import BF16, F16, F32
+from tests.support.generation import hold, make_inputs
 from tests.support.gpu import no_synchronisation
-from verification.decode import DecodeCheck, hold, make_inputs
-from verification.matrix import DECODE
+from verification.matrix import DECODE, step
 
 pytestmark = pytest.mark.gpu
-SEQUENCES = DecodeCheck("sequences", (32, 8), 1, 2048, 128, (1000, 0, 2000, 3))
+SEQUENCES = step("sequences", (32, 8), 1, 2048, 128, (1000, 0, 2000, 3))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)

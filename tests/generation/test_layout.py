@@ -8,11 +8,10 @@ import torch
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache
 from tests.support.attention import assert_equal
 from tests.support.dtypes import F32
-from tests.support.generation import PLAIN, TINY
+from tests.support.generation import PLAIN, TINY, make_inputs
 from tests.support.internals import with_kvcache
 from tests.support.marks import interpreted
 from tests.support.operators import Record, kernel_or_reference
-from verification.decode import make_inputs
 
 
 def arguments(check=PLAIN):

@@ -8,10 +8,9 @@ import torch
 
 from fused_rope_attn import rope_attention_with_kvcache, rope_tables
 from tests.support.dtypes import F32
-from tests.support.generation import PLAIN, TINY
+from tests.support.generation import PLAIN, TINY, hold, make_inputs, run_kernels, run_reference
 from tests.support.internals import OPERATORS, kvcache_arguments, with_kvcache
 from tests.support.marks import ignore_overflow, interpreted
-from verification.decode import hold, make_inputs, run_kernels, run_reference
 
 
 @interpreted

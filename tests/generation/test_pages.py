@@ -7,12 +7,13 @@ import torch
 
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
 from tests.support.dtypes import F16, F32
+from tests.support.generation import make_inputs
 from tests.support.internals import with_kvcache, write
 from tests.support.operators import kernel_or_reference
-from verification.decode import DecodeCheck, make_inputs
+from verification.matrix import step
 
-PAGED = DecodeCheck("pages", (4, 2), 2, 48, 16, (30, 0), page_size=16)
-FLOAT8 = DecodeCheck("float8", (4, 2), 2, 40, 16, (30, 0), float8="head")
+PAGED = step("pages", (4, 2), 2, 48, 16, (30, 0), page_size=16)
+FLOAT8 = step("float8", (4, 2), 2, 40, 16, (30, 0), float8="head")
 
 
 def arguments(check=PAGED, **changes):
@@ -39,7 +40,7 @@ def test_a_page_outside_the_pool(sequence, page, wrong, backend):
 @pytest.mark.parametrize("appends", [True, False])
 def test_pages_of_keys_that_do_not_exist_are_not_looked_up(appends):
     """A key before ``kv_starts`` may be on a page outside the pool, or be NaN on the page of the first one."""
-    plain = DecodeCheck("pages", (4, 2), 2, 48, 16, (40, 20), page_size=16, append=appends)
+    plain = step("pages", (4, 2), 2, 48, 16, (40, 20), page_size=16, append=appends)
     given = arguments(plain, kv_starts=torch.tensor([21, 20], dtype=torch.int32))
     expected = with_kvcache(
         **given | {name: given[name].clone() for name in ("k_cache", "v_cache")}, backend="reference"

@@ -9,8 +9,8 @@ import torch
 from fused_rope_attn import rope_attention, rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.attention import reference
 from tests.support.dtypes import F64
-from tests.support.generation import PLAIN
-from verification.decode import DecodeCheck, make_inputs, run_reference
+from tests.support.generation import PLAIN, make_inputs, run_reference
+from verification.matrix import step
 
 
 def rows_of(inputs, check, rotated):
@@ -38,7 +38,7 @@ def rows_of(inputs, check, rotated):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_the_reference_is_attention_to_the_written_cache(interleaved, causal):
     """With raw keys it is ``rope_attention`` with ``kv_lens``, and with rotated keys the same."""
-    check = DecodeCheck(
+    check = step(
         "",
         (4, 2),
         3,
@@ -100,8 +100,8 @@ def test_token_by_token_is_all_at_once():
     for rotated in (True, False):
         k_cache, v_cache = torch.full((2, 2, heads_kv, 20, head_dim), math.nan, dtype=F64)
         lens = torch.zeros(2, dtype=torch.int32)
-        for start, step in ((0, 5), *((n, 1) for n in range(5, length))):
-            part = slice(start, start + step)
+        for start, count in ((0, 5), *((n, 1) for n in range(5, length))):
+            part = slice(start, start + count)
             o = rope_attention_with_kvcache(
                 q[:, :, part],
                 k_cache,
@@ -115,4 +115,4 @@ def test_token_by_token_is_all_at_once():
             )
             torch.testing.assert_close(o, whole[:, :, part])
             assert bool((lens == start).all())
-            lens += step
+            lens += count

@@ -8,9 +8,8 @@ from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention_with_kvcache
 from tests.support.dtypes import F32
-from tests.support.generation import PLAIN
+from tests.support.generation import PLAIN, make_inputs
 from tests.support.internals import check_step
-from verification.decode import make_inputs
 
 
 def call(**changes):
