@@ -4,8 +4,8 @@ from fused_rope_attn.experimental.corope import launch
 from tests.support.corope import NAMES
 from tests.support.dtypes import F32
 from tests.support.marks import ignore_overflow, interpreted
+from verification.attention import CoRopeCheck
 from verification.calls import Machine
-from verification.corope import CoRopeCheck
 from verification.report import rows_of
 from verification.workers import run_check
 
@@ -13,7 +13,7 @@ from verification.workers import run_check
 @interpreted
 @ignore_overflow
 def test_verification_tells_right_from_wrong(monkeypatch):
-    check = CoRopeCheck("short", 1, 2, 1, 9, 32, dtype=F32)
+    check = CoRopeCheck(1, 2, 1, 9, 9, 32, dtype=F32)
 
     def rows():
         return rows_of(run_check(check, Machine.of("cpu")))

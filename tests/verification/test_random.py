@@ -18,10 +18,9 @@ from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
 from verification import __main__ as command
 from verification import search, strategies
-from verification.attention import AttentionCheck
+from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
-from verification.corope import CoRopeCheck
-from verification.decode import DecodeCheck
+from verification.matrix import step
 from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
 from verification.strategies import FAMILIES, draw, drawn_call, shrunk_call
 from verification.workers import Outcome, Worker, run_check, run_checks
@@ -113,14 +112,14 @@ def test_each_mutation_is_some_call(mutation, drawn_arguments):
 @pytest.mark.parametrize("mutation", [m.name for m in MUTATIONS if m.name.startswith(("a tangent", "cu_seqlens"))])
 def test_tangents_and_wrong_ends_are_refused(mutation, backend):
     packed = AttentionCheck(1, 2, 1, 20, 20, 16, seqlens=((12, 12), (8, 8)), sinks=True, norms=0.0, dtype=torch.float32)
-    for legal in (packed, replace(packed, seqlens=None), DecodeCheck("", (2, 1), 1, 20, 16, (7,), norms=0.0)):
+    for legal in (packed, replace(packed, seqlens=None), step("", (2, 1), 1, 20, 16, (7,), norms=0.0)):
         outcome = run_check(IllegalCheck(legal, mutation), INTERPRETER)
         assert outcome.findings and not outcome.failures, outcome.failures
 
 
 def test_a_mutation_that_does_not_apply_is_replaced():
     """By the next one, for example by a tangent."""
-    outcome = run_check(IllegalCheck(CoRopeCheck("", 1, 1, 1, 5, 32), "v is left out"), INTERPRETER)
+    outcome = run_check(IllegalCheck(CoRopeCheck(1, 1, 1, 5, 5, 32), "v is left out"), INTERPRETER)
     assert not outcome.failures and outcome.findings[0].found.tensor == "refusal of a tangent of q"
 
 
