@@ -138,7 +138,7 @@ def run_cases(options: argparse.Namespace) -> int:
     from verification import report
     from verification.calls import Machine, dtype_name
     from verification.matrix import SIZES
-    from verification.workers import Outcome, run_checks
+    from verification.workers import run_checks
 
     checks = make_checks(options)
     names = [f"{check.name} {dtype_name(check.dtype)}" for check in checks]
@@ -149,37 +149,33 @@ def run_cases(options: argparse.Namespace) -> int:
         print(f"no case matches --filter {options.filter!r}", file=sys.stderr)
         return 2
 
-    start, found = time.perf_counter(), {}
-    with tqdm(total=len(checks), unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
+    def outcomes():
+        # Two large cases at a time, and huge ones alone, fit the memory of the card.
+        for size, most in zip(SIZES, (options.jobs, min(options.jobs, 2), min(options.jobs, 1))):
+            batches = [[(i, check)] for i, check in enumerate(checks) if check.size == size]
+            if batches:
+                yield from run_checks(batches, Machine.of(options.device), min(most, len(batches)))
 
-        def on_done(number: int, outcome: Outcome) -> None:
+    start, found = time.perf_counter(), {}
+    with tqdm(outcomes(), total=len(checks), unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
+        for number, outcome in bar:
             found[number] = rows = report.rows_of(outcome)
             # At once, because a run that is stopped prints no table.
             if failed := sum(row.verdict == "FAIL" for row in rows):
                 bar.write(f"{names[number]}: {failed} of {len(rows)} tensors not within tolerance", file=sys.stderr)
             bar.set_postfix_str(names[number][:50])
-            bar.update()
-
-        # Two large cases at a time, and huge ones alone, fit the memory of the card.
-        for size, most in zip(SIZES, (options.jobs, min(options.jobs, 2), min(options.jobs, 1))):
-            batches = [[(i, check)] for i, check in enumerate(checks) if check.size == size]
-            run_checks(batches, Machine.of(options.device), min(most, len(batches)), on_done)
     seconds = time.perf_counter() - start
 
     rows = [row for number in range(len(checks)) for row in found[number]]
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP")}
     environment = report.environment(options.device)
-    print(report.table(rows))
-    print(f"\n{report.LEGEND}\n\n{report.summary(rows)}\n")
-    where = environment.get("gpu", "Triton's interpreter" if environment["interpreter"] else "CPU")
+    print(f"{report.table(rows)}\n\n{report.LEGEND}\n\n{report.summary(rows)}\n")
     print(
         f"{counts['ok']} of {len(rows)} tensors within tolerance, {counts['FAIL']} not, {counts['SKIP']} skipped; "
-        f"{len(checks)} cases in {seconds:.0f} s on {where}, torch {environment['torch']}, "
-        f"triton {environment['triton']}"
+        f"{len(checks)} cases in {seconds:.0f} s on {report.where(environment)}"
     )
     if options.json:
         report.write_json(Path(options.json), environment, seconds, rows)
-        print(f"rows written to {options.json}")
     return 1 if counts["FAIL"] else 0
 
 

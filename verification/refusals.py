@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -324,6 +324,7 @@ class IllegalCheck:
 
     legal: Any
     mutation: str
+    backend: ClassVar[str] = "refused"
 
     @property
     def function(self) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fused_rope_attn.env import driver_version, run_quietly
 from verification.calls import dtype_name
@@ -42,21 +44,18 @@ class Row:
     detail: str = ""
 
 
-def rows_of(outcome: Outcome) -> list[Row]:
-    """Return a row of each tensor, and of each statement that does not hold."""
-    check, nan = outcome.check, float("nan")
-    case, backend = (check.name, dtype_name(check.dtype)), getattr(check, "backend", "")
+def rows_of(outcome: Outcome, case: str = "") -> list[Row]:
+    """Return a row of each tensor, and of each statement that does not hold. case: another name than the check's."""
+    check, nan = outcome.check, math.nan
+    first, backend = (case or check.name, dtype_name(check.dtype)), check.backend
     rows = []
     for finding in outcome.findings:
-        found, label = finding.found, backend or finding.backend
-        verdict = "ok" if found.ok else "FAIL"
-        if finding.is_tensor:
-            figures = (found.error, found.eager_error, found.ratio, found.row_ratio)
-            rows.append(Row(*case, label, found.tensor, *figures, verdict, found.detail))
-        elif not found.ok:
-            rows.append(Row(*case, label, found.tensor, nan, nan, nan, nan, verdict, found.detail))
+        found, verdict = finding.found, "ok" if finding.found.ok else "FAIL"
+        figures = (found.error, found.eager_error, found.ratio, found.row_ratio) if finding.is_tensor else (nan,) * 4
+        if finding.is_tensor or not found.ok:
+            rows.append(Row(*first, backend or finding.backend, found.tensor, *figures, verdict, found.detail))
     if outcome.skipped:
-        rows.append(Row(*case, backend or "-", "-", nan, nan, nan, nan, "SKIP", outcome.skipped))
+        rows.append(Row(*first, backend or "-", "-", nan, nan, nan, nan, "SKIP", outcome.skipped))
     return rows
 
 
@@ -73,22 +72,16 @@ def summary(rows: Sequence[Row]) -> str:
     for (backend, dtype), members in groups.items():
         passed = sum(row.verdict == "ok" for row in members)
         worst = max(members, key=lambda row: (row.row_ratio == row.row_ratio, row.row_ratio))  # nan is no ratio
-        lines.append(
-            {
-                "backend": backend,
-                "dtype": dtype,
-                "within tolerance": f"{passed} of {len(members)}",
-                "worst row": worst.row_ratio,
-                "where": f"{worst.tensor} of {worst.case}",
-            }
-        )
-    text = format_table(("backend", "dtype", "within tolerance", "worst row", "where"), lines)
+        where = f"{worst.tensor} of {worst.case}"
+        lines.append((backend, dtype, f"{passed} of {len(members)}", worst.row_ratio, where))
+    columns = ("backend", "dtype", "within tolerance", "worst row", "where")
+    text = format_table(columns, [dict(zip(columns, line)) for line in lines])
     for row in (row for row in rows if row.verdict != "ok"):
         text += f"\n{row.verdict} {row.case} | {row.dtype} | {row.backend} | {row.tensor}: {row.detail}"
     return text
 
 
-def environment(device: str) -> dict:
+def environment(device: str) -> dict[str, Any]:
     """Return the origin of the rows: versions, GPU and driver, commit, date."""
     import torch
     import triton
@@ -114,8 +107,14 @@ def environment(device: str) -> dict:
     return facts
 
 
-def write_json(path: Path, environment: dict, seconds: float, rows: Sequence[Row]) -> None:
-    """``{"environment", "seconds", "failures", "rows"}``; a number that is not finite becomes null."""
+def where(environment: Mapping[str, Any]) -> str:
+    """Say in a few words on what a run ran."""
+    machine = environment.get("gpu", "Triton's interpreter" if environment["interpreter"] else "CPU")
+    return f"{machine}, torch {environment['torch']}, triton {environment['triton']}"
+
+
+def write_json(path: Path, environment: Mapping[str, Any], seconds: float, rows: Sequence[Row], **facts: Any) -> None:
+    """``{"environment", "seconds", "failures", "rows"}`` and ``facts``; a number that is not finite becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "environment": environment,
@@ -123,9 +122,9 @@ def write_json(path: Path, environment: dict, seconds: float, rows: Sequence[Row
         "failures": sum(row.verdict == "FAIL" for row in rows),
         "rows": [_finite(asdict(row)) for row in rows],
     }
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(content | facts, indent=1, allow_nan=False) + "\n")
+    print(f"rows written to {path}")
 
 
-def _finite(row: dict) -> dict:
-    infinities = (float("inf"), float("-inf"))
-    return {key: None if value != value or value in infinities else value for key, value in row.items()}
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,57 +22,6 @@ from verification.workers import Here, Outcome, Worker, run_check, run_checks
 _LONGEST_DETAIL = 300
 # The number of failures that are shrunk, the seconds for each, and the seconds after which an attempt is given up.
 MOST_SHRUNK, SHRINK_SECONDS, ATTEMPT_SECONDS = 5, 180.0, 60.0
-
-
-@dataclass
-class Tally:
-    """Counts over all outcomes so far. Only failures are kept whole."""
-
-    calls: Counter = field(default_factory=Counter)  # of (function, backend), refusals left out
-    drawn: Counter = field(default_factory=Counter)  # of a function, refusals left out
-    refusals: Counter = field(default_factory=Counter)  # of a function
-    skipped: Counter = field(default_factory=Counter)
-    worst: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)  # (function, tensor): share, index
-    failed: list[tuple[int, Outcome]] = field(default_factory=list)
-    slowest: list[tuple[float, int, str]] = field(default_factory=list)
-
-    def add(self, index: int, outcome: Outcome) -> None:
-        function = outcome.check.function
-        self.skipped[function] += bool(outcome.skipped)
-        if isinstance(outcome.check, IllegalCheck):
-            self.refusals[function] += 1
-        else:
-            self.drawn[function] += 1
-            self.calls.update((function, backend) for backend in {finding.backend for finding in outcome.findings})
-        for finding in outcome.findings:
-            if finding.share > 0.0:
-                key = (function, finding.found.tensor)
-                self.worst[key] = max(self.worst.get(key, (0.0, 0)), (finding.share, index))
-        if outcome.failures:
-            self.failed.append((index, outcome))
-        self.slowest = sorted([*self.slowest, (outcome.seconds, index, literal(outcome.check))], reverse=True)[:5]
-
-    @property
-    def total(self) -> int:
-        return self.drawn.total() + self.refusals.total()
-
-    def tables(self) -> str:
-        """Calls of each function on each backend, then each function's and tensor's worst error."""
-        backends = sorted({backend for _, backend in self.calls})
-        failures = Counter(outcome.check.function for _, outcome in self.failed)
-        columns = {"calls": self.drawn, "refusals": self.refusals, "skipped": self.skipped, "failures": failures}
-        rows = [
-            {"function": name, **{column: counter[name] for column, counter in columns.items()}}
-            | {backend: self.calls[name, backend] for backend in backends}
-            for name in sorted({*self.drawn, *self.refusals})
-        ]
-        counts = format_table(("function", "calls", *backends, "refusals", "skipped", "failures"), rows)
-        worst = [
-            {"function": function, "tensor": tensor, "worst share": share, "call": index}
-            for (function, tensor), (share, index) in sorted(self.worst.items())
-        ]
-        legend = "worst share: the largest error, as a share of what the tolerance allows; above 1 fails."
-        return f"{counts}\n\n{format_table(('function', 'tensor', 'worst share', 'call'), worst)}\n\n{legend}"
 
 
 def command_of(check: Any, machine: Machine) -> str:
@@ -147,66 +94,47 @@ def run_call(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     """Exit status 0: all is well; 1: something is not; 2: nothing ran."""
     machine = Machine.of(options.device, options.dtype, options.backend)
-    tally, start = Tally(), time.monotonic()
-    with tqdm(total=options.random, unit="call", file=sys.stderr, dynamic_ncols=True) as bar:
-
-        def on_done(index: int, outcome: Outcome) -> None:
-            tally.add(index, outcome)
-            for line in describe_failures(outcome):
-                bar.write(f"call {index} failed: {line}", file=sys.stdout)
-            if outcome.failures:
-                bar.write(f"    {command_of(outcome.check, machine)}", file=sys.stdout)
-            if outcome.skipped:
-                bar.write(f"call {index} skipped: {outcome.skipped}", file=sys.stderr)
-            bar.set_postfix_str(f"{len(tally.failed)} failed")
-            bar.update()
-
-        deadline = None if options.minutes is None else start + 60.0 * options.minutes
-        run_checks(batches(options.seed, options.random, machine), machine, options.jobs, on_done, deadline)
+    start = time.monotonic()
+    deadline = None if options.minutes is None else start + 60.0 * options.minutes
+    drawn = run_checks(batches(options.seed, options.random, machine), machine, options.jobs, deadline)
+    counts, rows, failed = Counter(), [], {}
+    for index, outcome in tqdm(drawn, total=options.random, unit="call", file=sys.stderr, dynamic_ncols=True):
+        function, is_illegal = outcome.check.function, isinstance(outcome.check, IllegalCheck)
+        counts.update([(function, "refusals" if is_illegal else "calls")])
+        if outcome.skipped:
+            counts["skipped"] += 1
+        if outcome.failures:
+            failed[index] = outcome
+            counts[function, "failures"] += 1
+            command = f"    {command_of(outcome.check, machine)}"
+            tqdm.write("\n".join([*(f"call {index} failed: {line}" for line in describe_failures(outcome)), command]))
+        if not is_illegal:
+            rows += report.rows_of(outcome, f"{function} {index}")
     seconds = time.monotonic() - start
     shrunk = {}
-    for index, outcome in sorted(tally.failed, key=lambda failed: failed[0])[:MOST_SHRUNK]:
-        small = shrink(options.seed, index, outcome, machine, options.jobs)
-        shrunk[index] = outcome if small is None else small
-        print(f"call {index} shrunk: {(describe_failures(shrunk[index]))[0]}")
-        print(f"    {command_of(shrunk[index].check, machine)}", flush=True)
+    for index, outcome in sorted(failed.items())[:MOST_SHRUNK]:
+        small = shrink(options.seed, index, outcome, machine, options.jobs) or outcome
+        shrunk[index] = command_of(small.check, machine)
+        print(f"call {index} shrunk: {describe_failures(small)[0]}\n    {shrunk[index]}", flush=True)
+    columns = ("function", "calls", "refusals", "failures")
+    names = sorted({key[0] for key in counts if key != "skipped"})
+    lines = [{"function": name} | {column: counts[name, column] for column in columns[1:]} for name in names]
+    print(f"{format_table(columns, lines)}\n\n{report.summary(rows)}\n")
+    refusals = sum(line["refusals"] for line in lines)
+    total = sum(line["calls"] for line in lines) + refusals
     environment = report.environment(options.device)
-    print(f"{tally.tables()}\n")
-    where = environment.get("gpu", "Triton's interpreter" if environment["interpreter"] else "CPU")
-    stopped = "" if tally.total == options.random else f" of {options.random}, stopped by --minutes {options.minutes:g}"
+    stopped = "" if total == options.random else f" of {options.random}, stopped by --minutes {options.minutes:g}"
     print(
-        f"{tally.total}{stopped} calls ({tally.refusals.total()} of them refusals) with seed {options.seed}, "
-        f"{len(tally.failed)} failed, {tally.skipped.total()} skipped, in {seconds:.0f} s on {where}, "
-        f"torch {environment['torch']}, triton {environment['triton']}, hypothesis {environment['hypothesis']}"
+        f"{total}{stopped} calls ({refusals} of them refusals) with seed {options.seed}, {len(failed)} failed, "
+        f"{counts['skipped']} skipped, in {seconds:.0f} s on {report.where(environment)}, "
+        f"hypothesis {environment['hypothesis']}"
     )
     if options.json:
-        facts = {"environment": environment, "seed": options.seed, "seconds": round(seconds, 1)}
-        write_json(Path(options.json), tally, facts, {i: command_of(o.check, machine) for i, o in shrunk.items()})
-        print(f"summary written to {options.json}")
-    return 1 if tally.failed else 0 if tally.total else 2
-
-
-def write_json(path: Path, tally: Tally, facts: dict[str, Any], shrunk: dict[int, str]) -> None:
-    """Write ``facts``, then what the tables say, and every failure with its call."""
-    content = facts | {
-        "calls": tally.total,
-        "refusals": tally.refusals.total(),
-        "failures": [
-            {
-                "index": index,
-                "function": outcome.check.function,
-                "call": literal(outcome.check),
-                "shrunk": shrunk.get(index),
-                "findings": [asdict(finding) for finding in outcome.failures],
-            }
-            for index, outcome in tally.failed
-        ],
-        "functions": {name: tally.drawn[name] for name in sorted(tally.drawn)},
-        "backends": [{"function": f, "backend": b, "calls": n} for (f, b), n in sorted(tally.calls.items())],
-        "worst": [
-            {"function": f, "tensor": t, "share": s, "index": i} for (f, t), (s, i) in sorted(tally.worst.items())
-        ],
-        "slowest": [{"seconds": round(seconds, 1), "index": i, "call": text} for seconds, i, text in tally.slowest],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        failures = [
+            {"index": i, "function": x.check.function, "call": literal(x.check), "shrunk": shrunk.get(i)}
+            for i, x in failed.items()
+        ]
+        facts = {"seed": options.seed, "calls": total, "refusals": refusals, "functions": lines, "failures": failures}
+        bad = [row for row in rows if row.verdict != "ok"]
+        report.write_json(Path(options.json), environment, seconds, bad, **facts)
+    return 1 if failed else 0 if total else 2

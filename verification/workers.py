@@ -6,11 +6,12 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import queue
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -56,7 +57,7 @@ def run_check(check: Any, machine: Machine) -> Outcome:
     except torch.OutOfMemoryError:
         skipped = "does not fit this GPU's memory"
     except Exception as error:
-        findings.append(Finding.raised(getattr(check, "backend", "reference"), error))
+        findings.append(Finding.raised(check.backend or "reference", error))
     if machine.has_gpu:
         is_fatal = not _gpu_is_alive()
         if not is_fatal and torch.cuda.memory_reserved() > _KEPT_BYTES:
@@ -175,23 +176,19 @@ def _serve(connection: Connection, machine: Machine, log: str) -> None:
 
 
 def run_checks(
-    batches: Iterable[list[tuple[int, Any]]],
-    machine: Machine,
-    jobs: int,
-    on_done: Callable[[int, Outcome], None],
-    deadline: float | None = None,
-) -> None:
-    """Run batches of numbered checks, each batch in one process, and pass every outcome to ``on_done`` at once.
+    batches: Iterable[list[tuple[int, Any]]], machine: Machine, jobs: int, deadline: float | None = None
+) -> Iterator[tuple[int, Outcome]]:
+    """Run batches of numbered checks, each batch in one process, and yield every number and outcome at once.
 
     jobs: processes; 0 runs one check after the other in this one. deadline: of ``time.monotonic()``, when all stops.
     """
     waiting, lock, stop = iter(batches), threading.Lock(), threading.Event()
+    done: queue.SimpleQueue[tuple[int, Outcome] | None] = queue.SimpleQueue()
 
     def is_over() -> bool:
         return stop.is_set() or (deadline is not None and time.monotonic() > deadline)
 
-    def serve() -> None:
-        worker = Worker(machine, is_over) if jobs else Here(machine)
+    def outcomes(worker: Worker | Here) -> Iterator[tuple[int, Outcome]]:
         try:
             while True:
                 with lock:
@@ -202,18 +199,26 @@ def run_checks(
                     outcome = None if is_over() else worker.run(check)
                     if outcome is None:
                         return
-                    with lock:
-                        on_done(number, outcome)
+                    yield number, outcome
         finally:
             worker.stop()
 
+    def serve() -> None:
+        try:
+            for one in outcomes(Worker(machine, is_over)):
+                done.put(one)
+        finally:
+            done.put(None)
+
     if jobs == 0:
-        serve()
+        yield from outcomes(Here(machine))
         return
     with ThreadPoolExecutor(jobs) as threads:
+        served = [threads.submit(serve) for _ in range(jobs)]
         try:
-            for future in [threads.submit(serve) for _ in range(jobs)]:
+            for _ in served:
+                yield from iter(done.get, None)
+            for future in served:
                 future.result()
-        except BaseException:
+        finally:
             stop.set()
-            raise

@@ -211,7 +211,7 @@ class Fatal:
 
     size_of_it: int
     hangs: bool = False
-    function = "rope_attention"
+    function, backend = "rope_attention", "reference"
 
     def run(self, machine):
         if self.size_of_it >= 3:
@@ -220,9 +220,8 @@ class Fatal:
 
 
 def test_a_worker_that_dies_costs_one_check():
-    outcomes = {}
     batches = [[(0, Fatal(1)), (1, Fatal(7)), (2, Fatal(2))], [(3, Fatal(0)), (4, Fatal(-1))]]
-    run_checks(batches, REFERENCE, 1, outcomes.__setitem__)
+    outcomes = dict(run_checks(batches, REFERENCE, 1))
     assert sorted(outcomes) == [0, 1, 2, 3, 4]
     assert [i for i, outcome in outcomes.items() if outcome.failures] == [1, 4]
     (lost,), (negative,) = outcomes[1].failures, outcomes[4].failures
