@@ -110,26 +110,99 @@ def _number(draw: Draw, least: int, most: int) -> int:
     return draw(st.integers(least, max(least, most)))
 
 
+# Fields that are drawn by weight alone.
+
+_ON_GPU = {
+    "head_dim": {16: 7, 24: 5, 32: 8, 40: 4, 64: 14, 72: 4, 80: 6, 96: 9, 120: 3, 128: 18, 160: 4, 192: 5, 256: 9,
+                 8: 0.7, 36: 0.7, 264: 0.4},  # the reference alone serves the last three
+    "group": {2: 4, 3: 2, 4: 4, 5: 1, 7: 1, 8: 2, 16: 0.5},
+    "batch": {1: 6, 2: 5, 3: 2, 4: 1, 0: 0.15},
+    "heads_kv": {1: 4, 2: 5, 3: 2, 4: 2, 8: 2},
+    "len_q": {1: 10, st.integers(2, 8): 4, st.integers(9, 40): 1},  # of a step
+}  # fmt: skip
+_INTERPRETED = {
+    "head_dim": {16: 30, 32: 22, 24: 10, 64: 8, 80: 3, 96: 3, 40: 3, 128: 3, 256: 1, 8: 1, 20: 1, 264: 0.5, 2: 0.5},
+    "group": {2: 5, 3: 2, 4: 1, 5: 0.5},
+    "batch": {1: 10, 2: 5, 3: 1, 0: 0.2},
+    "heads_kv": {1: 6, 2: 3, 3: 1},
+    "len_q": {1: 10, st.integers(2, 8): 4, st.integers(9, 20): 1},
+}  # fmt: skip
+_MEMORY = {
+    "bnhd": 10, "bhnd": 5, "nbhd": 2, "columns": 2, "odd": 3, "offset": 3, "wide": 2, "fused": 3, "skipped": 2,
+    "one batch": 1, "one head": 1, "one token": 0.5,
+}  # fmt: skip
+_ALONE = {name: weight for name, weight in _MEMORY.items() if name not in SHARED}
+_GRADIENT = {**_MEMORY, "one number": 3}  # ``out.sum()`` expands the gradient of o from one number
+_TABLES = {
+    "interleaved": {False: 6, True: 4},
+    "full_width": {False: 65, True: 35},
+    "table_memory": {"plain": 8, "columns": 1, "odd": 1},
+    "table_batch": {False: 8, True: 2},
+    "leading_one": {False: 8, True: 2},
+}
+_OF_ATTENTION = {
+    "causal": {True: 6, False: 4},
+    "norms": {None: 55, 0.0: 45},
+    "deterministic": {False: 88, True: 12},
+    "kv_lens": {None: 8, (): 2},
+}
+_OF_CACHES = {
+    "rotated": {True: 6, False: 4},
+    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
+    "float8": {None: 7, "tensor": 1, "head": 2},
+}
+_OF_DECODE = _OF_CACHES | {
+    "causal": {True: 75, False: 25},
+    "append": {True: 7, False: 3},
+    "norms": {None: 70, 0.0: 15, 1.0: 15},
+}
+_OF_WRITE = _OF_CACHES | {"packed": {False: 1, True: 1}}
+# Any head dim from 2 up is served, odd ones too.
+_OF_ROPE = {
+    "head_dim": {64: 4, 128: 4, 32: 3, 16: 2, 80: 2, 96: 1, 256: 1, 24: 1, 7: 1, 2: 0.5, 320: 0.5},
+    "form": {"bhsd": 4, "bshd": 4, "sbhd": 2, "thd": 3},
+    "inverse": {False: 7, True: 3},
+    "out": {"none": 6, "new": 1, "in place": 2},
+    "norms": {None: 1, 0.0: 1},
+    "strided_norms": {False: 9, True: 1},
+}
+_OF_CALLS = {
+    "extra_rows": {0: 4, 1: 1, st.integers(0, 40): 1},
+    "return_lse": {True: 1, False: 1},
+    "infers_rotary_dim": {False: 4, True: 6},
+    "tables": {"rope": 4, "yarn": 2, "random": 4},
+    "form": {"bhsd": 7, "bshd": 3},
+    "norm_eps": {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1},
+    "seed": {st.integers(1, 10**6): 1},
+}
+_OF_MASKS = {
+    "window": {None: 9, (-1, -1): 3, (7, -1): 4, (-1, 7): 1.5, (7, 7): 2, (0, 0): 0.7},
+    "softcap": {0.0: 9, 2.0: 1, 15.0: 1, 50.0: 1},
+    "sinks": {False: 7, True: 3},
+    "kv_starts": {None: 2, (): 1},
+}
+# A prototype has None where its calls have no such bound.
+_BOUNDS = ("window", "kv_starts", "kv_lens", "seqlens", "norms")
+
+
+def _fields(draw: Draw, *tables: Mapping[str, Mapping[Any, float]]) -> dict[str, Any]:
+    return {name: pick(draw, weights) for table in tables for name, weights in table.items()}
+
+
+def _size(draw: Draw, machine: Machine, name: str) -> int:
+    return pick(draw, (_ON_GPU if machine.has_gpu else _INTERPRETED)[name])
+
+
+def _dtype(draw: Draw, machine: Machine) -> torch.dtype:
+    return pick(draw, {DTYPES[name]: 1 for name in reversed(machine.dtypes)})
+
+
+def _some(draw: Draw, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Mostly all of the names."""
+    return names if not chance(draw, 0.3) else tuple(name for name in names if chance(draw, 0.5))
+
+
 # Sizes, which several families draw.
-
-
-def _head_dim(draw: Draw, machine: Machine) -> int:
-    """Mostly one of models; a few percent are served by the reference only."""
-    # Kernels branch on the power of two that holds the columns, and on columns that only pad it.
-    on_gpu = {
-        16: 7, 24: 5, 32: 8, 40: 4, 64: 14, 72: 4, 80: 6, 96: 9, 120: 3, 128: 18, 160: 4, 192: 5, 256: 9, 8: 0.7,
-        36: 0.7, 264: 0.4,
-    }  # fmt: skip
-    interpreted = {
-        16: 30, 32: 22, 24: 10, 64: 8, 80: 3, 96: 3, 40: 3, 128: 3, 256: 1, 8: 1, 20: 1, 264: 0.5, 2: 0.5,
-    }  # fmt: skip
-    return pick(draw, on_gpu if machine.has_gpu else interpreted)
-
-
-def _rotary_dim(draw: Draw, head_dim: int) -> int:
-    if head_dim == 2 or not chance(draw, 0.35):
-        return head_dim
-    return pick(draw, {head_dim // 4 * 2 or 2: 2, st.integers(1, head_dim // 2).map(lambda x: 2 * x): 2, 2: 0.5})
 
 
 def _length(draw: Draw, most: int) -> int:
@@ -145,20 +218,6 @@ def _near_border(draw: Draw, most: int) -> int:
     """A number of rows or of keys at which tiles end, or up to two more or fewer; the border is at ``most`` at most."""
     borders = (16, *(border for border in (32, 64, 128, 256, 512) if border <= most))
     return pick(draw, dict.fromkeys(borders, 1)) + pick(draw, {0: 1, -1: 1, 1: 1, -2: 1, 2: 1})
-
-
-def _group(draw: Draw, machine: Machine, probability: float) -> int:
-    """Query heads of one key head: more than one with this probability."""
-    if not chance(draw, probability):
-        return 1
-    return pick(draw, {2: 4, 3: 2, 4: 4, 5: 1, 7: 1, 8: 2, 16: 0.5} if machine.has_gpu else {2: 5, 3: 2, 4: 1, 5: 0.5})
-
-
-def _heads(draw: Draw, machine: Machine) -> tuple[int, int]:
-    """(B, HKV)."""
-    if machine.has_gpu:
-        return pick(draw, {1: 6, 2: 5, 3: 2, 4: 1, 0: 0.15}), pick(draw, {1: 4, 2: 5, 3: 2, 4: 2, 8: 2})
-    return pick(draw, {1: 10, 2: 5, 3: 1, 0: 0.2}), pick(draw, {1: 6, 2: 3, 3: 1})
 
 
 def _fitted(machine: Machine, batch: int, heads_kv: int, group: int, len_q: int, len_k: int) -> tuple[int, ...]:
@@ -179,12 +238,6 @@ def _fitted(machine: Machine, batch: int, heads_kv: int, group: int, len_q: int,
     return batch, heads_kv, len_q, len_k
 
 
-def _scale(draw: Draw, head_dim: int) -> float | None:
-    usual = head_dim**-0.5
-    one = {1: 0.5} if head_dim <= 64 else {}  # an int; where heads are wide, only the largest score would count
-    return pick(draw, {None: 12, usual: 2, 0.0: 1, -usual: 1, -3 * usual: 0.5, 2.5 * usual: 1} | one)
-
-
 def _window(draw: Draw, prototype: tuple[int, int] | None, length: int) -> tuple[int, int] | None:
     """Draw sizes for the sides that the prototype bounds; -1 is unbounded."""
     if prototype in (None, (0, 0)):
@@ -203,147 +256,80 @@ def _bounds(draw: Draw, batch: int, length: int, *, upper: bool) -> tuple[int, .
     return tuple(pick(draw, weights) for _ in range(batch))
 
 
-# Fields that are drawn by weight alone: those of prototypes, and then those of calls.
-
-# A prototype has None where its calls have no such bound.
-_BOUNDS = ("window", "kv_starts", "kv_lens", "seqlens", "lengths", "norms")
-_MEMORY = {
-    "bnhd": 10, "bhnd": 5, "nbhd": 2, "columns": 2, "odd": 3, "offset": 3, "wide": 2, "fused": 3, "skipped": 2,
-    "one batch": 1, "one head": 1, "one token": 0.5,
-}  # fmt: skip
-_ALONE = {name: weight for name, weight in _MEMORY.items() if name not in SHARED}
-_GRADIENT = {**_MEMORY, "one number": 3}  # ``out.sum()`` expands the gradient of o from one number
-_SEED = st.integers(1, 10**6)
-_EPS = {1e-6: 4, 1e-5: 2, 0.0: 1, 1e-2: 1}
-_TABLES = {
-    "interleaved": {False: 6, True: 4},
-    "full_width": {False: 65, True: 35},
-    "table_memory": {"plain": 8, "columns": 1, "odd": 1},
-    "table_batch": {False: 8, True: 2},
-    "leading_one": {False: 8, True: 2},
-}
-_OF_ATTENTION = {
-    "causal": {True: 6, False: 4},
-    "norms": {None: 55, 0.0: 45},
-    "deterministic": {False: 88, True: 12},
-}
-_OF_CACHES = {
-    "rotated": {True: 6, False: 4},
-    "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
-    "float8": {None: 7, "tensor": 1, "head": 2},
-}
-_OF_DECODE = _OF_CACHES | {
-    "causal": {True: 75, False: 25},
-    "append": {True: 7, False: 3},
-    "norms": {None: 70, 0.0: 15, 1.0: 15},
-    "norm_eps": {1e-6: 1, 1e-2: 1},
-}
-_OF_WRITE = _OF_CACHES | {"packed": {False: 1, True: 1}}
-_OF_ROPE = {
-    "inverse": {False: 7, True: 3},
-    "out": {"none": 6, "new": 1, "in place": 2},
-    "strided_norms": {False: 9, True: 1},
-}
-_OF_CALLS = {
-    "extra_rows": {0: 4, 1: 1, st.integers(0, 40): 1},
-    "return_lse": {True: 1, False: 1},
-    "infers_rotary_dim": {False: 4, True: 6},
-    "tables": {"rope": 4, "yarn": 2, "random": 4},
-    "form": {"bhsd": 7, "bshd": 3},
-    "seed": {_SEED: 1},
-}
+# Families: a prototype, and a call of it.
 
 
-def _fields(draw: Draw, *tables: Mapping[str, Mapping[Any, float]]) -> dict[str, Any]:
-    return {name: pick(draw, weights) for table in tables for name, weights in table.items()}
+def _prototype(draw: Draw, kind: type[Call], machine: Machine, table: Mapping[str, Any], **others: Any) -> Any:
+    """Draw a call of the smallest sizes, with what all functions have; ``others`` as they are."""
+    dtype = _dtype(draw, machine)
+    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "len_q": 1, "len_k": 1, "dtype": dtype}
+    for name, probability in (("table_dtype", 0.2), ("sinks_dtype", 0.3), ("norm_dtype", 0.4)):
+        fields[name] = dtype if chance(draw, probability) else torch.float32
+    fields |= {"head_dim": _size(draw, machine, "head_dim")} | _fields(draw, _TABLES, table)
+    rotary_dim = head_dim = fields["head_dim"] // 2 * 2
+    if head_dim > 2 and chance(draw, 0.35):
+        evens = st.integers(1, head_dim // 2).map(lambda x: 2 * x)
+        rotary_dim = pick(draw, {head_dim // 4 * 2 or 2: 2, evens: 2, 2: 0.5})
+    return kind(**(fields | {"rotary_dim": rotary_dim} | others))
 
 
 def _memories(draw: Draw, *weights: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(pick(draw, layouts) for layouts in weights)
 
 
-def _some(draw: Draw, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Mostly all of the names."""
-    return names if not chance(draw, 0.3) else tuple(name for name in names if chance(draw, 0.5))
+def _masks(draw: Draw) -> dict[str, Any]:
+    """Draw masks, or none: the plain call is what most models make."""
+    return _fields(draw, _OF_MASKS) if chance(draw, 0.7) else {}
 
 
-def _dtypes(draw: Draw, machine: Machine) -> dict[str, torch.dtype]:
-    """Draw the dtypes of a prototype: tables, sinks and weights have float32 or that of the tensors."""
-    dtype = pick(draw, {DTYPES[name]: 1 for name in reversed(machine.dtypes)})
-    others = {"table_dtype": 0.2, "sinks_dtype": 0.3, "norm_dtype": 0.4}
-    own = {name: dtype if chance(draw, probability) else torch.float32 for name, probability in others.items()}
-    return {"dtype": dtype} | own
-
-
-def _scored(draw: Draw, machine: Machine) -> dict[str, Any]:
-    """Draw the fields that prototypes of attention and of a step share."""
-    head_dim, masks = _head_dim(draw, machine), chance(draw, 0.7)  # the plain call is what most models make
-    windows = {None: 9, (-1, -1): 3, (7, -1): 4, (-1, 7): 1.5, (7, 7): 2, (0, 0): 0.7}
-    return (
-        _dtypes(draw, machine)
-        | _fields(draw, _TABLES)
-        | {
-            "head_dim": head_dim,
-            "rotary_dim": _rotary_dim(draw, head_dim),
-            "window": pick(draw, windows) if masks else None,
-            "softcap": pick(draw, {2.0: 1, 15.0: 1, 50.0: 1}) if masks and chance(draw, 0.25) else 0.0,
-            "sinks": masks and chance(draw, 0.3),
-            "kv_starts": () if masks and chance(draw, 0.33) else None,
-        }
-    )
-
-
-def _backends(draw: Draw, machine: Machine, weights: Mapping[tuple[str, str], float]) -> tuple[tuple[str, str], ...]:
+def _variants(draw: Draw, machine: Machine, weights: Mapping[tuple[str, str], float]) -> tuple[tuple[str, str], ...]:
     """One or two: to compile a prototype for more would leave time for fewer prototypes."""
+    if machine.backends == ("reference",):
+        return (("reference", "auto"),)
     weights = {pair: w for pair, w in weights.items() if pair[0] != "triton" or "triton" in machine.backends}
-    found = [pick(draw, weights)] if weights else []
-    if len(weights) > 3 and machine.has_gpu and chance(draw, 0.15):
-        found.append(pick(draw, weights))
-    if "reference" in machine.backends and (not found or chance(draw, 0.3)):
+    weights = weights or {("auto", "auto"): 1}
+    found = [pick(draw, weights) for _ in range(1 + (machine.has_gpu and chance(draw, 0.1)))]
+    if "reference" in machine.backends and chance(draw, 0.3):
         found.append(("reference", "auto"))
     return tuple(dict.fromkeys(found))
 
 
-# Families: a prototype, and a call of it.
-
-
-def _dense_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
-    weights = {("hopper", "auto"): 0.2}  # must be refused, but for a GPU that has it
-    if "hopper" in machine.backends:
-        weights = {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
-    if "triton" in machine.backends:
-        weights |= {("triton", "inline"): 3, ("triton", "prepass"): 3, ("triton", "auto"): 1}
-        weights |= {("auto", "auto"): 2 if machine.has_gpu else 0.5, ("auto", "inline"): 0.5, ("auto", "prepass"): 0.5}
-    fields = _scored(draw, machine) | _fields(draw, _OF_ATTENTION) | {"kv_lens": () if chance(draw, 0.2) else None}
-    memory = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)
-    variants = _backends(draw, machine, weights if len(weights) > 1 else {})
-    return AttentionCheck(1, 1, 1, 1, 1, **fields, memory=memory, variants=variants)
+def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCheck:
+    weights = {("triton", "inline"): 3, ("triton", "prepass"): 3, ("triton", "auto"): 1, ("hopper", "auto"): 0.2}
+    weights |= {("auto", "auto"): 2 if machine.has_gpu else 0.5, ("auto", "inline"): 0.5, ("auto", "prepass"): 0.5}
+    if "hopper" in machine.backends:  # elsewhere it must be refused
+        weights |= {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
+    fields = {"memory": _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)} | _masks(draw) | others
+    fields["variants"] = _variants(draw, machine, weights)
+    return _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, **fields)
 
 
 def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
-    dense = _dense_prototype(draw, machine)
-    return replace(dense, seqlens=(), kv_starts=None, kv_lens=None, table_batch=False)
+    return _dense_prototype(draw, machine, seqlens=(), kv_starts=None, kv_lens=None, table_batch=False)
+
+
+def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
+    """Return a call of a prototype with these fields, and others that all functions have."""
+    scales = {None: 12} | {x * prototype.head_dim**-0.5: w for x, w in ((1, 2), (0, 1), (-1, 1), (-3, 0.5), (2.5, 1))}
+    # An int; where heads are wide, only the largest score would count.
+    scales |= {1: 0.5} if prototype.head_dim <= 64 else {}
+    found = _fields(draw, _OF_CALLS) | {"softmax_scale": pick(draw, scales)}
+    if prototype.norms is not None:
+        found["norms"] = pick(draw, {0.0: 3, 1.0: 3, 0.5: 1, -0.25: 1})
+    return replace(prototype, **(found | fields))
 
 
 def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> AttentionCheck:
     most = pick(draw, {600: 14, 1024: 1, 3000: 1}) if machine.has_gpu else 90
-    group = _group(draw, machine, 0.5)
+    group = _size(draw, machine, "group") if chance(draw, 0.5) else 1
     sizes = _dense_sizes if prototype.seqlens is None else _packed_sizes
-    fields = sizes(draw, prototype, machine, group, most) | _fields(draw, _OF_CALLS)
-    if prototype.norms is not None:
-        fields |= {"norms": pick(draw, {0.0: 3, 1.0: 3, 0.5: 1}), "norm_eps": pick(draw, _EPS)}
-    return replace(
-        prototype,
-        **fields,
-        heads_q=fields["heads_kv"] * group,
-        softmax_scale=_scale(draw, prototype.head_dim),
-        wanted=_some(draw, (*TENSORS[:3], *WEIGHTS)),
-        hides_nan=chance(draw, 0.5),
-    )
+    fields = sizes(draw, prototype, machine, group, most)
+    fields |= {"heads_q": fields["heads_kv"] * group, "wanted": _some(draw, (*TENSORS[:3], *WEIGHTS))}
+    return _call(draw, prototype, **fields, hides_nan=chance(draw, 0.5))
 
 
 def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
-    batch, heads_kv = _heads(draw, machine)
+    batch, heads_kv = _size(draw, machine, "batch"), _size(draw, machine, "heads_kv")
     len_k = _length(draw, most)
     kind = pick(draw, {"same": 9, "fewer": 5, "one": 2, "more": 3, "no keys": 0.3, "no queries": 0.3})
     len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
@@ -365,7 +351,7 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
 
 
 def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
-    _, heads_kv = _heads(draw, machine)
+    heads_kv = _size(draw, machine, "heads_kv")
     seqlens = []
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
@@ -392,25 +378,19 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
 
 
 def _decode_prototype(draw: Draw, machine: Machine) -> DecodeCheck:
-    fields = _scored(draw, machine) | _fields(draw, _OF_DECODE)
-    caches = _MEMORY if not fields["append"] and fields["page_size"] is None else _ALONE
-    len_q = pick(draw, {1: 10, st.integers(2, 8): 4, st.integers(9, 40 if machine.has_gpu else 20): 1})
     weights = {("triton", "auto"): 5, ("auto", "auto"): 5 if machine.has_gpu else 0.5, ("hopper", "auto"): 0.2}
-    return DecodeCheck(
-        1,
-        _group(draw, machine, 0.7),
-        1,
-        len_q,
-        1,
-        **fields,
-        memory=_memories(draw, _MEMORY, _MEMORY, _MEMORY, caches, caches),
-        variants=_backends(draw, machine, weights),
-    )
+    group = _size(draw, machine, "group") if chance(draw, 0.7) else 1
+    fields = {"heads_q": group, "len_q": _size(draw, machine, "len_q"), "variants": _variants(draw, machine, weights)}
+    fields["memory"] = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _ALONE, _ALONE)
+    found = _prototype(draw, DecodeCheck, machine, _OF_DECODE, **fields, **_masks(draw))
+    if found.append or found.page_size is not None or chance(draw, 0.5):
+        return found
+    return replace(found, memory=found.memory[:3] + _memories(draw, _MEMORY, _MEMORY))  # nothing is written
 
 
 def _decode_call(draw: Draw, p: DecodeCheck, machine: Machine) -> DecodeCheck:
     on_gpu, group = machine.has_gpu, p.heads_q
-    batch, heads_kv = _heads(draw, machine)
+    batch, heads_kv = _size(draw, machine, "batch"), _size(draw, machine, "heads_kv")
     if on_gpu and chance(draw, 0.15):
         batch = _number(draw, 5, 40)
     most = pick(draw, {700: 10, 5000: 3, 20000: 1}) if on_gpu else 70
@@ -426,23 +406,12 @@ def _decode_call(draw: Draw, p: DecodeCheck, machine: Machine) -> DecodeCheck:
     usual = {st.integers(0, free): 8, st.integers(free // 2, free): 6, free: 2, 0: 1}
     odd = {capacity: 0.5, capacity + 2: 0.2, -1: 0.2, max(0, capacity - 1): 0.3}
     lengths = tuple(pick(draw, usual | odd) for _ in range(batch))
-    starts = p.kv_starts
-    if starts is not None:
-        starts = tuple(
+    fields = {"batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "len_k": capacity, "lengths": lengths}
+    if p.kv_starts is not None:
+        fields["kv_starts"] = tuple(
             pick(draw, {0: 3, st.integers(0, max(0, n)): 5, n + 1: 0.4, n + p.len_q + 3: 0.2, -2: 0.2}) for n in lengths
         )
-    return replace(
-        p,
-        **_fields(draw, _OF_CALLS),
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        len_k=capacity,
-        lengths=lengths,
-        kv_starts=starts,
-        window=_window(draw, p.window, capacity),
-        softmax_scale=_scale(draw, p.head_dim),
-    )
+    return _call(draw, p, **fields, window=_window(draw, p.window, capacity))
 
 
 def _in_pages(check: DecodeCheck, rows: int) -> int:
@@ -452,11 +421,10 @@ def _in_pages(check: DecodeCheck, rows: int) -> int:
 
 
 def _write_prototype(draw: Draw, machine: Machine) -> WriteCheck:
-    head_dim, heads = _head_dim(draw, machine), _number(draw, 1, 9 if machine.has_gpu else 5)
-    fields = _dtypes(draw, machine) | _fields(draw, _TABLES, _OF_WRITE) | {"rotary_dim": _rotary_dim(draw, head_dim)}
-    weights = {("triton" if "triton" in machine.backends else "auto", "auto"): 1}
-    memory, variants = _memories(draw, _MEMORY, _MEMORY, _ALONE, _ALONE), _backends(draw, machine, weights)
-    return WriteCheck(1, heads, heads, 1, 1, head_dim, **fields, memory=memory, variants=variants)
+    heads = _number(draw, 1, 9 if machine.has_gpu else 5)
+    fields = {"heads_q": heads, "heads_kv": heads, "memory": _memories(draw, _MEMORY, _MEMORY, _ALONE, _ALONE)}
+    variants = _variants(draw, machine, {("triton", "auto"): 1})
+    return _prototype(draw, WriteCheck, machine, _OF_WRITE, **fields, variants=variants)
 
 
 def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteCheck:
@@ -465,95 +433,66 @@ def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteChe
     new = tuple(pick(draw, {st.integers(0, capacity): 6, 0: 1, capacity + 5: 0.5}) for _ in range(batch))
     cached = {0: 4, st.integers(0, capacity): 4, -2: 0.3, capacity + 3: 0.3}
     rows = (sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1})
-    fields = {"batch": batch, "len_q": rows, "len_k": capacity, "new": new} | _fields(draw, _OF_CALLS)
-    return replace(prototype, **fields, lengths=tuple(pick(draw, cached) for _ in new))
+    fields = {"batch": batch, "len_q": rows, "len_k": capacity, "new": new}
+    return _call(draw, prototype, **fields, lengths=tuple(pick(draw, cached) for _ in new))
 
 
 def _rope_prototype(draw: Draw, machine: Machine, several: bool = True) -> RopeCheck:
     names = pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1}) if several else ("x",)
-    dtypes = _dtypes(draw, machine)
-    if chance(draw, 0.03):
-        dtypes = dict.fromkeys(dtypes, torch.float64)
-    fields = dtypes | _fields(draw, _TABLES, _OF_ROPE)
-    # Any head dim from 2 up is served, odd ones too.
-    head_dim = pick(draw, {64: 4, 128: 4, 32: 3, 16: 2, 80: 2, 96: 1, 256: 1, 24: 1, 7: 1, 2: 0.5, 320: 0.5})
-    form = pick(draw, {"bhsd": 4, "bshd": 4, "sbhd": 2, "thd": 3})
-    two_ids = {"two ids": 1} if head_dim >= 4 and form != "thd" else {}
-    positions = pick(draw, {"index": 5, "ids": 2, "row ids": 1} | two_ids)
-    rotary_dim = _rotary_dim(draw, head_dim // 2 * 2)
-    memory = [_ALONE if fields["out"] == "in place" else _MEMORY] * len(names) + [_GRADIENT] * len(names)
     # Tiles are sized by heads, so that these belong to the prototype.
-    heads = [_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2)]
-    return RopeCheck(
-        1,
-        *heads,
-        1,
-        1,
-        head_dim,
-        **fields,
-        names=names,
-        rotary_dim=max(4, rotary_dim // 4 * 4) if positions == "two ids" else rotary_dim,
-        form=form,
-        positions=positions,
-        seqlens=() if form == "thd" and positions == "index" else None,
-        norms=pick(draw, {None: 1, 0.0: 1}) if several else None,
-        memory=_memories(draw, *memory),
-    )
+    first, others = (_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2))
+    p = _prototype(draw, RopeCheck, machine, _OF_ROPE, names=names, heads_q=first, heads_kv=others)
+    two_ids = {"two ids": 1} if p.head_dim >= 4 and p.form != "thd" else {}
+    positions = pick(draw, {"index": 5, "ids": 2, "row ids": 1} | two_ids)
+    memory = [_ALONE if p.out == "in place" else _MEMORY] * len(names) + [_GRADIENT] * len(names)
+    fields = {"positions": positions, "memory": _memories(draw, *memory)}
+    if positions == "two ids":
+        fields["rotary_dim"] = max(4, p.rotary_dim // 4 * 4)
+    if p.form == "thd" and positions == "index":
+        fields["seqlens"] = ()
+    if not several:
+        fields["norms"] = None
+    if chance(draw, 0.03):
+        fields |= {"dtype": torch.float64, "table_dtype": torch.float64, "norm_dtype": torch.float64}
+    return replace(p, **fields)
 
 
 def _rope_call(draw: Draw, p: RopeCheck, machine: Machine) -> RopeCheck:
     most = pick(draw, {600: 10, 3000: 1}) if machine.has_gpu else 40
     length = 0 if chance(draw, 0.025) else _length(draw, most)
-    seqlens = p.seqlens
-    if seqlens is not None:
+    rows = length + _number(draw, 0, 5) if p.positions == "index" else _number(draw, 1, most)
+    batch = 1 if p.form == "thd" else pick(draw, {1: 6, 2: 5, 3: 2, 0: 0.3})
+    fields = {"form": p.form, "extra_rows": 0, "batch": batch}
+    if p.seqlens is not None:
         lengths, left = (), length
         for _ in range(_number(draw, 0, 5)):
             lengths += (_number(draw, 0, left),)
             left -= lengths[-1]
-        rows, seqlens = max(lengths, default=0) + _number(draw, 0, 3), tuple((n, n) for n in lengths)
-    else:
-        rows = length + _number(draw, 0, 5) if p.positions == "index" else _number(draw, 1, most)
-    fields = {name: pick(draw, _OF_CALLS[name]) for name in ("infers_rotary_dim", "tables", "seed")}
-    if p.norms is not None:
-        fields |= {"norms": pick(draw, {0.0: 3, 1.0: 3, -0.25: 1}), "norm_eps": pick(draw, _EPS)}
-    return replace(
-        p,
-        **fields,
-        batch=1 if p.form == "thd" else pick(draw, {1: 6, 2: 5, 3: 2, 0: 0.3}),
-        len_q=length,
-        len_k=rows,
-        seqlens=seqlens,
-        outside=p.positions != "index" and chance(draw, 0.2),
-        wanted=_some(draw, (*p.names, *NORMS)),
-    )
+        rows = max(lengths, default=0) + _number(draw, 0, 3)
+        fields["seqlens"] = tuple((n, n) for n in lengths)
+    fields |= {"outside": p.positions != "index" and chance(draw, 0.2), "wanted": _some(draw, (*p.names, *NORMS))}
+    return _call(draw, p, **fields, len_q=length, len_k=rows)
 
 
 def _corope_prototype(draw: Draw, machine: Machine) -> CoRopeCheck:
     head_dim = pick(draw, {32: 4, 64: 3, 96: 1, 128: 1, 40: 1, 16: 0.5})
     is_served = "triton" in machine.backends and 32 <= head_dim <= 128
-    is_public = machine.has_gpu or not is_served or chance(draw, 0.2)
-    fields = {"dtype": _dtypes(draw, machine)["dtype"], "public": is_public}
+    fields = {"public": machine.has_gpu or not is_served or chance(draw, 0.2), "head_dim": head_dim}
+    group = _size(draw, machine, "group") if chance(draw, 0.6) else 1
     fields["memory"] = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)
-    return CoRopeCheck(1, _group(draw, machine, 0.6), 1, 1, 1, head_dim, **fields)
+    return CoRopeCheck(1, group, 1, 1, 1, **fields, dtype=_dtype(draw, machine))
 
 
 def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRopeCheck:
-    group, (batch, heads_kv) = prototype.heads_q, _heads(draw, machine)
-    length = _length(draw, 400 if machine.has_gpu else 40)
+    group, length = prototype.heads_q, _length(draw, 400 if machine.has_gpu else 40)
     cost = group * (prototype.head_dim if machine.has_gpu else 1)  # the reference keeps a vector of each score
-    batch, heads_kv, length, _ = _fitted(machine, max(batch, 1), heads_kv, cost, length, length)
-    return replace(
-        prototype,
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        len_q=length,
-        len_k=length,
-        base=pick(draw, {10000.0: 1, 500.0: 1, 500000: 1, 10.0: 1}),
-        softmax_scale=pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5}),
-        wanted=_some(draw, TENSORS[:3]),
-        seed=draw(_SEED),
-    )
+    batch, heads_kv = max(_size(draw, machine, "batch"), 1), _size(draw, machine, "heads_kv")
+    batch, heads_kv, length, _ = _fitted(machine, batch, heads_kv, cost, length, length)
+    sizes = {"batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "len_q": length, "len_k": length}
+    base = pick(draw, {10000.0: 1, 500.0: 1, 500000: 1, 10.0: 1})
+    scale = pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5})
+    others = {"base": base, "softmax_scale": scale, "wanted": _some(draw, TENSORS[:3])}
+    return replace(prototype, **sizes, **others, seed=pick(draw, _OF_CALLS["seed"]))
 
 
 @dataclass(frozen=True)
