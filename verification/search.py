@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     """Exit status 0: all is well; 1: something is not; 2: nothing ran."""
     machine = Machine.of(options.device, options.dtype, options.backend)
     start = time.monotonic()
-    deadline = None if options.minutes is None else start + 60.0 * options.minutes
+    deadline = math.inf if options.minutes is None else start + 60.0 * options.minutes
     drawn = run_checks(batches(options.seed, options.random, machine), machine, options.jobs, deadline)
     counts, rows, failed = Counter(), [], {}
     for index, outcome in tqdm(drawn, total=options.random, unit="call", file=sys.stderr, dynamic_ncols=True):

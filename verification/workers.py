@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import math
 import multiprocessing
 import os
-import queue
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -101,49 +100,55 @@ class Here:
 
 
 class Worker:
-    """Run checks in a process, and in a new one after it has died.
+    """Run checks in a process, one at a time, and in a new process after it has died."""
 
-    is_over: ends a check early when it returns True; ``run`` then returns None.
-    """
-
-    def __init__(self, machine: Machine, is_over: Callable[[], bool] = lambda: False):
-        self.machine, self.is_over, self.process = machine, is_over, None
+    def __init__(self, machine: Machine):
+        self.machine, self.process = machine, None
         descriptor, name = tempfile.mkstemp(prefix="verification-")
         os.close(descriptor)
         self.log = Path(name)
 
-    def run(self, check: Any, longest: float = LONGEST_SECONDS) -> Outcome | None:
+    def run(self, check: Any, longest: float = LONGEST_SECONDS) -> Outcome:
+        self.begin(check)
+        return self.outcome(longest, wait=longest)
+
+    def begin(self, check: Any) -> None:
         if self.process is None:
-            self._start()
-        start = time.monotonic()
-        try:
+            context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+            self.connection, theirs = context.Pipe()
+            self.process = context.Process(target=_serve, args=(theirs, self.machine, str(self.log)))
+            self.process.start()
+            theirs.close()
+        self.check, self.start = check, time.monotonic()
+        with contextlib.suppress(ConnectionError):  # ``outcome`` tells that it has died
             self.connection.send(check)
-            while not self.connection.poll(0.5):
-                if self.is_over():
-                    return None
-                if time.monotonic() - start > longest:
-                    return self._lost(check, f"hung for {longest:.0f} s")
+
+    def outcome(self, longest: float = LONGEST_SECONDS, wait: float = 0.0) -> Outcome | None:
+        """Return the outcome of the check that has begun, or None while it runs, for ``longest`` seconds at most."""
+        try:
+            if not self.connection.poll(wait):
+                late = time.monotonic() - self.start >= longest
+                return self._lost(f"hung for {longest:.0f} s") if late else None
             outcome = self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join(timeout=30)
-            return self._lost(check, f"died, exit status {self.process.exitcode}")
+            return self._lost(f"died, exit status {self.process.exitcode}")
         if outcome.is_fatal:
             self._end()
         return outcome
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Let the process end after its check, so that it can end processes of its own."""
         if self.process is not None:
             self.connection.close()
-            self.process.join(timeout=5)  # so that it can end processes of its own
+
+    def stop(self, deadline: float = 0.0) -> None:
+        """End the process, until ``deadline`` of ``time.monotonic()`` in good order."""
+        self.close()
+        if self.process is not None:
+            self.process.join(timeout=max(0.0, deadline - time.monotonic()))
         self._end()
         self.log.unlink(missing_ok=True)
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.machine, str(self.log)))
-        self.process.start()
-        theirs.close()
 
     def _end(self) -> None:
         if self.process is not None:
@@ -152,11 +157,11 @@ class Worker:
             self.connection.close()
             self.process = None
 
-    def _lost(self, check: Any, why: str) -> Outcome:
+    def _lost(self, why: str) -> Outcome:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         self._end()
         said = lines[-1][:300] if lines else "it said nothing"
-        return Outcome(check, (Finding.that("?", "process", False, f"the process {why}: {said}"),))
+        return Outcome(self.check, (Finding.that("?", "process", False, f"the process {why}: {said}"),))
 
 
 def _serve(connection: Connection, machine: Machine, log: str) -> None:
@@ -176,49 +181,38 @@ def _serve(connection: Connection, machine: Machine, log: str) -> None:
 
 
 def run_checks(
-    batches: Iterable[list[tuple[int, Any]]], machine: Machine, jobs: int, deadline: float | None = None
+    batches: Iterable[list[tuple[int, Any]]], machine: Machine, jobs: int, deadline: float = math.inf
 ) -> Iterator[tuple[int, Outcome]]:
     """Run batches of numbered checks, each batch in one process, and yield every number and outcome at once.
 
     jobs: processes; 0 runs one check after the other in this one. deadline: of ``time.monotonic()``, when all stops.
     """
-    waiting, lock, stop = iter(batches), threading.Lock(), threading.Event()
-    done: queue.SimpleQueue[tuple[int, Outcome] | None] = queue.SimpleQueue()
-
-    def is_over() -> bool:
-        return stop.is_set() or (deadline is not None and time.monotonic() > deadline)
-
-    def outcomes(worker: Worker | Here) -> Iterator[tuple[int, Outcome]]:
-        try:
-            while True:
-                with lock:
-                    batch = next(waiting, None)
-                if batch is None:
-                    return
-                for number, check in batch:
-                    outcome = None if is_over() else worker.run(check)
-                    if outcome is None:
-                        return
-                    yield number, outcome
-        finally:
-            worker.stop()
-
-    def serve() -> None:
-        try:
-            for one in outcomes(Worker(machine, is_over)):
-                done.put(one)
-        finally:
-            done.put(None)
-
     if jobs == 0:
-        yield from outcomes(Here(machine))
+        here = Here(machine)
+        for number, check in itertools.chain.from_iterable(batches):
+            if time.monotonic() > deadline:
+                return
+            yield number, here.run(check)
         return
-    with ThreadPoolExecutor(jobs) as threads:
-        served = [threads.submit(serve) for _ in range(jobs)]
-        try:
-            for _ in served:
-                yield from iter(done.get, None)
-            for future in served:
-                future.result()
-        finally:
-            stop.set()
+    workers, waiting = [Worker(machine) for _ in range(jobs)], iter(batches)
+    rest: dict[Worker, list[tuple[int, Any]]] = {worker: [] for worker in workers}  # of its batch
+    running: dict[Worker, int] = {}
+    try:
+        while time.monotonic() <= deadline:
+            for worker in rest.keys() - running.keys():
+                rest[worker] = rest[worker] or list(next(waiting, ()))
+                if rest[worker]:
+                    running[worker], check = rest[worker].pop(0)
+                    worker.begin(check)
+            if not running:
+                return
+            wait([worker.connection for worker in running], timeout=0.5)
+            for worker in [*running]:
+                outcome = worker.outcome()
+                if outcome is not None:
+                    yield running.pop(worker), outcome
+    finally:
+        for worker in workers:
+            worker.close()
+        for worker in workers:
+            worker.stop(time.monotonic() + 5.0 / jobs)
