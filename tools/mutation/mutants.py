@@ -1,12 +1,19 @@
-"""The mutants of a module: cosmic-ray's operators at every place where they can change what the module does."""
+"""The mutants of a module: cosmic-ray's operators at every place where they can change what the module does.
+
+Mutants that do what the module does are listed in equivalent.txt, each with the reason: no test can kill them.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+LIST = Path(__file__).with_name("equivalent.txt")
 Place = tuple[int, int]  # line from 1, column from 0
 
 
@@ -125,8 +132,6 @@ def _spared(tree: ast.Module) -> Iterator[tuple[Place, Place]]:
 
 
 def _compiles(source: str) -> bool:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `is` with a literal, a call of a number
         try:
@@ -163,3 +168,25 @@ def _of_names(operator: str, before: str, after: str) -> bool:
     left, right = before[:at].rstrip(" =!"), before[at:].lstrip(" =!")
     of_dtypes = left.endswith("dtype") or right.split(" ")[0].rstrip("):,").endswith("dtype")
     return left.endswith('"') or right.startswith('"') or of_dtypes and new == ("Is" if old == "Eq" else "IsNot")
+
+
+@functools.cache
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """Return the reason of each listed change by (module, before, after).
+
+    The list has blocks of a reason ("# "), a module, and the lines before ("- ") and after ("+ ") each change.
+    """
+    found = {}
+    for block in LIST.read_text(encoding="utf-8").split("\n\n"):
+        reason = module = before = ""
+        for line in block.splitlines():
+            kind, rest = line[:2], line[2:].strip()
+            if kind == "# ":
+                reason = f"{reason} {rest}".strip()
+            elif kind == "- ":
+                before = rest
+            elif kind == "+ ":
+                found[module, before, rest] = reason
+            else:
+                module = line.strip()
+    return found

@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import selectors
+import shutil
 import signal
 import sys
 import time
@@ -21,13 +22,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tools.mutation.trees import PACKAGE, ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "fused_rope_attn"
+# What tests import or read.
+COPIED = (PACKAGE, "baselines", "bench", "tests", "tools", "verification", "pyproject.toml")
 MEMORY = 8 << 30  # bytes that a trial may allocate beyond what this process holds
 # Plain asserts compile once and not for pytest; what a failure looks like, nobody reads.
 OPTIONS = ("-x", "-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:logging")
 GLUON = "triton.experimental.gluon.nvidia.hopper"
 PLUGIN = "pytest_timeout"  # pyproject.toml sets an option of it; other plugins take half a second to load
+
+
+def copy_checkout(folder: Path, root: Path = ROOT) -> Path:
+    """Copy what tests need of the checkout to a folder; the checkout itself is never written to."""
+    for name in COPIED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        elif (root / name).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name)
+    return folder
+
+
+def write_module(tree: Path, module: str, source: str) -> None:
+    """Make ``source`` what is imported as a module of the copy, and what ``inspect`` reads of it.
+
+    Its compiled form goes: Python knows an old one by size and second of its source, and many mutants share both.
+    """
+    path = tree / PACKAGE / module
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+    path.write_text(source, encoding="utf-8")
 
 
 @dataclass
@@ -57,7 +82,7 @@ class _Watcher:
             self.tell(False, report.nodeid)
 
 
-def preload(modules: tuple[str, ...]) -> None:
+def preload(modules: Iterable[str]) -> None:
     """Import what trials need and no mutant can change."""
     for name in ("torch", "triton", "triton.language", "pytest", PLUGIN, "numpy", "hypothesis", GLUON, *modules):
         importlib.import_module(name)
