@@ -17,7 +17,6 @@ products that ptxas made wait for one another.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
@@ -38,26 +37,25 @@ from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from tools import aot
-from tools.corope_jobs import CoRopeJob, corope_jobs
-from tools.decode_jobs import DecodeJob, WriteJob, decode_jobs, write_jobs
-from tools.rotation_jobs import RotationJob, rotation_jobs
+from tools.corope_jobs import corope_jobs
+from tools.decode_jobs import decode_jobs, write_jobs
+from tools.jobs import LaunchJob, int32, meta
+from tools.rotation_jobs import rotation_jobs
 from verification.table import format_table
 
 # Bytes of stack that a thread may use. Some registers spilled around the inner loop cost little (tiles that spill were
 # the fastest measured in places); beyond this the tile is too large for the card.
 SPILL_LIMIT = 512
+BF16 = {"dtype": torch.bfloat16}
 MASKS = ("window", "softcap", "sinks", "kv_starts", "kv_lens", "packed")
 COLUMNS = ("arch", "job", "kernel", "warps", "stages", "registers", "spill", "shared", "limit", "seconds", "verdict")
 
 
-@dataclass(frozen=True)
-class Job:
-    """One call of one launcher: a row of the configuration table with the features that change the code."""
+@dataclass(frozen=True, kw_only=True)
+class Job(LaunchJob):
+    """A call of attention: a row of a configuration table with the features that change the code."""
 
-    arch: str
     direction: str  # "forward" or "backward"
-    dtype: torch.dtype
-    head_dim: int
     config: configs.ForwardConfig | configs.BackwardConfig | configs.HopperForwardConfig | configs.HopperBackwardConfig
     causal: bool = True
     gqa: bool = False
@@ -73,23 +71,60 @@ class Job:
         return isinstance(self.config, (configs.HopperForwardConfig, configs.HopperBackwardConfig))
 
     @property
-    def label(self) -> str:
-        words = ["hopper", self.direction] if self.is_hopper else [self.direction, self.config.strategy]
-        words += [str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
-        words += [] if self.causal else ["full"]
-        words += ["gqa"] if self.gqa else []
-        words += ["interleaved"] if self.interleaved else []
-        words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
-        words += ["+".join(self.masks)] if self.masks else []
-        words += ["rotated"] if self.rotated else []
-        words += ["norms"] if self.norms else []
-        words += ["sums"] if self.sums else []
+    def title(self) -> str:
+        return f"hopper {self.direction}" if self.is_hopper else f"{self.direction} {self.config.strategy}"
+
+    @property
+    def tiles(self) -> list[str]:
         if self.is_hopper:
-            words += [_changed(self.config) or "defaults"]
+            return [_changed(self.config) or "defaults"]
+        tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
+        return [_tile_name(tile) for tile in tiles]
+
+    def launch(self) -> None:
+        if self.is_hopper:
+            from fused_rope_attn.attention.hopper import backward, forward
         else:
-            tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
-            words += [_tile_name(tile) for tile in tiles]
-        return " ".join(words)
+            from fused_rope_attn.attention.portable import backward, forward
+
+        packed = "packed" in self.masks
+        batch, length, heads_q, heads_kv = 1 if packed else 2, 1000, 8, 1 if self.gqa else 8
+        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        q, k, v = (
+            meta(batch, length, heads, self.head_dim, dtype=self.dtype).transpose(1, 2)
+            for heads in (heads_q, heads_kv, heads_kv)
+        )
+        # Full-width tables where they are read at another stride than half-width ones.
+        cos = sin = meta(length, rotary_dim if self.interleaved else rotary_dim // 2)
+        sinks = meta(heads_q) if "sinks" in self.masks else None
+        bounds = (int32(batch) if name in self.masks else None for name in ("kv_starts", "kv_lens"))
+        ends, weight = int32(9) if packed else None, meta(self.head_dim) if self.norms else None
+        tensors = Tensors(q, k, v, cos, sin, sinks, *bounds, ends, ends, weight, weight)
+        problem = describe(
+            tensors,
+            causal=self.causal,
+            softmax_scale=self.head_dim**-0.5,
+            rotary_dim=rotary_dim,
+            interleaved=self.interleaved,
+            window=(100, -1) if "window" in self.masks else None,
+            softcap=30.0 if "softcap" in self.masks else 0.0,
+            max_seqlen=500 if packed else 0,
+            norm_eps=1e-6 if self.norms else None,
+            norm_offset=0.0 if self.norms else None,
+        ).for_launch()
+        problem = problem._replace(sums_keys=self.sums)
+        if self.direction == "forward":
+            kept = Saving.TILES if packed else Saving.ROWS
+            forward.ForwardCall(problem, tensors, self.config, kept if self.rotated else Saving.NOTHING)(tensors)
+        else:
+            do, o, lse = torch.empty_like(q), torch.empty_like(q), meta(batch, heads_q, length)
+            if self.rotated:
+                shape = rotated_shape(problem)
+                raw = {"raw_q": q, "raw_k": k} if self.norms else {}
+                tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape), **raw)
+            given = (do, o, lse, *tensors)
+            prepare = backward.BackwardCall if self.is_hopper else backward.backward_call
+            prepare(problem, given, self.config, self.rotated)(given)
 
 
 def _changed(config) -> str:
@@ -163,15 +198,24 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
     jobs = [
-        Job(arch, direction, torch.bfloat16, head_dim, replace(config, section_bytes=0), gqa=True, masks=masks)
+        Job(**BF16, arch=arch, direction=direction, head_dim=head_dim, config=config, gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
         for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward))
-        for config in [find(arch, 2, head_dim, strategy, True, "medium", True, True)]
+        for config in [replace(find(arch, 2, head_dim, strategy, True, "medium", True, True), section_bytes=0)]
     ]
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
         config = portable_configs.forward(arch, 2, 24, "inline", True, "tiny", True, True)
-        narrow = Job(arch, "forward", torch.float16, 24, config, gqa=True, interleaved=True, masks=("kv_starts",))
+        narrow = Job(
+            arch=arch,
+            direction="forward",
+            dtype=torch.float16,
+            head_dim=24,
+            config=config,
+            gqa=True,
+            interleaved=True,
+            masks=("kv_starts",),
+        )
         jobs += [narrow, replace(narrow, causal=False)]
     return jobs
 
@@ -200,7 +244,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             if not key[1]:
                 # The same kernel: there is no diagonal.
                 config = replace(config, skips_masked_half=False)
-            job = Job(arch, direction, torch.bfloat16, key[0], config, causal=key[1])
+            job = Job(**BF16, arch=arch, direction=direction, head_dim=key[0], config=config, causal=key[1])
             if key[0] not in dims and not key[1] and not full and replace(job, causal=True) in jobs:
                 continue
             jobs.append(job)
@@ -215,7 +259,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 chosen = masks == _MOST
             if head_dim in dims and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
-                job = Job(arch, direction, torch.bfloat16, head_dim, config, causal=causal, masks=masks)
+                call = {"head_dim": head_dim, "config": config, "causal": causal, "masks": masks}
+                job = Job(**BF16, arch=arch, direction=direction, **call)
                 jobs.append(job)
                 if full:
                     jobs.append(replace(job, dtype=torch.float16))
@@ -240,13 +285,12 @@ def with_tile(job: Job, text: str) -> Job:
     return replace(job, config=replace(job.config, **tiles))
 
 
-def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob) -> list[dict]:
+def compile_job(job: LaunchJob) -> list[dict]:
     """Run the launcher of ``job`` under the compile-only driver; one dict for each kernel that it compiled."""
-    launch = functools.partial(launch_attention, job) if isinstance(job, Job) else job.launch
     start = time.perf_counter()
     try:
         with aot.compiling_for(job.arch) as compiled:
-            launch()
+            job.launch()
     except Exception as error:  # any failure to compile is a row of the report
         reason = f"{type(error).__name__}: {error}".strip().splitlines()
         return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
@@ -270,68 +314,11 @@ def compile_job(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob) -> li
     ]
 
 
-def launch_attention(job: Job) -> None:
-    """Call the launcher of ``job`` on tensors without memory."""
-    if job.is_hopper:
-        from fused_rope_attn.attention.hopper import backward, forward
-    else:
-        from fused_rope_attn.attention.portable import backward, forward
-
-    batch, length, heads_q = 2, 1000, 8
-    heads_kv = 1 if job.gqa else heads_q
-
-    def tensor(heads: int) -> torch.Tensor:
-        return torch.empty(batch, length, heads, job.head_dim, dtype=job.dtype, device="meta").transpose(1, 2)
-
-    def integers(size: int, *names: str) -> torch.Tensor | None:
-        return torch.empty(size, dtype=torch.int32, device="meta") if set(names) & set(job.masks) else None
-
-    rotary_dim = job.head_dim if job.rotary_dim is None else job.rotary_dim
-    packed = "packed" in job.masks
-    if packed:
-        batch = 1
-    q, k, v = tensor(heads_q), tensor(heads_kv), tensor(heads_kv)
-    # Full-width tables where they are read at another stride than half-width ones.
-    cos = sin = torch.empty(length, rotary_dim if job.interleaved else rotary_dim // 2, device="meta")
-    sinks = torch.empty(heads_q, device="meta") if "sinks" in job.masks else None
-    ends = integers(9, "packed")
-    weight = torch.empty(job.head_dim, device="meta") if job.norms else None
-    tensors = Tensors(
-        q, k, v, cos, sin, sinks, integers(batch, "kv_starts"), integers(batch, "kv_lens"), ends, ends, weight, weight
-    )
-    problem = describe(
-        tensors,
-        causal=job.causal,
-        softmax_scale=job.head_dim**-0.5,
-        rotary_dim=rotary_dim,
-        interleaved=job.interleaved,
-        window=(100, -1) if "window" in job.masks else None,
-        softcap=30.0 if "softcap" in job.masks else 0.0,
-        max_seqlen=500 if packed else 0,
-        norm_eps=1e-6 if job.norms else None,
-        norm_offset=0.0 if job.norms else None,
-    ).for_launch()
-    problem = problem._replace(sums_keys=job.sums)
-    if job.direction == "forward":
-        kept = Saving.TILES if packed else Saving.ROWS
-        forward.ForwardCall(problem, tensors, job.config, kept if job.rotated else Saving.NOTHING)(tensors)
-    else:
-        lse = torch.empty(batch, heads_q, length, dtype=torch.float32, device="meta")
-        do, o = torch.empty_like(q), torch.empty_like(q)
-        if job.rotated:
-            shape = rotated_shape(problem)
-            raw = {"raw_q": q, "raw_k": k} if job.norms else {}
-            tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape), **raw)
-        given = (do, o, lse, *tensors)
-        prepare = backward.BackwardCall if job.is_hopper else backward.backward_call
-        prepare(problem, given, job.config, job.rotated)(given)
-
-
-def _row(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, **fields) -> dict:
+def _row(job: LaunchJob, **fields) -> dict:
     return {"arch": job.arch, "job": job.label, **fields}
 
 
-def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, kernel: aot.CompiledKernel) -> str:
+def _verdict(job: LaunchJob, kernel: aot.CompiledKernel) -> str:
     if kernel.shared > kernel.shared_limit:
         return "FAIL shared memory"
     if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
@@ -345,15 +332,15 @@ def _verdict(job: Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, kernel: 
     return "spills" if kernel.spill else "ok"
 
 
-def run(jobs: list[Job | RotationJob | CoRopeJob | DecodeJob | WriteJob], processes: int) -> list[dict]:
+def run(jobs: list[LaunchJob], processes: int) -> list[dict]:
     """Compile in ``processes`` processes with an empty cache of their own; rows in the order of ``jobs``."""
     if processes <= 1:
         return [row for job in jobs for row in compile_job(job)]
-    rows: dict[Job | RotationJob | CoRopeJob | DecodeJob | WriteJob, list[dict]] = {}
+    rows: dict[LaunchJob, list[dict]] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # The slow ones first: the last process to finish should have little left.
-        order = sorted(jobs, key=lambda job: (job.direction == "forward", -job.head_dim))
+        order = sorted(jobs, key=lambda job: ("forward" in job.title, -job.head_dim))
         pending = {pool.submit(compile_job, job): job for job in order}
         for done, future in enumerate(as_completed(pending), 1):
             rows[pending[future]] = future.result()

@@ -8,82 +8,61 @@ import torch
 
 from fused_rope_attn.generation import configs
 from tools import aot
+from tools.jobs import LaunchJob, int32, meta
 
 
-@dataclass(frozen=True)
-class DecodeJob:
-    """One call of the launcher. masked: window, softcap, sinks and kv_starts at once; append: with new tokens;
-    page_size: rows of a page, or None of contiguous caches; float8: the caches, with a scale for each key head."""
+@dataclass(frozen=True, kw_only=True)
+class DecodeJob(LaunchJob):
+    """A step. masked: window, softcap, sinks and kv_starts at once; append: with new tokens; of_rotated: the cached keys;
+    page_size: rows of a page, None for contiguous caches; float8: the caches, with a scale for each key head."""
 
-    arch: str
     config: configs.DecodeConfig
-    dtype: torch.dtype
-    head_dim: int
-    rotated: bool
     rotary_dim: int | None = None
+    of_rotated: bool = True
     interleaved: bool = False
     len_q: int = 1
     masked: bool = False
     append: bool = True
-    page_size: int | None = None
-    norms: bool = False  # of q and of the new keys
     float8: bool = False
+    norms: bool = False  # of q and of the new keys
+    page_size: int | None = None
 
     direction = "decode"
 
     @property
-    def label(self) -> str:
-        words = ["decode", str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
-        words += [] if self.rotary_dim is None else [f"R{self.rotary_dim}"]
-        words += [] if self.rotated else ["raw"]
-        words += ["interleaved"] if self.interleaved else []
-        words += [f"NQ{self.len_q}"] if self.len_q > 1 else []
-        words += ["masked"] if self.masked else []
-        words += [] if self.append else ["read-only"]
-        words += ["float8"] if self.float8 else []
-        words += ["norms"] if self.norms else []
-        words += [] if self.page_size is None else [f"pages-of-{self.page_size}"]
-        return " ".join([*words, f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"])
+    def title(self) -> str:
+        return "decode"
+
+    @property
+    def tiles(self) -> list[str]:
+        return [f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"]
 
     def launch(self) -> None:
-        """Call the launcher on tensors without memory."""
         from fused_rope_attn.generation.launch import StepCall
         from fused_rope_attn.generation.problem import StepTensors, describe_step
 
-        def tensor(heads: int, length: int) -> torch.Tensor:
-            return torch.empty(2, length, heads, self.head_dim, dtype=self.dtype, device="meta").transpose(1, 2)
-
-        def int32(*shape: int) -> torch.Tensor:
-            return torch.empty(shape or (2,), dtype=torch.int32, device="meta")
-
-        def cache() -> torch.Tensor:
-            pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)
-            dtype = torch.float8_e4m3fn if self.float8 else self.dtype
-            return torch.empty(pages, rows, 2, self.head_dim, dtype=dtype, device="meta").transpose(1, 2)
-
+        pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)
+        cache_dtype = torch.float8_e4m3fn if self.float8 else self.dtype
+        q, k, v = (meta(2, self.len_q, n, self.head_dim, dtype=self.dtype).transpose(1, 2) for n in (8, 2, 2))
+        caches = (meta(pages, rows, 2, self.head_dim, dtype=cache_dtype).transpose(1, 2) for _ in range(2))
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        cos = sin = torch.empty(1000, rotary_dim // 2, device="meta")
-        new = (tensor(2, self.len_q), tensor(2, self.len_q)) if self.append else (None, None)
-        scales = [torch.empty(2, device="meta") if self.float8 else None for _ in range(2)]
-        weights = ("q_norm", "k_norm") if self.norms else ()
+        cos = sin = meta(1000, rotary_dim // 2)
         tensors = StepTensors(
-            tensor(8, self.len_q),
-            cache(),
-            cache(),
+            q,
+            *caches,
             cos,
             sin,
-            *new,
-            int32(),
-            kv_starts=int32() if self.masked else None,
-            sinks=torch.empty(8, device="meta") if self.masked else None,
+            *((k, v) if self.append else (None, None)),
+            int32(2),
+            kv_starts=int32(2) if self.masked else None,
+            sinks=meta(8) if self.masked else None,
             block_table=None if self.page_size is None else int32(2, 1008 // self.page_size),
-            k_scale=scales[0],
-            v_scale=scales[1],
-            **{name: torch.empty(self.head_dim, device="meta") for name in weights},
+            **({"k_scale": meta(2), "v_scale": meta(2)} if self.float8 else {}),
+            **({"q_norm": meta(self.head_dim), "k_norm": meta(self.head_dim)} if self.norms else {}),
         )
         problem = describe_step(
             tensors,
-            cache_is_rotated=self.rotated,
+            cache_is_rotated=self.of_rotated,
             causal=True,
             softmax_scale=0.1,
             rotary_dim=rotary_dim,
@@ -96,62 +75,41 @@ class DecodeJob:
         StepCall(problem.for_launch(), tensors, self.config)(tensors)
 
 
-@dataclass(frozen=True)
-class WriteJob:
+@dataclass(frozen=True, kw_only=True)
+class WriteJob(LaunchJob):
     """One call that writes into a cache: packed tokens into pages, or padded ones into a contiguous cache."""
 
-    arch: str
-    dtype: torch.dtype
-    head_dim: int
-    paged: bool
+    packed: bool = False
     float8: bool = False
-    rotated: bool = True
-
-    direction = "write"
+    of_rotated: bool = True
 
     @property
-    def label(self) -> str:
-        words = ["write", str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
-        words += [] if self.rotated else ["raw"]
-        words += ["float8"] if self.float8 else []
-        return " ".join([*words, "packed into pages-of-16" if self.paged else "padded"])
+    def title(self) -> str:
+        return "write"
 
     def launch(self) -> None:
-        """Call the launcher on tensors without memory."""
         from fused_rope_attn.generation.launch import WriteCall
         from fused_rope_attn.generation.problem import Written, describe_write
 
-        def tensor(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        pages, rows = (300, 16) if self.paged else (2, 1000)
-        caches = [
-            tensor(pages, rows, 8, self.head_dim, dtype=torch.float8_e4m3fn if self.float8 else self.dtype)
-            for _ in range(2)
-        ]
-        new = [tensor(1 if self.paged else 2, 500, 8, self.head_dim).transpose(1, 2) for _ in range(2)]
-        table = tensor(1000, self.head_dim // 2, dtype=torch.float32)
-        scales = [tensor(8, dtype=torch.float32) if self.float8 else None for _ in range(2)]
-        tensors = Written(
-            *new,
-            *(x.transpose(1, 2) for x in caches),
-            table,
-            table,
-            tensor(2, 62, dtype=torch.int32) if self.paged else None,
-            tensor(2, dtype=torch.int32),
-            None if self.paged else tensor(2, dtype=torch.int32),
-            tensor(3, dtype=torch.int32) if self.paged else None,
-            *scales,
-        )
-        problem = describe_write(tensors, cache_is_rotated=self.rotated, rotary_dim=self.head_dim, interleaved=False)
+        pages, rows = (300, 16) if self.packed else (2, 1000)
+        cache_dtype = torch.float8_e4m3fn if self.float8 else self.dtype
+        new = [meta(2 - self.packed, 500, 8, self.head_dim, dtype=self.dtype).transpose(1, 2) for _ in range(2)]
+        caches = [meta(pages, rows, 8, self.head_dim, dtype=cache_dtype).transpose(1, 2) for _ in range(2)]
+        cos = sin = meta(1000, self.head_dim // 2)
+        block_table, new_lens, cu_seqlens = (int32(2, 62), None, int32(3)) if self.packed else (None, int32(2), None)
+        scales = [meta(8) if self.float8 else None for _ in range(2)]
+        tensors = Written(*new, *caches, cos, sin, block_table, int32(2), new_lens, cu_seqlens, *scales)
+        problem = describe_write(tensors, cache_is_rotated=self.of_rotated, rotary_dim=self.head_dim, interleaved=False)
         WriteCall(problem, tensors)(tensors)
 
 
 def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:
     """Few, with ``full`` too, since the kernel takes no configuration."""
-    jobs = [WriteJob(arch, torch.bfloat16, 128, paged) for paged in ((True, False) if full else (True,))]
+    plain = {"arch": arch, "dtype": torch.bfloat16, "head_dim": 128}
+    jobs = [WriteJob(**plain, packed=packed) for packed in ((True, False) if full else (True,))]
     if arch in configs.FLOAT8 and (full or arch in aot.THOROUGH):
-        jobs += [WriteJob(arch, torch.bfloat16, 128, False, True, rotated) for rotated in (True, False)[: 1 + full]]
+        some = (True, False) if full else (True,)
+        jobs += [WriteJob(**plain, packed=False, float8=True, of_rotated=rotated) for rotated in some]
     return jobs
 
 
@@ -173,7 +131,13 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             config = configs.decode(arch, row.element_size, row.head_dim, rotated, row.most_page, row.small is True)
             page_size = None if row.most_page is None else 16
             job = DecodeJob(
-                arch, config, dtype, row.head_dim, rotated, page_size=page_size, float8=row.element_size == 1
+                arch=arch,
+                dtype=dtype,
+                head_dim=row.head_dim,
+                config=config,
+                of_rotated=rotated,
+                page_size=page_size,
+                float8=row.element_size == 1,
             )
             jobs.append(job)
             if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128 and (rotated or full):

@@ -4,69 +4,57 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fused_rope_attn.rotation.configs import TABLE, RotationConfig
 from tools import aot
+from tools.jobs import LaunchJob, int32, meta
 
 SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd": (1000, 0)}  # 0: the heads
 
 
-@dataclass(frozen=True)
-class RotationJob:
-    """One call of a launcher. positions: ``index``, ``ids``, ``two ids`` or ``packed``. norm: "" for none, "forward" or
-    "backward", of the first two tensors."""
+@dataclass(frozen=True, kw_only=True)
+class RotationJob(LaunchJob):
+    """positions: ``index``, ``ids``, ``two ids`` or ``packed``. norm: that of the first two tensors, "forward" or
+    "backward", "" for none."""
 
-    arch: str
     config: RotationConfig
-    dtype: torch.dtype
-    interleaved: bool
     layout: str
     heads: tuple[int, ...]
-    positions: str = "index"
     head_dim: int = 128
-    rotary_dim: int = 128
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    positions: str = "index"
     wide: bool = False
     inverse: bool = False
     norm: str = ""
 
-    direction = "rotation"
+    @property
+    def title(self) -> str:
+        return "rotation"
 
     @property
-    def label(self) -> str:
-        config = self.config
-        words = ["rotation", str(self.dtype).removeprefix("torch."), f"D{self.head_dim}", self.layout]
-        words += [f"R{self.rotary_dim}"] if self.rotary_dim != self.head_dim else []
-        words += ["interleaved"] if self.interleaved else []
-        words += [self.positions] if self.positions != "index" else []
-        words += ["wide"] if self.wide else []
-        words += ["inverse"] if self.inverse else []
-        words += [f"norm {self.norm}"] if self.norm else []
-        words += [f"x{len(self.heads)}", f"{config.tile_bytes >> 10}K/{config.run_bytes >> 10}Kw{config.num_warps}"]
-        return " ".join(words)
+    def tiles(self) -> list[str]:
+        return [f"{self.config.tile_bytes >> 10}K/{self.config.run_bytes >> 10}Kw{self.config.num_warps}"]
 
     def launch(self) -> None:
-        """Call the launcher on tensors without memory."""
         from fused_rope_attn.rotation.launch import launch_norm_gradient, launch_rotation
         from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
         shapes = [[size or heads for size in SHAPES[self.layout]] for heads in self.heads]
-        xs = [torch.empty(*shape, self.head_dim, dtype=self.dtype, device="meta") for shape in shapes]
-        outs = [torch.empty_like(x) for x in xs]
-        sections = 2 if self.positions == "two ids" else 1
-        cos = torch.empty(1000, self.rotary_dim // sections // (1 if self.wide else 2), device="meta")
-        ids = ends = None
-        if "ids" in self.positions:
-            ids = torch.empty(2, sections, 1000, dtype=torch.int64, device="meta")
-        elif self.positions == "packed":
-            ends = torch.empty(9, dtype=torch.int32, device="meta")
-        options = RotationOptions(self.rotary_dim, self.interleaved, self.inverse, self.layout)
-        tensors = RotationTensors(xs, outs, cos, cos, ids, ends)
+        xs = [meta(*shape, self.head_dim, dtype=self.dtype) for shape in shapes]
+        rotary_dim, sections = self.rotary_dim or self.head_dim, 2 if self.positions == "two ids" else 1
+        cos = meta(1000, rotary_dim // sections // (1 if self.wide else 2))
+        ids = meta(2, sections, 1000, dtype=torch.int64) if "ids" in self.positions else None
+        ends = int32(9) if self.positions == "packed" else None
+        options = RotationOptions(rotary_dim, self.interleaved, self.inverse, self.layout)
+        tensors = RotationTensors(xs, [torch.empty_like(x) for x in xs], cos, cos, ids, ends)
         if not self.norm:
             launch_rotation(options, tensors, self.config)
             return
-        tensors = tensors._replace(weights=[torch.empty(self.head_dim, device="meta") for _ in xs[:2]])
+        tensors = tensors._replace(weights=[meta(self.head_dim) for _ in xs[:2]])
         if self.norm == "forward":
             launch_rotation(options, tensors, self.config)
         else:
@@ -80,27 +68,32 @@ def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
     configs = list(dict.fromkeys(row.config for row in rows if not row.norms))
     norm_configs = list(dict.fromkeys(row.config for row in rows if row.norms is not False))
     bf16, fp32 = torch.bfloat16, torch.float32
+    pairs = {"layout": "bshd", "heads": (32, 8), "dtype": bf16}
+    packed = {"layout": "thd", "heads": (8, 8, 1), "dtype": bf16, "positions": "packed", "head_dim": 80}
+    packed |= {"rotary_dim": 48, "interleaved": True, "wide": True}
+    two_ids = {"layout": "sbhd", "heads": (8,), "dtype": fp32, "positions": "two ids", "rotary_dim": 96}
     jobs = []
+
+    def add(config: RotationConfig, features: dict[str, Any], **others: Any) -> None:
+        jobs.append(RotationJob(**{"arch": arch, "config": config, **features, **others}))
+
     for config in configs:
-        jobs.append(RotationJob(arch, config, bf16, False, "bshd", (32, 8)))
-        jobs.append(RotationJob(arch, config, fp32, True, "bhsd", (96,), inverse=True))
+        add(config, pairs)
+        add(config, {"layout": "bhsd", "heads": (96,), "dtype": fp32}, interleaved=True, inverse=True)
     config = configs[0]
     featured = full or arch in (*aot.THOROUGH, "gfx942")
     if featured:
-        jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, wide=True))
-        jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96))
+        add(config, packed)
+        add(config, two_ids)
     for norm, turned in (("forward", False), ("backward", True)):
-        jobs += [
-            RotationJob(arch, tile, bf16, False, "bshd", (32, 8), "index", d, d, inverse=turned, norm=norm)
-            for tile in norm_configs[:1]
-            for d in ((64, 128, 256) if featured else (128,))
-        ]
-        if not featured:
-            continue
-        jobs.append(RotationJob(arch, config, bf16, True, "thd", (8, 8, 1), "packed", 80, 48, True, turned, norm))
-        jobs.append(RotationJob(arch, config, fp32, False, "sbhd", (8,), "two ids", 128, 96, False, turned, norm))
+        for tile, d in itertools.product(norm_configs[:1], (64, 128, 256) if featured else (128,)):
+            add(tile, pairs, head_dim=d, inverse=turned, norm=norm)
+        if featured:
+            add(config, packed, inverse=turned, norm=norm)
+            add(config, two_ids, inverse=turned, norm=norm)
     if full:
         for config, dtype, interleaved, layout in itertools.product(configs, (bf16, fp32), (False, True), SHAPES):
             positions = "packed" if layout == "thd" else "ids"
-            jobs.append(RotationJob(arch, config, dtype, interleaved, layout, (32, 8), positions, 96, 64))
+            features = pairs | {"dtype": dtype, "interleaved": interleaved, "layout": layout, "positions": positions}
+            add(config, features, head_dim=96, rotary_dim=64)
     return jobs
