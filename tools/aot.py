@@ -15,6 +15,7 @@ import os
 import pkgutil
 import re
 import struct
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
 from fused_rope_attn.runtime import driver
-from tools import resources, uninitialised
+from tools import uninitialised
 
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 KB = 1024
 # arch -> (what Triton compiles for, shared memory that one block may use: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability", and AMD CDNA3 ISA, 64 KB of LDS a workgroup).
@@ -124,6 +127,41 @@ def _patch_everywhere(package: str, original, replacement) -> None:
                 setattr(module, attribute, replacement)
 
 
+@dataclass(frozen=True)
+class Usage:
+    """Of one thread (NVIDIA) or lane (AMD): registers, and bytes of stack or scratch, which is where spills go."""
+
+    registers: int
+    spill: int
+
+
+def usage_of(files: dict[str, str], target: GPUTarget) -> Usage:
+    """``files`` maps each artefact's name to its path, as Triton's compilation listener passes it."""
+    by_suffix = {name.rsplit(".", 1)[1]: Path(path) for name, path in files.items()}
+    if target.backend == "cuda":
+        return _nvidia(by_suffix["cubin"])
+    return _amd(by_suffix["amdgcn"].read_text())
+
+
+def _nvidia(cubin: Path) -> Usage:
+    command = [str(CUOBJDUMP), "-res-usage", str(cubin)]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    kernels = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", report)
+    if not kernels:
+        raise RuntimeError(f"cuobjdump reported no kernel for {cubin.name}:\n{report}")
+    return Usage(
+        registers=max(int(registers) for registers, _, _ in kernels),
+        spill=max(int(stack) + int(local) for _, stack, local in kernels),
+    )
+
+
+def _amd(assembly: str) -> Usage:
+    def field(name: str) -> int:
+        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)), default=0)
+
+    return Usage(registers=field("vgpr_count"), spill=field("private_segment_fixed_size"))
+
+
 def _unwritten(files: dict[str, str]) -> str:
     cubin = next((Path(path) for name, path in files.items() if name.endswith(".cubin")), None)
     if cubin is None:
@@ -178,7 +216,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
         log.truncate()
         if cache_hit:  # another launcher, or another process, has compiled and reported it
             return
-        usage = resources.usage(metadata_group, target)
+        usage = usage_of(metadata_group, target)
         names = src.fn.arg_names
         constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in src.constants.items()}
         compiled.append(
@@ -189,7 +227,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
                 num_stages=metadata["num_stages"],
                 registers=usage.registers,
                 spill=usage.spill,
-                serialised=resources.says_serialised(remarks),
+                serialised="wgmma.mma_async instructions are serialized" in remarks,
                 # The fault is known of sm_90 alone, and so is the meaning of instructions to the search.
                 unwritten=_unwritten(metadata_group) if arch == "sm_90" else "",
                 refusal=_refusal(src, metadata, metadata_group),

@@ -2,8 +2,9 @@
 
     git worktree add ../before COMMIT
     python -m tools.compare_checkouts ../before                          kernels as CUDA graphs, and eager host time
-    python -m tools.compare_checkouts ../before --cases 4K --out rows.jsonl
+    python -m tools.compare_checkouts ../before --cases 4K --backend triton --out rows.jsonl
 
+Calls are the large cases of ``python -m verification``, in bfloat16.
 The other checkout is imported from a copy in which the package has another name, so that both register operators of
 their own. Each row holds the medians of all rounds, and the ratio is that of the medians: above 1, this checkout is the
 slower one. Both checkouts must give the same results up to rounding, or the row is not printed.
@@ -12,6 +13,7 @@ slower one. Both checkouts must give the same results up to rounding, or the row
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import multiprocessing
@@ -23,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ from typing import Any
 import torch
 
 from bench.environment import environment
+from verification.calls import Call
+from verification.matrix import CHECKS, in_dtype
 from verification.table import format_table
 
 PACKAGE = "fused_rope_attn"
@@ -39,44 +42,9 @@ COLUMNS = ("case", "part", "before", "after", "after / before")
 TOLERANCE = 2e-2
 
 
-@dataclass(frozen=True)
-class Case:
-    """A causal call: (B, HQ, HKV, N, D), options of ``rope_attention``, or the name of another function."""
-
-    name: str
-    shape: tuple[int, int, int, int, int]
-    options: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
-    function: str = "rope_attention"
-
-
-PORTABLE = {"backend": "triton"}
-CASES = (
-    Case("Llama70B-1K", (2, 64, 64, 1024, 128)),
-    Case("Llama7B-2K", (2, 32, 32, 2048, 128)),
-    Case("Llama7B-4K", (2, 32, 32, 4096, 128)),
-    Case("Llama3-8B-4K", (2, 32, 8, 4096, 128)),
-    Case("Llama3-8B-16K", (1, 32, 8, 16384, 128)),
-    Case("Small-1K", (4, 8, 8, 1024, 64)),
-    Case("Small-512", (4, 8, 8, 512, 64)),
-    Case("Small-8K", (4, 8, 8, 8192, 64)),
-    Case("Gemma-4K", (1, 16, 8, 4096, 256)),
-    Case("window 4K", (2, 32, 8, 4096, 128), {"window": (512, 0)}),
-    Case("softcap 4K", (2, 32, 8, 4096, 128), {"softcap": 30.0}),
-    Case("portable 4K", (2, 32, 8, 4096, 128), PORTABLE),
-    Case("portable 4K D64", (4, 8, 8, 4096, 64), PORTABLE),
-    Case("portable 2K D256", (1, 16, 8, 2048, 256), PORTABLE),
-    Case("portable float32", (1, 8, 8, 1024, 64), PORTABLE, torch.float32),
-    Case("portable window, cap", (2, 32, 8, 2048, 128), {**PORTABLE, "window": (512, 0), "softcap": 30.0}),
-    Case("tiny", (1, 4, 4, 128, 64)),
-    Case("packed", (64, 32, 8, 2048, 128), function="rope_attention_varlen"),
-    Case("packed, portable", (64, 32, 8, 2048, 128), PORTABLE, function="rope_attention_varlen"),
-    Case("step B8-4K", (8, 32, 8, 4096, 128), function="rope_attention_with_kvcache"),
-    Case("step B64-4K", (64, 32, 8, 4096, 128), function="rope_attention_with_kvcache"),
-    Case("rotation 4K", (2, 32, 8, 4096, 128), function="apply_rope_qk"),
-)
+CASES = [in_dtype(x, torch.bfloat16) for x in CHECKS if x.size == "large" and x.function != "corope_attention"]
 # Calls that the host limits: eager, in microseconds.
-HOST_CASES = ("tiny", "Small-1K", "step B8-4K", "rotation 4K")
+HOST_CASES = ("Small-512", "Small-1K", "decode Llama3-8B, 4096", "rotation Llama3-8B-4K, interleaved")
 
 
 def import_checkout(root: Path, name: str) -> ModuleType:
@@ -92,54 +60,31 @@ def import_checkout(root: Path, name: str) -> ModuleType:
         sys.path.remove(str(folder))
 
 
-def make_call(case: Case, package: ModuleType, device: str = "cuda") -> tuple[Callable, list[torch.Tensor]]:
-    """(the call of leaves, q, k and v as leaves) on random data, the same for both packages."""
-    batch, heads_q, heads_kv, length, head_dim = case.shape
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=case.dtype, generator=generator)
-
-    function = getattr(package, case.function)
-    cos, sin = package.rope_tables(length, head_dim, device=device)
-    if case.function == "rope_attention_varlen":
-        counts = torch.randint(16, length, (batch,), generator=torch.Generator().manual_seed(0))
-        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
-        total, longest = int(counts.sum()), int(counts.max())
-        leaves = [normal(total, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv)]
-        return lambda *x: function(*x, cos, sin, ends, ends, longest, longest, True, **case.options), leaves
-    if case.function == "rope_attention_with_kvcache":
-        q, new, new_v = (normal(batch, heads, 1, head_dim) for heads in (heads_q, heads_kv, heads_kv))
-        caches = [normal(batch, heads_kv, length, head_dim) for _ in range(2)]
-        lengths = torch.full((batch,), length - 8, dtype=torch.int32, device=device)
-        return lambda *x: function(x[0], *caches, cos, sin, new, new_v, cache_seqlens=lengths), [q]
-    leaves = [normal(batch, length, heads, head_dim).transpose(1, 2) for heads in (heads_q, heads_kv, heads_kv)]
-    if case.function == "apply_rope_qk":
-        return lambda *x: function(*x, cos, sin)[0], leaves[:2]
-    return lambda *x: function(*x, cos, sin, True, **case.options), leaves
-
-
-def parts_of(case: Case, package: ModuleType, device: str = "cuda") -> dict[str, Callable]:
+def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: str = "cuda") -> dict[str, Callable]:
     """The functions to time by name: the forward pass without gradient and, where there is one, that with a gradient,
-    which saves what the backward pass needs, and the backward pass."""
-    call, leaves = make_call(case, package, device)
+    which saves what the backward pass needs, and the backward pass. Both packages get the same data."""
+    made = case.make(device)
+    given = case.call(made, (backend, "auto"))[1]
+    call = functools.partial(getattr(package, case.function), **given)
 
-    def forward():
+    def outputs(returned: Any) -> tuple[torch.Tensor, ...]:
+        return returned if isinstance(returned, tuple) else (returned,)
+
+    def forward() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            return (call(*leaves),)
+            return outputs(call())
 
-    if case.function in ("rope_attention_with_kvcache", "apply_rope_qk"):
+    if "o" not in made.upstream:
         return {"forward": forward}
-    leaves = [x.detach().requires_grad_() for x in leaves]
+    leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v")}
 
-    def saving():
-        return (call(*leaves).detach(),)
+    def saving() -> tuple[torch.Tensor, ...]:
+        return tuple(x.detach() for x in outputs(call(**leaves)))
 
-    def backward():
-        return torch.autograd.grad(o, leaves, do, retain_graph=True)
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(o, list(leaves.values()), do, retain_graph=True)
 
-    o = call(*leaves)
-    do = torch.randn(o.shape, device=device, dtype=o.dtype, generator=torch.Generator(device=device).manual_seed(1))
+    o, do = outputs(call(**leaves))[0], case.as_passed("do", made.upstream["o"])
     return {"forward": forward, "forward, saving": saving, "backward": backward}
 
 
@@ -199,13 +144,13 @@ def host_clock(function: Callable, calls: int = 100) -> Callable[[], float]:
     return sample
 
 
-def compare(case: Case, packages: dict[str, ModuleType], rounds: int, stream) -> list[dict]:
+def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: int, stream) -> list[dict]:
     """The rows of one case: a row for each pass as CUDA graphs, and for host-limited cases the eager calls."""
     with torch.cuda.stream(stream):
-        parts = {name: parts_of(case, package) for name, package in packages.items()}
+        parts = {name: parts_of(case, package, backend) for name, package in packages.items()}
     torch.cuda.synchronize()
-    batch, heads_q, _, length, head_dim = case.shape
-    calls = max(1, min(50, int(2e12 / (4 * batch * heads_q * length**2 * head_dim))))
+    operations = 4 * case.batch * case.heads_q * max(1, case.len_q * case.len_k) * case.head_dim
+    calls = max(1, min(50, int(2e12 / operations)))
     rows = []
     for part in parts["before"]:
         functions = {name: parts[name][part] for name in packages}
@@ -222,13 +167,13 @@ def compare(case: Case, packages: dict[str, ModuleType], rounds: int, stream) ->
     return rows
 
 
-def compile_share(root: str, cases: list[Case], share: int, shares: int) -> None:
+def compile_share(root: str, cases: list[Call], backend: str, share: int, shares: int) -> None:
     """Run every call once, so that the process that times finds all kernels compiled."""
     packages = (import_checkout(Path(root), f"{PACKAGE}_before"), importlib.import_module(PACKAGE))
     for i, case in enumerate(cases):
         for j, package in enumerate(packages):
             if (2 * i + j) % shares == share:
-                for function in parts_of(case, package).values():
+                for function in parts_of(case, package, backend).values():
                     function()
     torch.cuda.synchronize()
 
@@ -250,6 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("before", type=Path, help="the root of the other checkout")
     parser.add_argument("--cases", default="", help="only cases whose name contains one of these, comma-separated")
+    parser.add_argument("--backend", default="auto", help="of attention: auto, triton or hopper (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=11, help="samples of each (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile before (default %(default)s)")
     parser.add_argument("--out", type=Path, help="also append the rows there, a JSON object a line")
@@ -264,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=compile_share, args=(str(options.before), cases, i, options.jobs))
+        context.Process(target=compile_share, args=(str(options.before), cases, options.backend, i, options.jobs))
         for i in range(options.jobs)
     ]
     for worker in workers:
@@ -279,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = environment()
     table, failed = [], False
     for case in cases:
-        for row in compare(case, packages, options.rounds, stream):
+        for row in compare(case, packages, options.backend, options.rounds, stream):
             table.append(shown(row))
             failed |= "error" in row
             if options.out is not None:

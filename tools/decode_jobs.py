@@ -13,7 +13,7 @@ from tools.jobs import LaunchJob, int32, meta
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeJob(LaunchJob):
-    """A step. masked: window, softcap, sinks and kv_starts at once; append: with new tokens; of_rotated: the cached keys;
+    """A step. masked: window, softcap, sinks and kv_starts at once; append: with new tokens; of_rotated: the cache;
     page_size: rows of a page, None for contiguous caches; float8: the caches, with a scale for each key head."""
 
     config: configs.DecodeConfig

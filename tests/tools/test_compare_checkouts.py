@@ -1,13 +1,21 @@
 """Two checkouts in one process: each has operators of its own, differences are seen, and rounds are interleaved."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fused_rope_attn
 from tests.support.paths import ROOT
 from tools import compare_checkouts as compare
+from verification.attention import AttentionCheck
+from verification.matrix import step
+from verification.rotation import RopeCheck
 
-TINY = compare.Case("tiny", (1, 2, 1, 9, 16), dtype=torch.float32)
+TINY = AttentionCheck(1, 2, 1, 9, 9, 16, dtype=torch.float32)
+PACKED = replace(TINY, seqlens=((4, 4), (5, 5)))
+ROTATION = RopeCheck(1, 2, 1, 9, 9, 16, dtype=torch.float32)
+STEP = step("step", (2, 1), 1, 40, 16, (37,), variants=(("auto", "auto"),))
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +26,16 @@ def copy():
 def test_a_copy_computes_the_same_by_itself(copy):
     assert copy.__name__ == "fused_rope_attn_copy" and copy.rope_attention is not fused_rope_attn.rope_attention
     assert copy.rope_attention.__module__.startswith("fused_rope_attn_copy.")
-    for case in (TINY, compare.Case("rotation", TINY.shape, dtype=torch.float32, function="apply_rope_qk")):
-        ours, theirs = (compare.parts_of(case, package, "cpu") for package in (fused_rope_attn, copy))
+    for case in (TINY, ROTATION):
+        ours, theirs = (compare.parts_of(case, package, device="cpu") for package in (fused_rope_attn, copy))
         assert list(ours) == list(theirs)
         for part, function in ours.items():
             assert compare.largest_difference(function(), theirs[part]()) == 0
 
 
-@pytest.mark.parametrize("function", ["rope_attention_varlen", "rope_attention_with_kvcache"])
-def test_every_function_can_be_called(function):
-    case = compare.Case("case", (2, 2, 1, 40, 16), dtype=torch.float32, function=function)
-    for run in compare.parts_of(case, fused_rope_attn, "cpu").values():
+@pytest.mark.parametrize("case", [PACKED, STEP], ids=lambda case: case.function)
+def test_every_function_can_be_called(case):
+    for run in compare.parts_of(case, fused_rope_attn, device="cpu").values():
         assert all(bool(x.isfinite().all()) for x in run())
 
 
