@@ -45,8 +45,7 @@ _SMALL = (
     _small("GQA 6 over 2", heads_q=6, heads_kv=2, len_q=50, len_k=50),
     _small("MQA 5 over 1, not causal", heads_q=5, heads_kv=1, len_q=50, len_k=50, causal=False),
     # head and rotary dimensions
-    *(
-        _small(f"D {head_dim}", heads_q=1, heads_kv=1, len_q=66, len_k=66, head_dim=head_dim)
+    *(_small(f"D {head_dim}", heads_q=1, heads_kv=1, len_q=66, len_k=66, head_dim=head_dim)
         for head_dim in (16, 24, 64, 80, 96, 128, 192, 256)
     ),
     _small("R 2 of D 32", rotary_dim=2),
@@ -148,27 +147,11 @@ _LARGE = (
 )  # fmt: skip
 
 
-def _rotation(
-    name: str,
-    batch: int = 2,
-    heads: tuple[int, int] = (3, 1),
-    length: int = 37,
-    head_dim: int = 32,
-    rotary_dim: int = 32,
-    **changes,
-) -> RopeCheck:
+def _rotation(name, batch=2, heads=(3, 1), length=37, head_dim=32, rotary_dim=32, **changes) -> RopeCheck:
     return RopeCheck(batch, *heads, length, max(length, 1), head_dim, rotary_dim=rotary_dim, name=name, **changes)
 
 
-def step(
-    name: str,
-    heads: tuple[int, int],
-    len_q: int,
-    capacity: int,
-    head_dim: int,
-    lengths: tuple[int, ...],
-    **changes,
-) -> DecodeCheck:
+def step(name, heads, len_q, capacity, head_dim, lengths, **changes) -> DecodeCheck:
     """Return a generation step of ``len_q`` tokens after ``lengths`` in caches of ``capacity`` rows."""
     return DecodeCheck(len(lengths), *heads, len_q, capacity, head_dim, lengths=lengths, name=name, **changes)
 
@@ -179,7 +162,7 @@ def in_dtype(check: Call, dtype: torch.dtype) -> Call:
     return replace(check, dtype=dtype, norm_dtype=norm_dtype)
 
 
-def _corope(name: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int, **changes) -> CoRopeCheck:
+def _corope(name, batch, heads_q, heads_kv, length, head_dim, **changes) -> CoRopeCheck:
     return CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, name=name, **changes)
 
 
@@ -188,8 +171,7 @@ ROTATION = (
     _rotation("rotation"),
     _rotation("rotation, interleaved", interleaved=True),
     _rotation("rotation (B, N, H, D), R 10 of D 24", form="bshd", head_dim=24, rotary_dim=10),
-    _rotation(
-        "rotation (N, B, H, D), interleaved, R 6 of D 7", form="sbhd", head_dim=7, rotary_dim=6, interleaved=True
+    _rotation("rotation (N, B, H, D), interleaved, R 6 of D 7", form="sbhd", head_dim=7, rotary_dim=6, interleaved=True
     ),
     _rotation("rotation of packed sequences", form="thd", batch=1, length=33, seqlens=((11, 11),) * 3),
     _rotation("rotation with position ids", positions="ids", tables="random"),
@@ -199,23 +181,19 @@ ROTATION = (
     _rotation("rotation of a single token", length=1, tables="random"),
     _rotation("rotation of nothing", length=0),
     _rotation("norm and rotation", norms=0.0, norm_dtype=torch.float16),
-    _rotation(
-        "norm and rotation (B, N, H, D), interleaved, R 10 of D 24, offset 1", form="bshd", head_dim=24,
+    _rotation("norm and rotation (B, N, H, D), interleaved, R 10 of D 24, offset 1", form="bshd", head_dim=24,
         rotary_dim=10, interleaved=True, norms=1.0,
     ),
-    _rotation(
-        "norm and rotation of packed sequences", form="thd", batch=1, length=33, seqlens=((11, 11),) * 3,
+    _rotation("norm and rotation of packed sequences", form="thd", batch=1, length=33, seqlens=((11, 11),) * 3,
         norms=0.0,
     ),
-    _rotation(
-        "norm and rotation, two ids a token, R 24 of D 32, in place", positions="two ids", rotary_dim=24,
+    _rotation("norm and rotation, two ids a token, R 24 of D 32, in place", positions="two ids", rotary_dim=24,
         norms=0.0, norm_dtype=torch.float16, out="in place", length=11,
     ),
     _rotation("norm and rotation of nothing", length=0, norms=0.0),
     _rotation("rotation Wide-1K", 10, (96, 8), 1024, 128, 128, form="bshd", size="large"),
     _rotation("rotation Llama3-8B-4K, interleaved", 2, (32, 8), 4096, 128, 128, interleaved=True, size="large"),
-    _rotation(
-        "norm and rotation Qwen3-8B-4K", 2, (32, 8), 4096, 128, 128, form="bshd", size="large",
+    _rotation("norm and rotation Qwen3-8B-4K", 2, (32, 8), 4096, 128, 128, form="bshd", size="large",
         norms=0.0, norm_dtype=torch.float16,
     ),
     _rotation(
@@ -230,57 +208,53 @@ DECODE = (
     step("decode, many short sequences", (2, 2), 1, 20, 16, (0, 3, 19, 16, 17, 1, 5)),
     step("decode, keys rotated in the loop", (4, 2), 1, 70, 32, (37, 64), rotated=False),
     step("decode, keys rotated in the loop, R 10 of D 24, interleaved", (3, 1), 2, 70, 24, (37, 64),
-                rotated=False, rotary_dim=10, interleaved=True, layout="odd"),
+         rotated=False, rotary_dim=10, interleaved=True, layout="odd"),
     step("decode, R 10 of D 24", (3, 1), 2, 70, 24, (37, 64), rotary_dim=10, layout="odd"),
     step("decode, R 12 of D 16, interleaved, any tables", (2, 1), 1, 40, 16, (33, 20), rotary_dim=12,
-                interleaved=True, tables="random", table_batch=True, layout="bhnd"),
+         interleaved=True, tables="random", table_batch=True, layout="bhnd"),
     step("decode, any tables, full-width", (2, 1), 3, 40, 16, (33, 20), tables="random", full_width=True),
     step("decode, window", (2, 1), 3, 100, 16, (90, 10), window=(20, 0)),
-    step("decode, window, new tokens see one another", (2, 1), 5, 100, 16, (70, 10), window=(20, 2),
-                causal=False),
+    step("decode, window, new tokens see one another", (2, 1), 5, 100, 16, (70, 10), window=(20, 2), causal=False),
     step("decode, softcap and sinks", (4, 2), 2, 70, 16, (50, 0), softcap=2.0, sinks=True, rotated=False),
     step("decode, window and sinks", (4, 2), 1, 70, 16, (60, 3), window=(32, 0), sinks=True),
     step("decode, 17 new tokens, GQA of 5", (5, 1), 17, 40, 16, (20, 0), layout="bhnd"),
     step("decode, scale negative", (8, 4), 1, 40, 16, (33, 20, 7, 39), softmax_scale=-0.7),
     step("decode, nothing new", (4, 2), 2, 70, 16, (50, 1, 0), append=False, layout="one batch"),
     step("decode, nothing new, window, all queries see all", (2, 1), 3, 70, 16, (50, 2), append=False,
-                causal=False, window=(20, 1), rotated=False),
+         causal=False, window=(20, 1), rotated=False),
     step("decode, the cache is full", (2, 1), 3, 33, 16, (31, 33, 40, 20)),
     step("decode, pages of 16", (4, 2), 1, 64, 32, (37, 0, 63), page_size=16),
     step("decode, pages of 24, window, 5 tokens, sinks", (4, 2), 5, 96, 16, (70, 3, 91), page_size=24,
-                window=(20, 0), sinks=True, layout="bhnd"),
+         window=(20, 0), sinks=True, layout="bhnd"),
     step("decode, pages of 16, keys rotated in the loop", (4, 2), 2, 64, 24, (37, 60), page_size=16,
-                rotated=False, rotary_dim=10, layout="odd"),
+         rotated=False, rotary_dim=10, layout="odd"),
     step("decode, pages of 32, nothing new, softcap", (2, 1), 2, 96, 16, (50, 1, 0), page_size=32, append=False,
-                softcap=2.0),
+         softcap=2.0),
     step("decode, pages of 16, the table is full", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
     step("decode, a chunk of 33 tokens in pages of 16, window", (8, 1), 33, 96, 16, (50,), page_size=16,
-                window=(60, 0)),
+         window=(60, 0)),
     step("decode, a chunk of 33 tokens in pages of 32", (8, 1), 33, 128, 16, (70, 0), page_size=32),
     step("decode, a chunk of 33 tokens, for some of which there is no room", (8, 1), 33, 100, 16, (80,)),
     step("decode, a chunk of 33 tokens, read only", (8, 1), 33, 64, 16, (64,), append=False),
     step("decode, float8", (4, 2), 2, 70, 32, (37, 0), float8="head"),
-    step("decode, float8, keys rotated in the loop", (4, 2), 2, 70, 16, (37, 64), rotated=False,
-                float8="tensor"),
+    step("decode, float8, keys rotated in the loop", (4, 2), 2, 70, 16, (37, 64), rotated=False, float8="tensor"),
     step("decode, float8 in pages of 16, softcap", (2, 1), 1, 48, 16, (37, 4), page_size=16, float8="tensor",
-                softcap=2.0),
+         softcap=2.0),
     step("decode, norms", (4, 2), 2, 70, 24, (37, 0), rotary_dim=10, norms=0.0),
     step("decode, norms, keys rotated in the loop, interleaved", (4, 2), 2, 64, 16, (37, 60), page_size=16,
-                rotated=False, interleaved=True, norms=1.0),
+         rotated=False, interleaved=True, norms=1.0),
     step("decode, norms, float8", (4, 2), 2, 70, 32, (37, 0), float8="head", norms=0.0),
     step("decode Qwen3-8B, norms", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), norms=0.0, size="large"),
     step("decode Llama3-8B, 4096", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), size="large"),
     step("decode Llama3-8B, 4096, keys rotated in the loop", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777),
-                rotated=False, size="large"),
+         rotated=False, size="large"),
     step("decode Llama3-8B, 131072", (32, 8), 1, 131072, 128, (131071,), size="large"),
     step("decode 64 sequences", (32, 8), 4, 1024, 128, tuple(range(5, 965, 15)), size="large"),
     step("decode, D 256, window, softcap", (16, 8), 1, 8192, 256, (8000, 5000), window=(4095, 0), softcap=50.0,
-                size="large"),
-    step("decode, D 64, sinks, window", (64, 8), 1, 4096, 64, (4000, 100), window=(128, 0), sinks=True,
-                size="large"),
+         size="large"),
+    step("decode, D 64, sinks, window", (64, 8), 1, 4096, 64, (4000, 100), window=(128, 0), sinks=True, size="large"),
     step("decode, D 80, MQA, 40 new tokens", (16, 1), 40, 3000, 80, (2960, 1), rotary_dim=32, size="large"),
-    *(
-        step(f"decode Llama3-8B, pages of {page_size}{words}", (32, 8), len_q, 4096, 128, (4090, 1, 2048, 777),
+    *(step(f"decode Llama3-8B, pages of {page_size}{words}", (32, 8), len_q, 4096, 128, (4090, 1, 2048, 777),
                     page_size=page_size, size="large", **options)
         for page_size in (16, 64, 128)
         for words, len_q, options in (
@@ -291,15 +265,14 @@ DECODE = (
         )
     ),
     step("decode, float8, raw keys, D 64, pages of 48", (16, 8), 3, 4080, 64, (4000, 5), rotated=False,
-                float8="tensor", page_size=48, interleaved=True, size="large"),
-    step("decode, a chunk of 300 tokens, pages of 16", (8, 2), 300, 4096, 128, (3000, 0), page_size=16,
-                size="large"),
+         float8="tensor", page_size=48, interleaved=True, size="large"),
+    step("decode, a chunk of 300 tokens, pages of 16", (8, 2), 300, 4096, 128, (3000, 0), page_size=16, size="large"),
     step("decode, a chunk of 300 tokens, float8 in pages of 128", (8, 2), 300, 4096, 128, (3000, 3700),
-                page_size=128, float8="head", size="large"),
+         page_size=128, float8="head", size="large"),
     step("decode, a chunk of 300 tokens, pages of 128, window", (8, 2), 300, 4096, 128, (3000, 0),
-                page_size=128, window=(700, 0), size="large"),
+         page_size=128, window=(700, 0), size="large"),
     step("decode, a chunk of 300 tokens, float8 in pages of 64, window", (8, 2), 300, 4096, 128, (3000, 3700),
-                page_size=64, float8="head", window=(700, 0), size="large"),
+         page_size=64, float8="head", window=(700, 0), size="large"),
 )  # fmt: skip
 COROPE = (
     _corope("Co-RoPE, GQA of 3", 1, 3, 1, 35, 32),

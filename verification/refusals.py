@@ -223,22 +223,18 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
     ("q_norm is left out", _has("q_norm", "k_norm"), lambda a: {"q_norm": None}, ValueError, ("q_norm",)),
     ("k_norm is left out", _has("k_norm", "q_norm"), lambda a: {"k_norm": None}, ValueError, ("k_norm",)),
     ("v is left out", _writes_cache, lambda a: {"v": None}, ValueError, ("v",)),
-    *(
-        (f"a tangent of {x}", lambda a, x=x: a.get(x) is not None and a.get("out") is None, _tangent(x),
+    *((f"a tangent of {x}", lambda a, x=x: a.get(x) is not None and a.get("out") is None, _tangent(x),
          NotImplementedError, _FUNCTIONS)
         for x in ("x", "q", "k", "sinks", *NORMS)
     ),
-    *(
-        (f"{x} requires a gradient", lambda a: "k_cache" in a, lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
+    *((f"{x} requires a gradient", lambda a: "k_cache" in a, lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
         for x in ("q", *CACHES)
     ),
     # If two caches differ, the message may name either, because both may be in q's dtype or in float8.
-    *(
-        (f"{x} of another dtype", _has(x), lambda a, x=x: {x: a[x].to(_other_float(a[x]))}, TypeError, CACHES)
+    *((f"{x} of another dtype", _has(x), lambda a, x=x: {x: a[x].to(_other_float(a[x]))}, TypeError, CACHES)
         for x in CACHES
     ),
-    *(
-        (f"{x} whose rows share memory", lambda a, x=x: _writes_cache(a) and a[x].numel() > 0,
+    *((f"{x} whose rows share memory", lambda a, x=x: _writes_cache(a) and a[x].numel() > 0,
          lambda a, x=x: {x: a[x][..., :1].expand_as(a[x])}, ValueError, CACHES)
         for x in CACHES
     ),
@@ -269,8 +265,7 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
      ("cos",)),
     ("a strategy of the reference", _chooses, lambda a: {"backend": "reference", "strategy": "inline"}, ValueError,
      ("strategy",)),
-    *(
-        (f"float64 for {backend}", _chooses,
+    *((f"float64 for {backend}", _chooses,
          lambda a, backend=backend: _in_float64(a) | {"backend": backend, "strategy": "auto"}, NotImplementedError,
          ("q",))
         for backend in ("triton", "hopper")
