@@ -5,16 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fused_rope_attn.env import driver_version, run_quietly
+import torch
+
+from fused_rope_attn import env
 from verification.calls import dtype_name
 from verification.table import format_table
 from verification.workers import Outcome
@@ -83,28 +81,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Return the origin of the rows: versions, GPU and driver, commit, date."""
-    import torch
-    import triton
-
-    import fused_rope_attn
-
-    facts = {
+    facts = env.environment() | {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": run_quietly("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
-        "fused_rope_attn": fused_rope_attn.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "platform": platform.platform(),
+        "commit": env.run_quietly("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "hypothesis": env.package_version("hypothesis"),  # the calls of a seed depend on it
         "device": device,
-        "interpreter": os.environ.get("TRITON_INTERPRET", "0") == "1",
     }
-    if find_spec("hypothesis"):  # the calls of a seed depend on it
-        facts["hypothesis"] = version("hypothesis")
-    if device.startswith("cuda"):
-        facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["driver"] = driver_version() or ""
-    return facts
+    return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {})
 
 
 def where(environment: Mapping[str, Any]) -> str:

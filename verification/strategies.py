@@ -335,7 +335,7 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
     len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
     if len_q is None:
         len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
-        if kind == "fewer" and chance(draw, 0.6):
+        if kind == "fewer" and chance(draw, 0.75):
             len_q = max(1, len_k - _near_border(draw, len_k))  # then the diagonal crosses tiles at their borders
     len_k = 0 if kind == "no keys" else len_k
     batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
