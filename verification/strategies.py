@@ -217,7 +217,7 @@ def _length(draw: Draw, most: int) -> int:
 def _near_border(draw: Draw, most: int) -> int:
     """A number of rows or of keys at which tiles end, or up to two more or fewer; the border is at ``most`` at most."""
     borders = (16, *(border for border in (32, 64, 128, 256, 512) if border <= most))
-    return pick(draw, dict.fromkeys(borders, 1)) + pick(draw, {0: 1, -1: 1, 1: 1, -2: 1, 2: 1})
+    return pick(draw, dict.fromkeys(borders, 1)) + pick(draw, {0: 1, -1: 1, 1: 1, -2: 2, 2: 1})
 
 
 def _fitted(machine: Machine, batch: int, heads_kv: int, group: int, len_q: int, len_k: int) -> tuple[int, ...]:
@@ -331,7 +331,7 @@ def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> 
 def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
     batch, heads_kv = _size(draw, machine, "batch"), _size(draw, machine, "heads_kv")
     len_k = _length(draw, most)
-    kind = pick(draw, {"same": 9, "fewer": 5, "one": 2, "more": 3, "no keys": 0.3, "no queries": 0.3})
+    kind = pick(draw, {"same": 8, "fewer": 6, "one": 2, "more": 3, "no keys": 0.3, "no queries": 0.3})
     len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
     if len_q is None:
         len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
@@ -356,7 +356,7 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
         len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
-        if chance(draw, 0.25):
+        if chance(draw, 0.35):
             len_q = max(0, len_k - _near_border(draw, len_k))
         seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
     tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
