@@ -17,13 +17,11 @@ import functools
 import importlib
 import json
 import multiprocessing
-import random
 import re
 import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 
 from bench.environment import environment
+from bench.timing import GpuClock, interleave
 from verification.calls import Call
 from verification.matrix import CHECKS, in_dtype
 from verification.table import format_table
@@ -40,6 +39,7 @@ PACKAGE = "fused_rope_attn"
 COLUMNS = ("case", "part", "before", "after", "after / before")
 # Largest difference of two results, of the largest number among them: rounding to bfloat16 in another order.
 TOLERANCE = 2e-2
+ROUND_MS = 50.0  # of one provider in one round
 
 
 CASES = [in_dtype(x, torch.bfloat16) for x in CHECKS if x.size == "large" and x.function != "corope_attention"]
@@ -60,10 +60,10 @@ def import_checkout(root: Path, name: str) -> ModuleType:
         sys.path.remove(str(folder))
 
 
-def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: str = "cuda") -> dict[str, Callable]:
+def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: Any = "cuda") -> dict[str, Callable]:
     """The functions to time by name: the forward pass without gradient and, where there is one, that with a gradient,
     which saves what the backward pass needs, and the backward pass. Both packages get the same data."""
-    made = case.make(device)
+    made = case.make(str(device))
     given = case.call(made, (backend, "auto"))[1]
     call = functools.partial(getattr(package, case.function), **given)
 
@@ -72,14 +72,14 @@ def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: str
 
     def forward() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            return outputs(call())
+            return outputs(call())[:1]
 
     if "o" not in made.upstream:
         return {"forward": forward}
     leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v")}
 
     def saving() -> tuple[torch.Tensor, ...]:
-        return tuple(x.detach() for x in outputs(call(**leaves)))
+        return (outputs(call(**leaves))[0].detach(),)
 
     def backward() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(o, list(leaves.values()), do, retain_graph=True)
@@ -96,61 +96,22 @@ def largest_difference(before, after) -> float:
     )
 
 
-def interleaved(functions: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each function returns in every round, the functions shuffled within a round."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name in random.sample(list(functions), len(functions)):
-            times[name].append(functions[name]())
-    return times
+def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: int, clock: Any) -> list[dict]:
+    """The rows of one case: a row for each pass as CUDA graphs, and for host-limited cases the eager calls.
 
+    clock: a ``bench.timing.GpuClock``.
+    """
 
-def graph_clock(function: Callable, calls: int, stream) -> Callable[[], float]:
-    """A function that replays ``calls`` calls as a CUDA graph and returns milliseconds a call."""
-    with torch.cuda.stream(stream):
-        function()
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            function()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def timed(functions: dict[str, Callable], sample: Callable[..., list[float]], calls: int) -> dict[str, list[float]]:
+        measured, failed = interleave(functions, sample, dict.fromkeys(functions, calls), rounds, lambda: False)
+        for error in failed.values():
+            raise error
+        return {name: measurement.round_medians for name, measurement in measured.items()}
 
-    def sample() -> float:
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / calls
+    def captured(package: ModuleType, part: str) -> Callable:
+        return clock.capture(lambda: parts_of(case, package, backend, clock.device)[part])
 
-    sample()
-    return sample
-
-
-def host_clock(function: Callable, calls: int = 100) -> Callable[[], float]:
-    """A function that makes ``calls`` eager calls and returns the host's microseconds a call."""
-
-    def sample() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        elapsed = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return elapsed / calls * 1e6
-
-    sample()
-    return sample
-
-
-def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: int, stream) -> list[dict]:
-    """The rows of one case: a row for each pass as CUDA graphs, and for host-limited cases the eager calls."""
-    with torch.cuda.stream(stream):
-        parts = {name: parts_of(case, package, backend) for name, package in packages.items()}
-    torch.cuda.synchronize()
-    operations = 4 * case.batch * case.heads_q * max(1, case.len_q * case.len_k) * case.head_dim
-    calls = max(1, min(50, int(2e12 / operations)))
+    parts = {name: parts_of(case, package, backend, clock.device) for name, package in packages.items()}
     rows = []
     for part in parts["before"]:
         functions = {name: parts[name][part] for name in packages}
@@ -159,11 +120,10 @@ def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: i
         if not difference <= TOLERANCE:
             rows.append(row | {"error": "the results differ"})
             continue
-        clocks = {name: graph_clock(function, calls, stream) for name, function in functions.items()}
-        rows.append(row | interleaved(clocks, rounds))
+        graphs = {name: captured(package, part) for name, package in packages.items()}
+        rows.append(row | timed(graphs, clock.sample, clock.calls_for(graphs["after"], ROUND_MS)))
         if case.name in HOST_CASES:
-            clocks = {name: host_clock(function) for name, function in functions.items()}
-            rows.append(row | {"part": f"{part}, host", "unit": "us"} | interleaved(clocks, rounds))
+            rows.append(row | {"part": f"{part}, host"} | timed(functions, clock.host_sample, 100))
     return rows
 
 
@@ -221,11 +181,11 @@ def main(argv: list[str] | None = None) -> int:
         "before": import_checkout(options.before, f"{PACKAGE}_before"),
         "after": importlib.import_module(PACKAGE),
     }
-    stream = torch.cuda.Stream()
+    clock = GpuClock(torch.device("cuda"))
     facts = environment()
     table, failed = [], False
     for case in cases:
-        for row in compare(case, packages, options.backend, options.rounds, stream):
+        for row in compare(case, packages, options.backend, options.rounds, clock):
             table.append(shown(row))
             failed |= "error" in row
             if options.out is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fused_rope_attn
+from tests.support.clocks import WallClock
 from tests.support.paths import ROOT
 from tools import compare_checkouts as compare
 from verification.attention import AttentionCheck
@@ -44,12 +45,16 @@ def test_a_difference_is_relative_to_the_largest_number():
     assert compare.largest_difference((x, x), (x, x + torch.tensor([0.0, 0.4]))) == pytest.approx(0.1)
 
 
-def test_rounds_are_interleaved(monkeypatch):
-    order = []
-    clocks = {name: (lambda name=name: order.append(name) or float(len(order))) for name in ("before", "after")}
-    times = compare.interleaved(clocks, 3)
-    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["after", "before"]] * 3
-    assert sorted(times["before"] + times["after"]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+def test_a_case_has_a_row_for_each_pass_or_says_that_results_differ(copy, monkeypatch):
+    packages = {"before": copy, "after": fused_rope_attn}
+    rows = compare.compare(replace(TINY, name="Small-512"), packages, "auto", 2, WallClock())
+    parts = ["forward", "forward, saving", "backward"]
+    assert [row["part"] for row in rows] == [part for name in parts for part in (name, f"{name}, host")]
+    assert all(len(row[name]) == 2 for row in rows for name in packages)
+    right = copy.rope_attention
+    monkeypatch.setattr(copy, "rope_attention", lambda **given: tuple(2.0 * x for x in right(**given)))
+    rows = compare.compare(TINY, packages, "auto", 2, WallClock())
+    assert [row["error"] for row in rows] == ["the results differ"] * 3
 
 
 def test_rows_show_medians_and_errors():
