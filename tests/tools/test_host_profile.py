@@ -19,8 +19,8 @@ from tools import host_profile
 
 launches, replays, refusals, launch, replay, call = {}, [], set(), Launch.__call__, Replay.__call__, Call.__call__
 
-def note(self, stream, **tensors):
-    launch(self, stream, **tensors)
+def note(self, *given, **tensors):
+    launch(self, *given, **tensors)
     name = self.kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
 
