@@ -49,7 +49,7 @@ THOROUGH = ("sm_90", "sm_86")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What one compilation cost. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread;
+    """The cost of one compilation. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread;
     ``serialised``: ptxas says that it made wgmma products wait for one another; ``unwritten``: the first
     read of a register that nothing has written, "" if there is none; ``refusal``: why the package leaves the kernel's
     launches to Triton, "" where it makes them itself."""
@@ -129,7 +129,7 @@ def _patch_everywhere(package: str, original, replacement) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one thread (NVIDIA) or lane (AMD): registers, and bytes of stack or scratch, which is where spills go."""
+    """Registers of one thread (NVIDIA) or lane (AMD), and bytes of stack or scratch: its spills."""
 
     registers: int
     spill: int
@@ -201,7 +201,7 @@ def _parameter_sizes(kind: Any) -> Iterator[int]:
 def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[CompiledKernel]]:
     """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills.
 
-    The package's own question ``device.arch`` gets the same answer. What is printed within does not appear. A kernel
+    The package's own question ``device.arch`` gets the same answer. Output printed within does not appear. A kernel
     that is in Triton's cache already does not appear again. Raises RuntimeError under Triton's interpreter.
     """
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):

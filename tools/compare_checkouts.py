@@ -48,7 +48,7 @@ HOST_CASES = ("Small-512", "Small-1K", "decode Llama3-8B, 4096", "rotation Llama
 
 
 def import_checkout(root: Path, name: str) -> ModuleType:
-    """The package of the checkout at ``root``, imported as ``name`` from a copy."""
+    """Import the package of the checkout at ``root`` from a copy, as ``name``."""
     folder = Path(tempfile.mkdtemp())
     shutil.copytree(root / PACKAGE, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in folder.rglob("*.py"):
@@ -61,8 +61,8 @@ def import_checkout(root: Path, name: str) -> ModuleType:
 
 
 def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: Any = "cuda") -> dict[str, Callable]:
-    """The functions to time by name: the forward pass without gradient and, where there is one, that with a gradient,
-    which saves what the backward pass needs, and the backward pass. Both packages get the same data."""
+    """Return the functions to time by name: the forward pass without a gradient and, of attention, that with a gradient,
+    which saves tensors for the backward pass, and the backward pass. Both packages get the same data."""
     made = case.make(str(device))
     given = case.call(made, (backend, "auto"))[1]
     call = functools.partial(getattr(package, case.function), **given)
@@ -89,7 +89,7 @@ def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: Any
 
 
 def largest_difference(before, after) -> float:
-    """Of two tuples of tensors, relative to the largest number of each."""
+    """Return the largest difference of two tuples of tensors, relative to the largest number of each."""
     return max(
         ((x.double() - y.double()).abs().max() / x.double().abs().max().clamp(min=1e-30)).item()
         for x, y in zip(before, after, strict=True)
@@ -97,7 +97,7 @@ def largest_difference(before, after) -> float:
 
 
 def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: int, clock: Any) -> list[dict]:
-    """The rows of one case: a row for each pass as CUDA graphs, and for host-limited cases the eager calls.
+    """Return the rows of one case: a row for each pass as CUDA graphs, and for host-limited cases the eager calls.
 
     clock: a ``bench.timing.GpuClock``.
     """

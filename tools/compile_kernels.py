@@ -128,7 +128,7 @@ class Job(LaunchJob):
 
 
 def _changed(config) -> str:
-    """The fields of a configuration that are not at their defaults: ``block_n=128,stages=2``."""
+    """Name the fields of a configuration that are not at their defaults: ``block_n=128,stages=2``."""
     return ",".join(
         f"{f.name}={getattr(config, f.name)}" for f in fields(config) if getattr(config, f.name) != f.default
     )
@@ -187,9 +187,9 @@ _MASKED = (_WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packe
 def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     """Jobs with masks, bfloat16 and causal, in the configurations of medium lengths.
 
-    What takes most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on sm_90,
-    sm_86 and gfx942: the other cards have the instructions of one of them. On sm_90 also inline, a window alone and
-    padded batches. ``full``: every combination, strategy and width everywhere.
+    The masks that take most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on
+    sm_90, sm_86 and gfx942: the other cards have the instructions of one of them. On sm_90 also inline, a window alone
+    and padded batches. ``full``: every combination, strategy and width everywhere.
     """
     chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
     chosen += [("prepass", 128, _MOST)] if arch in (*aot.THOROUGH, "gfx942") else []
@@ -253,7 +253,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            # Of other widths what takes most registers, and packed sequences alone; of the wide backward the former.
+            # Other widths have the masks that take most registers, and packed sequences alone; the wide backward has the
+            # former.
             chosen = head_dim == hopper_configs.HEAD_DIM or len(masks) > 2 or masks == ("packed",)
             if head_dim > hopper_configs.HEAD_DIM and direction == "backward":
                 chosen = masks == _MOST
@@ -264,7 +265,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(job)
                 if full:
                     jobs.append(replace(job, dtype=torch.float16))
-    # What a training step runs; narrower heads leave more registers in the same code.
+    # Calls of a training step; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= hopper_configs.HEAD_DIM]
     for job in trained:
@@ -276,7 +277,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 def with_tile(job: Job, text: str) -> Job:
-    """The same job with every tile replaced; ``text`` as the labels write them, such as ``128x64w8s3``."""
+    """Return the same job with every tile replaced; ``text`` as the labels write them, such as ``128x64w8s3``."""
     match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?", text)
     if match is None:
         raise ValueError(f"a tile is block_m x block_n, warps, stages[, registers], as in 128x64w8s3, not {text!r}")

@@ -30,7 +30,7 @@ def install(version: str) -> Path:
 
 
 def compile_with(version: str, arguments: list[str]) -> bool:
-    """True when every kernel compiled with this release and fits."""
+    """Return whether every kernel compiled with this release and fits."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(install(version)), str(ROOT)])
     # The default that 3.10 will drop; 3.9 warns until it is said.

@@ -1,4 +1,4 @@
-"""What `compile_kernels` compiles of Co-RoPE: its tiles for sm_90, the card that they are made for."""
+"""Jobs of Co-RoPE for `compile_kernels`: its tiles for sm_90, the card that they are made for."""
 
 from __future__ import annotations
 

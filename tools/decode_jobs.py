@@ -1,4 +1,4 @@
-"""What `compile_kernels` compiles of the generation step: each row of its table, features spread over the jobs."""
+"""Jobs of the generation step for `compile_kernels`: each row of its table, features spread over the jobs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             if row.rotated not in (None, rotated):
                 continue
             featured = arch in aot.THOROUGH and row.head_dim == 128 and row.element_size == 2
-            # Where both take the same row, rotating in the loop is compiled for few.
+            # If both take the same row, rotating in the loop is compiled for few.
             if row.rotated is None and not rotated and not featured and not full:
                 continue
             dtype = torch.float32 if row.element_size == 4 else torch.bfloat16

@@ -18,7 +18,7 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTED, UNSUPPORTED, path_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
-# What each value of a field of Convention, other than the default, means to somebody who knows Llama's attention.
+# The meaning of each value of a field of Convention, other than the default, for a reader who knows Llama's attention.
 _PHRASES: dict[object, str] = {
     on.q_and_k_norm: "q and k normed by head",
     on.q_and_k_layernorm: "q and k normed by head",
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     served: dict[str, list[str]] = {}
     for name, convention in SUPPORTED.items():
         served.setdefault(describe(convention) or "nothing", []).append(name)
@@ -104,7 +104,7 @@ def page() -> str:
 
 
 def describe(convention: Convention) -> str:
-    """What differs from Llama's attention, in words. KeyError: nobody has said what one of its functions means."""
+    """Say how a convention differs from Llama's attention. KeyError: ``_PHRASES`` lacks one of its functions."""
     default, found = Convention(), []
     for name in ("project", "norms", "window", "rotates", "after_rotation", "query_scale", "finish"):
         value = getattr(convention, name)

@@ -5,7 +5,7 @@
 
 The call is the smallest of docs/experiments/host.md: (1, 4/4, 128, 64), bfloat16, causal.
 
-What remains is Python's share of a call, and PyTorch's: the tensors are on the CPU, the launch by the driver is an
+The rest is Python's share of a call, and PyTorch's: the tensors are on the CPU, the launch by the driver is an
 empty C function called by ctypes, and Triton's own launcher costs nothing at all, so that its rows are a lower bound.
 """
 
@@ -50,7 +50,7 @@ class AnySizes:
 
 
 class IdleDriver:
-    """What ``driver.load`` gives, with a C function for the launch that looks at nothing and returns 0."""
+    """A driver as ``driver.load`` gives it, with a C function for the launch that reads nothing and returns 0."""
 
     def __init__(self):
         self.launch = self.encode = ctypes.CDLL("libm.so.6").feclearexcept

@@ -1,4 +1,4 @@
-"""What `compile_kernels` compiles of the rotation alone: each tile for each target, features spread over the jobs."""
+"""Jobs of the rotation alone for `compile_kernels`: each tile for each target, features spread over the jobs."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ def _operands(text: str) -> list[str]:
 
 
 def _registers(name: str, text: str) -> tuple[frozenset[int], frozenset[int]]:
-    """The uniform registers that an instruction reads and writes."""
+    """Return the uniform registers that an instruction reads and writes."""
     operands = _operands(text)
     base, *modifiers = name.split(".")
     result, writes = None, frozenset[int]()
     if _WRITES.match(base) and not _NO_RESULT.match(base):
-        # Predicates may come before the result.
+        # Predicates may precede the result.
         result = next((i for i, x in enumerate(operands) if not re.fullmatch(r"!?U?P(\d|T)", x)), None)
         found = None if result is None else re.fullmatch(r"UR(\d+)", operands[result])
         if found:
@@ -66,7 +66,7 @@ def _registers(name: str, text: str) -> tuple[frozenset[int], frozenset[int]]:
             continue
         for found in _REGISTER.finditer(operand):
             first = int(found[1])
-            if f"gdesc[UR{first}]" in operand:  # two descriptors, or one if the other operand comes from registers
+            if f"gdesc[UR{first}]" in operand:  # two descriptors, or one if the other operand is in registers
                 reads |= set(range(first + 2 * from_registers, first + 4))
             elif f"desc[UR{first}]" in operand or f"UR{first}.64" in operand:
                 reads |= {first, first + 1}
@@ -76,7 +76,7 @@ def _registers(name: str, text: str) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions in order, and the index that each label stands for."""
+    """Return the instructions in order, and the index of each label."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -123,7 +123,7 @@ def reads_of_nothing(sass: str) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def disassemble(cubin: Path) -> str:
-    """What nvdisasm prints of a binary: Triton's own, or the CUDA toolkit's.
+    """Return the output of nvdisasm for a binary: Triton's own, or the CUDA toolkit's.
 
     Raises:
         RuntimeError: if neither is installed.

@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         for module, of in mutants.items():
             if of:
                 rows += try_mutants(of, tuple(options.tests or mirrors_of(module)), trees, deadline, out)
-    gc.unfreeze()  # of ``preload``: libraries that count what they leave behind stay silent
+    gc.unfreeze()  # of ``preload``: libraries that count leaked objects stay silent
     lines, percent = table(rows)
     print(*lines, sep="\n")
     if len(rows) < sum(map(len, mutants.values())):

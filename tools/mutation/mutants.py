@@ -23,7 +23,7 @@ class Mutant:
 
     operator: cosmic-ray's name of the change. line: where it begins. definition: the function or class around it.
     before, after: the changed lines as they were and as they are, joined and without indentation; they name the mutant
-    in lists of survivors, also when lines above it come and go. source: the whole module.
+    in lists of survivors, also when lines above it change. source: the whole module.
     """
 
     module: str
@@ -36,7 +36,7 @@ class Mutant:
 
 
 def mutants_of(module: str, source: str) -> list[Mutant]:
-    """All mutants of a module's source that compile, differ from each other, and might change what it does.
+    """Return all mutants of a module's source that compile, differ from each other, and might change what it does.
 
     Left out, because no test of behaviour could tell: annotations, ``__all__``, a warning's ``stacklevel``, the removal
     of ``triton.jit`` and ``record`` (the interpreter calls a device function that is a plain one as it is, and only the
@@ -70,7 +70,7 @@ class _Statement:
 
 
 def _statements(source: str) -> Iterator[tuple[_Statement, str]]:
-    """(where it stands, its text) of every statement at the top level: mutated alone, it is parsed the faster."""
+    """Yield (position, text) of every statement at the top level: mutated alone, it is parsed the faster."""
     from cosmic_ray.ast import get_ast
 
     before = ""
@@ -108,7 +108,7 @@ def _operators() -> Iterator[tuple[str, Any]]:
 
 
 def _spared(tree: ast.Module) -> Iterator[tuple[Place, Place]]:
-    """Where nothing is mutated: (first place, last place)."""
+    """Yield the places that are not mutated: (first, last)."""
     for node in ast.walk(tree):
         expressions: list[ast.expr | None] = []
         if isinstance(node, ast.FunctionDef):
@@ -124,7 +124,7 @@ def _spared(tree: ast.Module) -> Iterator[tuple[Place, Place]]:
             expressions.append(node.value)
         for x in expressions:
             if x is not None:
-                # A decorator's "@" stands before it, and cosmic-ray's place of a decorator ends with its line.
+                # A decorator's "@" precedes it, and cosmic-ray's place of a decorator ends with its line.
                 decorates = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and x in node.decorator_list
                 assert x.end_lineno is not None and x.end_col_offset is not None
                 last = (x.end_lineno + 1, 0) if decorates else (x.end_lineno, x.end_col_offset)
@@ -142,7 +142,7 @@ def _compiles(source: str) -> bool:
 
 
 def _difference(source: str, mutated: str) -> tuple[str, str]:
-    """The lines that differ, of both."""
+    """Return the lines that differ, of both."""
     old, new = source.splitlines(), mutated.splitlines()
     above = _common(old, new)
     below = _common(old[: above - 1 if above else None : -1], new[: above - 1 if above else None : -1])
@@ -151,14 +151,14 @@ def _difference(source: str, mutated: str) -> tuple[str, str]:
 
 
 def _common(a: list[str], b: list[str]) -> int:
-    """How many lines at the beginning are the same."""
+    """Count the equal lines at the beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _of_names(operator: str, before: str, after: str) -> bool:
-    """Whether the change is from ``==`` or ``!=`` of names to their order, or to their being one object.
+    """Return whether the change is from ``==`` or ``!=`` of names to their order, or to their being one object.
 
-    Names are strings, which no one compares by their order in the alphabet, and dtypes, of which there is one each.
+    Names are strings, which are never compared by their order in the alphabet, and dtypes, which are one object each.
     """
     _, _, kinds = operator.partition("ReplaceComparisonOperator_")
     old, _, new = kinds.partition("_")

@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "fused_rope_attn"
-# What tests import or read.
+# Tests import or read these.
 COPIED = (PACKAGE, "baselines", "bench", "tests", "tools", "verification", "pyproject.toml")
 MEMORY = 8 << 30  # bytes that a trial may allocate beyond what this process holds
-# Plain asserts compile once and not for pytest; what a failure looks like, nobody reads.
+# Plain asserts compile once and not for pytest; the text of a failure is not read.
 OPTIONS = ("-x", "-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:logging")
 GLUON = "triton.experimental.gluon.nvidia.hopper"
 PLUGIN = "pytest_timeout"  # pyproject.toml sets an option of it; other plugins take half a second to load
@@ -57,7 +57,7 @@ def write_module(tree: Path, module: str, source: str) -> None:
 
 @dataclass
 class Verdict:
-    """How a trial ended. outcome: "passed", "failed" or "timed out"; test: the first that failed."""
+    """The end of a trial. outcome: "passed", "failed" or "timed out"; test: the first that failed."""
 
     outcome: str
     seconds: float
@@ -94,7 +94,7 @@ def preload(modules: Iterable[str]) -> None:
 
 
 def _run(tree: Path, tests: tuple[str, ...], failed_before: Counter[str], limit: float, out: int) -> NoReturn:
-    """The trial itself, in a process of its own: writes ``Verdict``'s outcome and test to the file descriptor."""
+    """Run the trial in a process of its own: write ``Verdict``'s outcome and test to the file descriptor."""
     os.setsid()
     with open(tree / "trial.log", "w") as log:
         os.dup2(log.fileno(), 1)
