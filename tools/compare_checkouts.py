@@ -61,7 +61,7 @@ def import_checkout(root: Path, name: str) -> ModuleType:
 
 
 def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: Any = "cuda") -> dict[str, Callable]:
-    """Return the functions to time by name: the forward pass without a gradient and, of attention, that with a gradient,
+    """Return the functions to time by name: the forward pass without a gradient and, of attention, that with one,
     which saves tensors for the backward pass, and the backward pass. Both packages get the same data."""
     made = case.make(str(device))
     given = case.call(made, (backend, "auto"))[1]

@@ -253,8 +253,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
                 jobs.append(replace(job, head_dim=job.head_dim - 8))
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            # Other widths have the masks that take most registers, and packed sequences alone; the wide backward has the
-            # former.
+            # Other widths have the masks that take most registers, and packed sequences alone; the wide backward
+            # has the former.
             chosen = head_dim == hopper_configs.HEAD_DIM or len(masks) > 2 or masks == ("packed",)
             if head_dim > hopper_configs.HEAD_DIM and direction == "backward":
                 chosen = masks == _MOST
