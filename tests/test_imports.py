@@ -73,11 +73,15 @@ def test_imports_follow_the_arrows():
 
 
 def test_references_stand_alone():
-    """A reference that shares code with a kernel shares its faults."""
+    """A reference that shares code with a kernel shares its faults. The runtime has no formulas."""
     wrong = []
     for path in FILES:
         targets = filter(None, map(internal, imports_of(path))) if path.stem == "reference" else ()
-        wrong += [f"{module_of(path)} imports {target}" for target in targets if not target.endswith("reference")]
+        wrong += [
+            f"{module_of(path)} imports {target}"
+            for target in targets
+            if not target.endswith("reference") and target.split(".")[0] != "runtime"
+        ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
 from fused_rope_attn.generation import api, reference
-from fused_rope_attn.generation.cache_reference import quantise
 from fused_rope_attn.generation.configs import FLOAT8
+from fused_rope_attn.generation.reference import quantise
 from verification.calls import Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool, same_float8
 

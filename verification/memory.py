@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn import testing
-from fused_rope_attn.generation.cache_reference import stored
+from fused_rope_attn.generation.reference import stored
 
 # Layouts in which several elements share memory: no such tensor can be written, or hold NaN in some rows only.
 SHARED = ("one batch", "one head", "one token", "one number")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_rope_attn.generation.cache_reference import quantise, stored
+from fused_rope_attn.generation.reference import quantise, stored
 
 
 class Step(NamedTuple):

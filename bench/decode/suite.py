@@ -19,7 +19,7 @@ from bench.report import Row
 from bench.suite import Entry, Options, Suite, Times, Trial, normal
 from fused_rope_attn import rope_tables
 from fused_rope_attn.generation import reference
-from fused_rope_attn.generation.cache_reference import quantise
+from fused_rope_attn.generation.reference import quantise
 
 
 @dataclass(frozen=True)

@@ -285,20 +285,12 @@ def cu_seqlens_from_position_ids(
 
 
 @explain_keywords(ATTENTION, of=rope_attention)
-def plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    causal: bool = False,
-    **options: Unpack[AttentionOptions],
-) -> planning.Plan:
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
     """Return the plan of ``rope_attention`` for these arguments: backend, strategy, configurations and the reason.
 
     Launch nothing. Raise the errors that ``rope_attention`` would raise.
     """
-    given = bind(rope_attention, q, k, v, cos, sin, causal, **options)
+    given = bind(rope_attention, q, k, v, *arguments, **options)
     return _plan(_describe(fill(Tensors, given), fill(Options, given), given["layout"], convert=stand_in)[0])
 
 

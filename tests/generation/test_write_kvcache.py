@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope, rope_attention, rope_attention_with_kvcache, rope_tables, write_kvcache
-from fused_rope_attn.generation.cache_reference import dequantise, gather_pages, quantise, stored
+from fused_rope_attn.generation.reference import dequantise, gather_pages, quantise, stored
 from tests.support.dtypes import F32
 from tests.support.internals import OPERATORS, write
 from tests.support.marks import interpreted

@@ -3,7 +3,7 @@
 import torch
 
 from fused_rope_attn import rope_attention_with_kvcache, rope_tables
-from fused_rope_attn.generation.cache_reference import stored
+from fused_rope_attn.generation.reference import stored
 from tests.support.dtypes import BF16
 
 PAGE, PAGES, HEADS, HEAD_DIM = 16, 20, (8, 2), 128
