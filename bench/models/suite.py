@@ -6,6 +6,7 @@ the rounds, so that weights, inputs and clock are the same for all.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class Step:
         self.ids = torch.randint(vocabulary, (work.batch, work.length), generator=generator).to(device)
         self.result: Tensor | None = None
         self.past, self.added = None, 0
+        # transformers 5.24 renames the argument and the output, and keeps the older name by a slower wrapper.
+        self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         model.train(work.kind == "train")
 
     def __call__(self) -> None:
@@ -51,7 +54,7 @@ class Step:
             if self.work.kind == "prefill":
                 self.result = self.model(self.ids, use_cache=True, logits_to_keep=1).logits
             else:
-                logits = self.model(self.ids[:, -1:], past_key_values=self.past).logits
+                logits = self.model(self.ids[:, -1:], **{self.cache_name: self.past}).logits
                 self.result = logits if self.added == 0 else self.result
                 self.added += 1
                 if self.added == DECODED:
@@ -62,7 +65,8 @@ class Step:
         """Fill the cache that decoding adds to, by the provider that is on."""
         if self.work.kind == "decode":
             with torch.no_grad():
-                self.past = self.model(self.ids, use_cache=True, logits_to_keep=1).past_key_values
+                filled = self.model(self.ids, use_cache=True, logits_to_keep=1)
+                self.past = getattr(filled, self.cache_name)
                 self.added = 0
 
 
