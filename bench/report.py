@@ -100,6 +100,15 @@ def read_runs(paths: Iterable[Path]) -> list[Row]:
     return [row for rows in found.values() for row in rows]
 
 
+def read_file(path: Path) -> list[Row]:
+    """Return the rows of one file as ``read_runs`` does. ValueError where they are of no GPU or of two."""
+    rows = read_runs([path])
+    cards = sorted({row["gpu"] for row in rows})
+    if len(cards) != 1:
+        raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards) or 'none'}")
+    return rows
+
+
 # Selection
 
 
