@@ -188,8 +188,7 @@ def comparison(row: Row, mine: Row, figure: str = "ms") -> list[str]:
 
 def case_report(rows: list[Row]) -> str:
     """Return everything about one case: a table for each mode, then who was not timed and why."""
-    limit = rows[0].get("limit_watts")
-    blocks = [f"{rows[0]['case']}   {rows[0]['shape']}" + (f"   (power limit {limit:.0f} W)" if limit else "")]
+    blocks = [f"{rows[0]['case']}   {rows[0]['shape']}"]
     for mode, words in MODES.items():
         found = timed(rows, mode=mode)
         shown = [each for each in _FIGURES if any(row.get(each[0]) is not None for row in found)]

@@ -201,9 +201,7 @@ class AttentionTrial(Trial):
     def fields(self) -> Row:
         names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim", "causal")
         row = {"family": self.case.family, "dtype": dtype_name(self.case.case.dtype)}
-        row |= {name: getattr(self.case.case, name) for name in names}
-        counter = getattr(self.clock, "counter", None)
-        return row if counter is None else row | {"limit_watts": counter.limit_watts()}
+        return row | {name: getattr(self.case.case, name) for name in names}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Return TFLOP/s, quartiles of host time, and of ours the plan, its kernels and the scores that they visit."""

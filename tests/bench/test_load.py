@@ -12,7 +12,7 @@ from bench import load, report
 from bench.attention import cases, providers
 from bench.attention import suite as attention
 from bench.attention.suite import ATTENTION, LOAD_USUAL
-from bench.load import Graph, Load, LoadClock, Loads, Nvml, Watch
+from bench.load import CALLS, Load, LoadClock, Loads, Nvml
 from tests.support.bench import FACTS, TINY, right, run, scripted
 from tests.support.clocks import WallClock
 from tests.support.machine import Machine
@@ -27,70 +27,71 @@ def _clock(monkeypatch, **machine):
 # The clock
 
 
-@pytest.mark.parametrize("call_ms", [0.06, 12.0])
+@pytest.mark.parametrize("call_ms", [0.02, 12.0])
 @pytest.mark.parametrize("step", [0.02, 0.1])
 def test_energy_is_power_times_time_whatever_the_steps_of_the_counter(monkeypatch, call_ms, step):
     """650 W for every call, while a reading at the ends of the sample would be late by up to a step."""
     machine, clock = _clock(monkeypatch, call_ms=call_ms, step=step)
     out = torch.zeros(1)
     graph = clock.capture(lambda: lambda: machine.work(out))
-    assert graph.calls == max(1, min(64, round(1.0 / call_ms + 0.499)))
-    machine.synchronize()
     replays = clock.calls_for(graph, 700.0)
-    assert replays * graph.calls * call_ms == pytest.approx(700.0, rel=0.02)
+    assert replays * CALLS * call_ms == pytest.approx(700.0, rel=0.1)
     machine.synchronize()
     machine.sleep(0.5 * step + 3e-3)
     machine.gaps.clear()
     found = clock.sample(graph, replays)
-    assert found.calls == replays * graph.calls and found.mhz == 1700
+    assert found.calls == replays * CALLS and found.mhz == 1700
     assert found.ms == pytest.approx(call_ms)
     assert found.watts == pytest.approx(650.0, rel=0.01) and found.mj == pytest.approx(650.0 * call_ms, rel=0.01)
-    # The replays that measure one duration run first; from the warm ones on nothing waits.
-    assert not any(machine.gaps[-replays:])
+    assert machine.gaps[0] > 0 and not any(machine.gaps[1:]), "nothing waits between the calls of a sample"
 
 
-def test_replays_that_are_not_measured_come_first(monkeypatch):
-    """The card draws less at first; what it draws in the steady state is what counts."""
-    machine, clock = _clock(monkeypatch, call_ms=1.0)
-    seen = []
+def test_calls_that_are_not_measured_come_first(monkeypatch):
+    """The card draws less during the first 45 of 345 replays; what it draws afterwards is what counts."""
+    machine, clock = _clock(monkeypatch)
+    warm = 45 * CALLS * 1e-4  # seconds
+
+    class Counter:
+        def millijoules(self):
+            at = 0.02 * int(machine.now / 0.02)
+            return round(1e3 * (400 * min(at, warm) + 650 * max(0, at - warm)))
+
+        megahertz = machine.megahertz
 
     def replay():
-        seen.append(machine.now)
-        machine.work()
+        for _ in range(CALLS):
+            machine.work()
 
-    plain = Watch.look
-    monkeypatch.setattr(Watch, "look", lambda self: (seen.append("look"), plain(self))[1])
-    clock.sample(Graph(replay, 1), 200)
-    first_look = seen.index("look")
-    assert sum(entry != "look" for entry in seen[:first_look]) >= 0.15 * 200
-    assert sum(entry != "look" for entry in seen) == 4 + 30 + 200  # to know how long one lasts, warm, measured
+    clock.counter = Counter()
+    found = clock.sample(replay, 300)
+    assert len(machine.gaps) == (45 + 300) * CALLS and found.calls == 300 * CALLS
+    assert found.ms == pytest.approx(0.1) and found.watts == pytest.approx(650, rel=0.005)
 
 
 def test_a_counter_that_does_not_move_is_an_error_and_no_figure(monkeypatch):
     machine, clock = _clock(monkeypatch, call_ms=1.0, step=10.0)
-    with pytest.raises(RuntimeError, match="must move at least twice in a sample, but moved 0 times: give more --rou"):
-        clock.sample(Graph(machine.work, 1), 100)
+    with pytest.raises(RuntimeError, match="must move twice a sample, but moved 0×: more --round-ms"):
+        clock.sample(machine.work, 100)
 
 
 def test_a_graph_that_writes_nothing_is_refused(monkeypatch):
-    """The check of ``timing.DeviceClock`` holds for graphs of several calls too."""
+    """The check of ``timing.DeviceClock`` holds for graphs of several calls too: the last call loses its output."""
     machine, clock = _clock(monkeypatch)
     calls = []
 
     def call():
         calls.append(machine.work(torch.zeros(1)))
-        # The graph of one call is right, that of several loses the last.
-        return calls[-1] if len(calls) <= 3 else torch.zeros(1)
+        return calls[-1] if len(calls) < 3 * CALLS else torch.zeros(1)
 
     with pytest.raises(RuntimeError, match="does not write its outputs"):
         clock.capture(lambda: call)
-    assert len(calls) == 3 + 3 * 10  # two calls to warm up and one that is captured, of one call and of ten
+    assert len(calls) == 3 * CALLS  # two graphs' calls to warm up and one that is captured
 
 
 def test_rows_of_energy_hold_every_round():
     loads = Loads()
     for ms, watts, mhz in ((1.0, 700.0, 1600), (2.0, 650.0, 1700), (1.5, 600.0, 1500)):
-        loads.add(Load(10, ms, watts, mhz))
+        loads.add(Load(10, ms, ms * watts, watts, mhz))
     row = loads.fields()
     assert row["ms"] == 1.5 and row["rounds"] == [1.0, 2.0, 1.5] and row["calls"] == 30
     assert row["mj_rounds"] == [700.0, 1300.0, 900.0] and row["mj"] == 900.0
@@ -114,7 +115,6 @@ def _pynvml(**functions):
         nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1234": "card"}[uuid],
         nvmlDeviceGetTotalEnergyConsumption=lambda card: {"card": 5000}[card],
         nvmlDeviceGetClockInfo=lambda card, what: {("card", 1): 1755}[card, what],
-        nvmlDeviceGetEnforcedPowerLimit=lambda card: {"card": 700000}[card],
     )
     module.__dict__.update(functions)
     return module
@@ -134,9 +134,7 @@ def card(monkeypatch):
 def test_the_card_is_found_by_its_identity(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", _pynvml())
     counter = Nvml(card)
-    assert (counter.millijoules(), counter.megahertz(), counter.limit_watts()) == (5000, 1755, 700.0)
-    monkeypatch.setitem(sys.modules, "pynvml", _pynvml(nvmlDeviceGetEnforcedPowerLimit=_raising))
-    assert Nvml(card).limit_watts() is None
+    assert (counter.millijoules(), counter.megahertz()) == (5000, 1755)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +165,11 @@ class _LoadWallClock(WallClock):
     measurement = Loads
 
     def __init__(self):
-        self.counter, self.order = Machine(), []
+        self.order = []
 
     def sample(self, fn, calls):
         self.order.append(fn)
-        return Load(calls, 2.0, 600.0, 1700)
+        return Load(calls, 2.0, 1200.0, 600.0, 1700)
 
 
 def _run(people, clock=None, **options):
@@ -200,7 +198,7 @@ def test_a_run_measures_who_passed_the_gate():
     (skipped,) = (row for row in rows if (row["provider"], row["pass"]) == ("forward", "bwd"))
     assert skipped["status"] == "unsupported" and skipped["detail"] == "forward has a forward pass only"
     for row in report.timed(rows):
-        assert row["mode"] == "load" and row["mj"] == 1200.0 and row["limit_watts"] == 700.0
+        assert row["mode"] == "load" and row["mj"] == 1200.0
         assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / 2.0 * 1e-9)
         assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= set(row)
     assert next(row for row in report.timed(rows) if row["role"] == "ours")["plan"].startswith("Plan(")
@@ -229,7 +227,7 @@ def test_the_command_line_selects_and_measures(monkeypatch, tmp_path, capsys):
     }
     assert {path.name for path in figures.glob("*.png")} == {"energy_load.png"}
     out = capsys.readouterr().out
-    assert "power limit 700 W" in out and "energy against the strongest rival: 2 not more, 0 more" in out
+    assert "energy against the strongest rival: 2 not more, 0 more" in out
     assert command.main(["attention", "plot", str(file), "--plot-dir", str(tmp_path / "again")]) == 0
 
 

@@ -46,9 +46,6 @@ class Machine:
     def megahertz(self):
         return self._mhz
 
-    def limit_watts(self):
-        return 700.0
-
     def install(self, monkeypatch, *modules):
         """Events, streams and graphs of ``torch.cuda``, and the ``time`` of these modules, become this machine's."""
         machine = self
