@@ -202,7 +202,8 @@ def options_of(suite: Suite, args: argparse.Namespace) -> Options:
 
     if args.round_ms is not None and args.round_ms <= 0:
         raise ValueError(f"--round-ms must be above 0, not {args.round_ms:g}")
-    options = Options(chosen("passes", suite.passes), chosen("mode", suite.modes), suite.rounds, suite.round_ms)
+    modes = chosen("mode", suite.modes) or (suite.modes if len(suite.modes) == 1 else None)
+    options = Options(chosen("passes", suite.passes), modes, suite.rounds, suite.round_ms)
     # "load" runs graphs back to back in their steady state.
     if options.modes == ("load",):
         options.rounds, options.round_ms = 4, 1000.0

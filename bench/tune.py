@@ -1,9 +1,11 @@
 """``python -m bench tune attention`` and ``tune decode``: time configurations of our kernels on the card they are for.
 
 Each candidate is a provider of a suite: it is held to float64, then timed in interleaved rounds with the configuration
-that the committed table has now. A candidate says which fields it changes, for example ``tile.block_m=128 tma=True`` or
-``block_n=32 num_stages=3``. The two kernels of the portable backward can be tuned one after the other, because their
-times add up. A person writes the best into ``configs.py``.
+that the committed table has now. A candidate says which fields it changes: ``block_n=32|64 num_warps=4|8`` are four of
+them. One that does not fit the card fails, and says so.
+
+The two kernels of the portable backward can be tuned one after the other, because their times add up. A person writes
+the best configuration into ``configs.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,80 +24,68 @@ from bench import command
 from bench.attention import cases, providers
 from bench.attention import suite as attention
 from bench.attention.problem import AttentionTrial
-from bench.decode.pages import Run, Step
-from bench.decode.providers import COPY, OURS, RAW
-from bench.decode.providers import PROVIDERS as DECODE_PROVIDERS
-from bench.decode.suite import DECODE, DecodeTrial
-from bench.names import words
-from bench.suite import Suite
+from bench.decode import providers as decode_providers
+from bench.decode import suite as decode
+from bench.suite import Suite, by_name
 from fused_rope_attn.attention import configs, problem
 from fused_rope_attn.attention.portable import configs as portable
+from fused_rope_attn.attention.portable.backward import backward_call
+from fused_rope_attn.attention.portable.forward import ForwardCall
 from fused_rope_attn.generation import configs as decode_configs
 from fused_rope_attn.generation import planning
 from fused_rope_attn.runtime import device
 
 PRESENT = "(table)"  # the configuration that the committed table has
-# What is tried without --configs: tiles of every kernel of a pass; one that does not fit the card fails, and says so.
-_KERNELS = {"fwd": ("tile",), "bwd": ("dkdv", "dq")}
-_SIZES = {"block_m": (64, 128), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3)}
-# block_n, warps, stages and programs per multiprocessor of the generation kernel.
-_DECODE = (
-    *((64, 4, 4, 2), (64, 4, 3, 2), (64, 8, 6, 1), (32, 4, 6, 2), (32, 2, 6, 4)),
-    *((128, 4, 3, 1), (128, 8, 3, 1), (16, 2, 6, 5)),
-)
 
 
 def main(argv: list[str]) -> int:
     """Tune. Exit status as of every suite."""
-    suites = {"attention": tiles, "decode": sweep}
-    if not argv or argv[0] not in suites:
-        return command.refuse("tune", f"takes {' or '.join(suites)} first; each has --help")
-    # The providers of the suite depend on these options.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _arguments(parser)
-    given, _ = parser.parse_known_args(argv[1:])
-    return command.main(suites[argv[0]](words(given.configs), given.raw), argv[1:])
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    text = "FIELD=VALUE with spaces between, several with commas between; fields of a tile as tile.block_m"
-    parser.add_argument("--configs", default="", metavar="TEXTS", help=f"{text} (default: a grid)")
-    parser.add_argument("--raw", action="store_true", help="of tune decode: keys that are rotated in the loop")
+    ours = {"decode": decode_providers.OURS, "decode-raw": decode_providers.RAW}
+    parser = argparse.ArgumentParser("python -m bench tune", description=__doc__.split("\n\n")[1])
+    parser.add_argument("suite", choices=("attention", *ours), help="the other options are those of the suite")
+    text = "for example 'tile.block_m=64|128 tma=True'; --dry-run lists the candidates"
+    parser.add_argument("--configs", nargs="+", required=True, metavar="FIELD=VALUE|VALUE", help=text)
+    args, rest = parser.parse_known_args(argv)
+    suite = steps(args.configs, ours[args.suite]) if args.suite in ours else tiles(args.configs)
+    return command.main(suite, rest)
 
 
 def changed(config: Any, text: str) -> Any:
     """Return a configuration with other values of some fields: ``tile.block_m=128 tma=True``. ValueError names them."""
     for word in text.split():
         path, _, value = word.partition("=")
+        name, _, rest = path.partition(".")
         try:
-            config = _with(config, path.split("."), ast.literal_eval(value))
+            new = changed(getattr(config, name), f"{rest}={value}") if rest else ast.literal_eval(value)
+            config = replace(config, **{name: new})
         except (AttributeError, SyntaxError, TypeError, ValueError):
             names = ", ".join(field.name for field in fields(config))
             raise ValueError(f"--configs takes FIELD=VALUE of {names}, not {word!r}") from None
     return config
 
 
-def _with(config: Any, path: list[str], value: Any) -> Any:
-    head, *rest = path
-    return replace(config, **{head: _with(getattr(config, head), rest, value) if rest else value})
-
-
-def arch() -> str:
+def _family() -> str:
     """Return the architecture to tune, without a GPU the interpreter's."""
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return configs.family(device.arch(where)) or "interpreter"
 
 
-# Attention
+def choices(provider: Callable[[str, str, Any], Any], present: Any, texts: Iterable[str]) -> dict[str, Any]:
+    """Return ``provider(name, role, configuration)`` of the table's configuration as ours, then of each candidate."""
+    found = [provider(PRESENT, "ours", present)]
+    for text in texts:
+        fields_of = [word.partition("=") for word in text.split()]
+        values_of = [[f"{name}{sign}{value}" for value in values.split("|")] for name, sign, values in fields_of]
+        for candidate in map(" ".join, itertools.product(*values_of)):
+            found.append(provider(candidate, "rival", changed(present, candidate)))
+    return by_name(found)
 
 
 class _Configured(torch.autograd.Function):
     """Attention by the portable kernels with given configurations."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, given: providers.Given, by_pass: dict[str, Any]) -> torch.Tensor:
-        from fused_rope_attn.attention.portable.forward import ForwardCall
-
+    def forward(ctx: Any, by_pass: dict[str, Any], q: Any, k: Any, v: Any, given: providers.Given) -> torch.Tensor:
         case, tensors = given.case, problem.Tensors(q, k, v, *given.tables)
         options = {"softmax_scale": case.scale, "rotary_dim": case.rotary, "interleaved": case.interleaved}
         ctx.problem = problem.describe(tensors, causal=case.causal, **options).for_launch()
@@ -105,116 +96,59 @@ class _Configured(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> Any:
-        from fused_rope_attn.attention.portable.backward import backward_call
-
         o, lse, *tensors = ctx.saved_tensors
         given = (do, o, lse, *problem.Tensors(*tensors))
-        return (*backward_call(ctx.problem, given, ctx.config)(given)[:3], None, None)
+        return (None, *backward_call(ctx.problem, given, ctx.config)(given)[:3], None)
 
 
-def candidates(case: cases.BenchCase, texts: Sequence[str] = ()) -> dict[str, providers.AttentionProvider]:
+def candidates(case: cases.BenchCase, texts: Iterable[str]) -> dict[str, providers.AttentionProvider]:
     """Return configurations of the pass and strategy of a case's groups as providers, that of the table as ours."""
     c, (part, strategy) = case.case, case.groups[-2:]
-    key = arch(), c.dtype.itemsize, c.head_dim, strategy, c.causal, configs.bucket(c.len_k), c.heads_q != c.heads_kv
+    key = _family(), c.dtype.itemsize, c.head_dim, strategy, c.causal, configs.bucket(c.len_k), c.heads_q != c.heads_kv
     present = {"fwd": portable.forward(*key), "bwd": portable.backward(*key)}
-    grid = [" ".join(f"{{0}}.{name}={x}" for name, x in zip(_SIZES, at)) for at in itertools.product(*_SIZES.values())]
-    found = {PRESENT: _provider(PRESENT, "ours", present)}
-    for text in texts or [tile.format(kernel) for kernel in _KERNELS[part] for tile in grid]:
-        found[text] = _provider(text, "rival", present | {part: changed(present[part], text)})
-    return found
 
+    def provider(name: str, role: str, config: Any) -> providers.AttentionProvider:
+        run = partial(_Configured.apply, present | {part: config})
+        return providers.AttentionProvider(name, name, role, run=run)
 
-def _provider(name: str, role: str, by_pass: dict[str, Any]) -> providers.AttentionProvider:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: providers.Given) -> torch.Tensor:
-        return _Configured.apply(q, k, v, given, by_pass)
-
-    return providers.AttentionProvider(name, name, role, run=run)
+    return choices(provider, present[part], texts)
 
 
 class TilesTrial(AttentionTrial):
-    """One pass of one case, by one strategy, as CUDA graphs: calls are prepared anew each time."""
-
-    def modes(self) -> tuple[str, ...]:
-        return ("graph",)
+    """One pass of one case, by one strategy: calls are prepared anew each time."""
 
     def default_passes(self, mode: str) -> tuple[str, ...]:
         return (self.case.groups[-2],)
 
 
-def _tiles() -> Iterator[cases.BenchCase]:
-    for case, part, strategy in itertools.product(cases.PLAIN, ("fwd", "bwd"), ("prepass", "inline")):
-        yield replace(case, name=f"{case.name}-{part}-{strategy}", groups=(*case.groups, part, strategy))
-
-
-def tiles(texts: Sequence[str] = (), raw: bool = False) -> Suite:
-    """Return the suite of the portable attention kernels."""
-
-    def arguments(parser: argparse.ArgumentParser) -> None:
-        attention.dtype_arguments(parser)
-        _arguments(parser)
-
+def tiles(texts: Iterable[str]) -> Suite:
+    """Return the suite of the portable attention kernels: a case for each pass and strategy of those of attention."""
+    every = itertools.product(cases.PLAIN, ("fwd", "bwd"), ("prepass", "inline"))
+    made = [replace(c, name=f"{c.name}-{part}-{by}", groups=(*c.groups, part, by)) for c, part, by in every]
     return replace(
         attention.ATTENTION,
         name="tune attention",
-        description="Time configurations of the portable attention kernels.",
-        cases=tuple(_tiles()),
+        cases=made,
         trial=TilesTrial,
         table=lambda case: candidates(case, texts),
-        default_cases="table+prepass",
-        provider_groups={},
+        default_cases="table+fwd+prepass",
         passes=("fwd",),
         modes=("graph",),
-        round_ms=5.0,
-        arguments=arguments,
+        arguments=attention.dtype_arguments,
         draw=None,
     )
 
 
-# Generation
+def steps(texts: Iterable[str], name: str) -> Suite:
+    """Return the suite of the generation kernel: the configurations of one of our providers, then the copy."""
+    ours, copy = (decode_providers.PROVIDERS[each] for each in (name, decode_providers.COPY))
 
+    def provider(text: str, role: str, config: decode_configs.DecodeConfig) -> decode_providers.DecodeProvider:
+        make = planning.configured(config)
+        return replace(ours, name=text, label=text, role=role, make=lambda step: make(ours.make(step)))
 
-def steps(case: Any, texts: Sequence[str] = (), raw: bool = False) -> dict[str, Any]:
-    """Return configurations of the generation kernel as providers, that of the table first, and the copy."""
-    ours = DECODE_PROVIDERS[RAW if raw else OURS]
-    present = decode_configs.decode(arch(), case.dtype.itemsize, case.head_dim, not raw)
-    names = ("block_n", "num_warps", "num_stages", "programs_per_sm")
-    found: dict[str, Any] = {PRESENT: replace(ours, name=PRESENT, label=PRESENT)}
-    for text in texts or [" ".join(f"{name}={value}" for name, value in zip(names, values)) for values in _DECODE]:
-        make = _configured(ours.make, changed(present, text))
-        found[text] = replace(ours, name=text, label=text, role="rival", make=make)
-    return found | {COPY: DECODE_PROVIDERS[COPY]}
+    def table(case: decode.DecodeCase) -> dict[str, Any]:
+        present = decode_configs.decode(_family(), case.dtype.itemsize, case.head_dim, not ours.raw)
+        return choices(provider, present, texts) | {copy.name: copy}
 
-
-def _configured(make: Callable[[Step], Run], config: decode_configs.DecodeConfig) -> Callable[[Step], Run]:
-    """Return what makes the step with another configuration."""
-
-    def configured(step: Step) -> Run:
-        run = make(step)
-
-        def step_once() -> torch.Tensor:
-            with planning.configured(config):
-                return run()
-
-        return step_once
-
-    return configured
-
-
-class StepsTrial(DecodeTrial):
-    """One case, as CUDA graphs."""
-
-    default_modes = ("graph",)
-
-
-def sweep(texts: Sequence[str] = (), raw: bool = False) -> Suite:
-    """Return the suite of the generation kernel."""
-    return replace(
-        DECODE,
-        name="tune decode",
-        description="Time configurations of the generation kernel.",
-        trial=StepsTrial,
-        table=lambda case: steps(case, texts, raw),
-        always=(),
-        modes=("graph",),
-        arguments=_arguments,
-    )
+    return replace(decode.DECODE, name="tune decode", table=table, always=(), modes=("graph",))

@@ -47,7 +47,6 @@ def test_without_a_gpu_the_exit_status_is_2(capsys, monkeypatch):
         (["--shape", "1,4,4,0,64"], "five positive integers"),
         (["--shape", "1,4,3,8,64"], "HQ a multiple of HKV, not 4 and 3"),
         (["nonsense"], "no command nonsense; there are attention"),
-        (["tune"], "takes attention or decode first"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):
@@ -131,9 +130,8 @@ def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
 
 def test_every_command_has_help(capsys):
     for name in command.COMMANDS:
-        arguments = [name, "attention"] if name == "tune" else [name]
         with pytest.raises(SystemExit) as stopped:
-            command.main([*arguments, "--help"])
+            command.main([name, "--help"])
         assert stopped.value.code == 0 and name in command.HELP
         assert "usage: python -m bench" in capsys.readouterr().out
 

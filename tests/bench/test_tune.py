@@ -8,10 +8,13 @@ import torch
 
 from bench.__main__ import main
 from bench.attention import cases
-from bench.tune import PRESENT, candidates, changed, tiles
+from bench.decode.providers import COPY, OURS, RAW
+from bench.decode.suite import DecodeCase
+from bench.tune import PRESENT, candidates, changed, steps, tiles
 from fused_rope_attn import testing
 from fused_rope_attn.attention.portable import configs as portable
 from fused_rope_attn.generation import configs as decode_configs
+from fused_rope_attn.generation import planning as generation_planning
 from tests.support.bench import run
 from tests.support.clocks import WallClock
 
@@ -21,11 +24,14 @@ def _case(part="fwd", strategy="prepass", length=64, head_dim=32, dtype=torch.fl
     return cases.BenchCase("Tiny", "Tiny", (part, strategy), case)
 
 
-def test_candidates_begin_with_the_present_configuration():
-    for part in ("fwd", "bwd"):
-        found = candidates(_case(part))
-        assert next(iter(found)) == PRESENT and [name for name, each in found.items() if each.ours] == [PRESENT]
-        assert len(found) == 1 + 24 * (1 if part == "fwd" else 2)
+def test_candidates_follow_the_present_configuration():
+    found = candidates(_case("bwd"), ["dq.block_m=32|64 dkdv.num_warps=2|4|8", "section_bytes=0"])
+    assert list(found) == [
+        PRESENT,
+        *(f"dq.block_m={m} dkdv.num_warps={warps}" for m in (32, 64) for warps in (2, 4, 8)),
+        "section_bytes=0",
+    ]
+    assert [name for name, each in found.items() if each.ours] == [PRESENT]
 
 
 def test_a_candidate_names_the_fields_that_it_changes():
@@ -41,12 +47,25 @@ def test_a_candidate_names_the_fields_that_it_changes():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs the kernels in Triton's interpreter")
+@pytest.mark.parametrize("name", [OURS, RAW])
+def test_generation_steps_are_gated_and_timed(name, monkeypatch):
+    """Each step runs the configuration of its name, and the keys are rotated or raw as its provider has them."""
+    seen = []
+    plain = generation_planning.configured
+    monkeypatch.setattr(generation_planning, "configured", lambda config: (seen.append(config), plain(config))[1])
+    suite = steps(["block_n=16|32 num_stages=1"], name)
+    rows, _ = run(suite, DecodeCase(1, 64, 2, 1, 32, torch.float16), rounds=1, modes=("graph",))
+    wanted = [PRESENT, "block_n=16 num_stages=1", "block_n=32 num_stages=1", COPY]
+    assert [row["provider"] for row in rows] == wanted and {row["status"] for row in rows} == {"ok"}
+    assert [(config.block_n, config.num_stages) for config in seen[-2:]] == [(16, 1), (32, 1)]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs the kernels in Triton's interpreter")
 @pytest.mark.parametrize("part", ["fwd", "bwd"])
 def test_candidates_are_gated_and_timed(part, monkeypatch):
     monkeypatch.setattr(WallClock, "calls_for", lambda self, fn, round_ms: 1)
     fields = ["tile.block_m=32 tile.num_stages=1"] if part == "fwd" else ["dq.block_m=32 dkdv.num_stages=1"]
-    people = list(candidates(_case(part, length=33), fields).values())
-    rows, _ = run(tiles(), _case(part, length=33), providers=people, rounds=1)
+    rows, _ = run(tiles(fields), _case(part, length=33), rounds=1, modes=("graph",))
     assert [row["provider"] for row in rows] == [PRESENT, *fields]
     assert [row["status"] for row in rows] == ["ok"] * 2 and {row["pass"] for row in rows} == {part}
     assert [row["role"] for row in rows] == ["ours", "rival"] and {row["mode"] for row in rows} == {"graph"}
@@ -59,20 +78,26 @@ def test_a_candidate_that_breaks_or_lies_is_refused():
     def wrong(q, k, v, given):
         return q + 0 * (k.sum() + v.sum())
 
-    people = [dataclasses.replace(each, run=run) for each, run in zip(candidates(_case()).values(), (wrong, broken))]
-    rows, _ = run(tiles(), _case(), providers=people, rounds=1)
+    found = candidates(_case(), ["tile.block_m=32"]).values()
+    people = [dataclasses.replace(each, run=run) for each, run in zip(found, (wrong, broken))]
+    rows, _ = run(tiles(()), _case(), providers=people, rounds=1)
     assert [row["status"] for row in rows] == ["failed", "error"]
 
 
-def test_cases(capsys):
-    chosen = tiles().choose("gqa,d256+inline")
+def test_command_line(capsys, monkeypatch):
+    chosen = tiles(()).choose("gqa,d256+inline")
     assert len(chosen) == 2 * 4 + 2 * 2 and {case.groups[-2] for case in chosen} == {"fwd", "bwd"}
-    assert main(["tune", "attention", "--dry-run", "--cases", "Small-1K+fwd+prepass", "--dtype", "fp32"]) == 0
+    tune = ["tune", "attention", "--configs", "tile.block_m=32|64"]
+    assert main([*tune, "--dry-run", "--cases", "Small-1K+fwd+prepass", "--dtype", "fp32"]) == 0
     out = capsys.readouterr().out
-    assert PRESENT in out and "causal fp32" in out
-
-
-def test_tune_needs_a_gpu(capsys, monkeypatch):
+    assert PRESENT in out and "tile.block_m=64" in out and "causal fp32" in out
+    assert main(["tune", "decode-raw", "--configs", "block_n=32", "--dry-run"]) == 0
+    assert "block_n=32" in capsys.readouterr().out
+    assert main([*tune, "--cases", "Small-1K+bwd", "--dry-run"]) == 2
+    assert "--configs takes FIELD=VALUE of strategy, dkdv, dq" in capsys.readouterr().err
+    for wrong in (["tune"], ["tune", "nothing", "--configs", "x=1"], ["tune", "decode"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune", "attention"]) == 2
+    assert main(tune) == 2
     assert "no GPU" in capsys.readouterr().err
