@@ -17,7 +17,7 @@ suites, each timed on one GPU after a check against float64:
   models     whole models of transformers, patched and not
   cp         one sequence over several GPUs
 options that all have: --cases --providers --passes --mode --rounds --out
-  --time-budget --dry-run; figures from rows: python -m bench SUITE plot FILE...
+  --dry-run; figures from a file of rows: python -m bench SUITE plot FILE
 rows and tables:
   compare    what moved between two files of rows, and whether it is noise
   docs       write the documents' tables; python -m bench docs --check compares

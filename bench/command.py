@@ -1,7 +1,7 @@
 """The command line that every suite shares: options, the run, the file of rows, and plots from such files.
 
 Exit status: 0 fine, 1 one of ours failed its gate or did not run, 2 cannot run here (no GPU, wrong arguments), 3 the
-GPU was lost on the way.
+GPU was lost on the way, 130 it was interrupted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from bench.names import words
 from bench.report import Row
 from bench.runner import DeviceLost, Run
 from bench.suite import Options, Suite
-
-PLOTS = RESULTS / "plots"
 
 
 def main(suite: Suite, argv: list[str]) -> int:
@@ -43,8 +41,6 @@ def main(suite: Suite, argv: list[str]) -> int:
         reason = "no GPU here; times of the interpreter mean nothing. --dry-run lists what would run."
         return refuse(suite.name, reason)
     begin, facts = time.monotonic(), environment()
-    if args.time_budget:
-        options.deadline = begin + args.time_budget
     progress = Progress(begin)
     try:
         run = (suite.run or local_run)(suite, cases, options, facts, names, progress)
@@ -66,13 +62,13 @@ def main(suite: Suite, argv: list[str]) -> int:
         progress.clear()
         print(f"\nbench: {lost}\nbench: the rows before this case are kept; leave that provider out with --providers.")
         status = 3
+    except KeyboardInterrupt:
+        status = 130
     progress.clear()
     print("\n" + report.summary(rows))
     if run.not_run:
-        print(f"\nNot run, for lack of time or memory: {'; '.join(run.not_run)}")
+        print(f"\nNot run: {'; '.join(run.not_run)}")
     print(f"\n{len(rows)} rows in {shown(out)} after {duration(time.monotonic() - begin)}")
-    if suite.draw is not None and args.plot_dir != "none" and rows:
-        draw(suite, rows, Path(args.plot_dir))
     return status or int(report.red(rows))
 
 
@@ -83,28 +79,22 @@ def local_run(suite: Suite, cases: list, options: Options, facts: Row, names: li
 
 
 def plot(suite: Suite, argv: list[str]) -> int:
-    """Draw figures from result files."""
-    made = argparse.ArgumentParser(f"python -m bench {suite.name} plot", description="Draw figures from result files.")
-    files = "JSON lines; the first file that has a case supplies it"
-    made.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
-    made.add_argument("--plot-dir", type=Path, default=PLOTS, help="default: bench/results/plots")
-    made.add_argument("--mode", choices=tuple(report.MODES), help="default: graph where there are such rows")
+    """Draw figures from a file of rows, and name them. Exit status: 2 without any."""
+    assert suite.draw is not None
+    made = argparse.ArgumentParser(
+        f"python -m bench {suite.name} plot", description="Draw figures from a file of rows."
+    )
+    made.add_argument("file", type=Path, metavar="FILE", help="JSON lines")
+    made.add_argument("--plot-dir", type=Path, default=RESULTS / "plots", help="default: bench/results/plots")
+    made.add_argument("--mode", choices=tuple(report.MODES), help="default: the first that gives a figure")
     args = made.parse_args(argv)
     try:
-        return draw(suite, report.read_runs(args.files), args.plot_dir, args.mode)
-    except (OSError, ValueError) as error:
-        return refuse(f"{suite.name} plot", str(error))
-
-
-def draw(suite: Suite, rows: list[Row], directory: Path, mode: str | None = None) -> int:
-    """Write the plots of a mode, by default of the first that gives any, and name them. Exit status: 2 without any."""
-    assert suite.draw is not None
-    try:
-        for found in (mode,) if mode else report.MODES:
-            if files := plots.save(suite.draw(report.timed(rows, mode=found), found), directory, found):
+        rows = report.read_file(args.file)
+        for mode in (args.mode,) if args.mode else report.MODES:
+            if files := plots.save(suite.draw(report.timed(rows, mode=mode), mode), args.plot_dir, mode):
                 print(*(f"wrote {shown(file)}" for file in files), sep="\n")
                 return 0
-    except RuntimeError as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return refuse(f"{suite.name} plot", str(error))
     return refuse(f"{suite.name} plot", "no timed rows to draw")
 
@@ -168,7 +158,7 @@ def parser(suite: Suite) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         f"python -m bench {suite.name}",
         description=f"{suite.description} Nobody is timed before its results agree with float64.",
-        epilog=f"Figures from files of rows: python -m bench {suite.name} plot FILE..." if suite.draw else None,
+        epilog=f"Figures from a file of rows: python -m bench {suite.name} plot FILE" if suite.draw else None,
     )
     add = made.add_argument
     groups = dict.fromkeys(group for case in suite.cases for group in case.groups)
@@ -184,9 +174,6 @@ def parser(suite: Suite) -> argparse.ArgumentParser:
     add("--round-ms", type=float, metavar="MS", help="how long each provider runs in each round")
     suite.arguments(made)
     add("--out", type=Path, metavar="FILE", help="JSON lines, appended (default: in bench/results)")
-    add("--time-budget", type=float, metavar="S", help="stop cleanly after so many seconds")
-    if suite.draw is not None:
-        add("--plot-dir", default=str(PLOTS), metavar="DIR", help="or none (default: bench/results/plots)")
     add("--dry-run", action="store_true", help="list what would run, and what is missing; no GPU needed")
     return made
 

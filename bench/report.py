@@ -6,7 +6,7 @@ A row is one JSON line with these fields:
 - ``provider``, ``label``, ``role`` ("ours", "rival", "bare" or "ceiling", see ``suite.Provider``);
 - ``pass`` and ``mode``, None where a provider was stopped before them;
 - ``status``: "ok", "loose" (timed, but outside the tolerance of ours), "failed", "missing", "unsupported", "error",
-  "oom", "no-graph", "not-run"; ``detail``: the reason;
+  "oom", "no-graph"; ``detail``: the reason;
 - ``ms`` (median of all calls), ``p20``, ``p80``, ``rounds`` (the median of each round), ``calls``;
 - figures: ``tflops``, ``gb_s``, ``mj``, ``watts``, ``tokens_s``, ``peak_mib`` and others;
 - machine and versions, see ``environment``.
@@ -64,49 +64,24 @@ def _finite(row: Row) -> Row:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
-def read_lines(paths: Iterable[Path]) -> list[Row]:
-    """Return the rows of several files; where a measurement occurs twice, the later one stays."""
-    latest: dict[tuple, Row] = {}
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                key = tuple(row[name] for name in ("case", "shape", "provider", "pass", "mode", "gpu"))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
-            latest.pop(key, None)
-            latest[key] = row
-    return list(latest.values())
-
-
-def read_runs(paths: Iterable[Path]) -> list[Row]:
-    """Return the rows of several files, each case from one run: times of two runs are never compared.
-
-    The first file that has a case supplies it; within a file the latest run of a case, pass and mode.
-    """
-    found: dict[tuple, list[Row]] = {}
-    for path in paths:
-        groups: dict[tuple, list[Row]] = {}
-        for row in read_lines([path]):
-            key = tuple(row[name] for name in ("case", "shape", "gpu", "pass", "mode"))
-            groups.setdefault(key, []).append(row)
-        rows_of: dict[tuple, list[Row]] = {}
-        for key, group in groups.items():
-            latest = max(row.get("date", "") for row in group)
-            rows_of.setdefault(key[:3], []).extend(row for row in group if row.get("date", "") == latest)
-        found = rows_of | found
-    return [row for rows in found.values() for row in rows]
-
-
 def read_file(path: Path) -> list[Row]:
-    """Return the rows of one file as ``read_runs`` does. ValueError where they are of no GPU or of two."""
-    rows = read_runs([path])
-    cards = sorted({row["gpu"] for row in rows})
+    """Return the rows of a file, of each case, pass and mode those of the latest run: times of two are not compared.
+
+    ValueError where a line is no row, or where the rows are of no GPU or of two.
+    """
+    runs: dict[tuple, list[Row]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            runs.setdefault(tuple(row[name] for name in ("case", "shape", "pass", "mode")), []).append(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
+    dates = {key: max(row.get("date", "") for row in group) for key, group in runs.items()}
+    found = [row for key, group in runs.items() for row in group if row.get("date", "") == dates[key]]
+    cards = sorted({row["gpu"] for row in found})
     if len(cards) != 1:
         raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards) or 'none'}")
-    return rows
+    return found
 
 
 # Selection
@@ -129,10 +104,10 @@ def groups(rows: Iterable[Row], mode: str | None = None) -> dict[tuple[str, str,
     return found
 
 
-def strongest(rows: Iterable[Row], role: str = "rival", figure: str = "ms") -> Row | None:
-    """Return the row of a role with the least of ``figure``, of caches in pages or float8 none."""
+def strongest(rows: Iterable[Row], role: str = "rival") -> Row | None:
+    """Return the fastest row of a role, of caches in pages or float8 none."""
     rivals = [row for row in rows if row["role"] == role and not row.get("stored")]
-    return min(rivals, key=lambda row: row[figure], default=None)
+    return min(rivals, key=lambda row: row["ms"], default=None)
 
 
 def ours(rows: Iterable[Row]) -> Row | None:
@@ -180,10 +155,9 @@ def speedup(value: float) -> str:
     return f"{value:.2f}x LOSS" if value < EVEN else f"{value:.2f}x"
 
 
-def comparison(row: Row, mine: Row, figure: str = "ms") -> list[str]:
-    """Return three cells: the label of a rival, its time or energy, and that over ours."""
-    text, rounds = (millijoules, "mj_rounds") if figure == "mj" else (milliseconds, "rounds")
-    return [row["label"] + mark(row), text(row[figure]), speedup(faster(row, mine, rounds))]
+def comparison(row: Row, mine: Row) -> list[str]:
+    """Return three cells: the label of a rival, its time, and that over ours."""
+    return [row["label"] + mark(row), milliseconds(row["ms"]), speedup(faster(row, mine))]
 
 
 def case_report(rows: list[Row]) -> str:
@@ -232,26 +206,23 @@ def summary(rows: list[Row]) -> str:
     """Return a line for each case and pass: ours, the strongest rival, the fastest attention without a rotation."""
     blocks = []
     for mode, words in MODES.items():
-        what, figure, unit, text = "time", "ms", "ms", milliseconds
-        if mode == "load":
-            what, figure, unit, text = "energy", "mj", "mJ", millijoules
         lines, verdicts = [], []
         for (case, shape, part, _), group in groups(rows, mode).items():
             mine = ours(group.values())
             if mine is None:
                 continue
-            lines.append([case, shape, part, text(mine[figure])])
+            lines.append([case, shape, part, milliseconds(mine["ms"])])
             for role in ("rival", "bare"):
-                other = strongest(group.values(), role, figure)
-                lines[-1] += ["-", "", ""] if other is None else comparison(other, mine, figure)
+                other = strongest(group.values(), role)
+                lines[-1] += ["-", "", ""] if other is None else comparison(other, mine)
             verdicts += [lines[-1][6]] if lines[-1][6] else []
         if lines:
-            header = ["case", "shape", "pass", f"ours {unit}", "strongest rival", unit, "theirs / ours"]
-            header += ["fastest without rotation", unit, "theirs / ours"]
+            header = ["case", "shape", "pass", "ours ms", "strongest rival", "ms", "theirs / ours"]
+            header += ["fastest without rotation", "ms", "theirs / ours"]
             if all(line[7] == "-" for line in lines):
                 header, lines = header[:7], [line[:7] for line in lines]
             lost = sum(verdict.endswith("LOSS") for verdict in verdicts)
-            count = f"{what} against the strongest rival: {len(verdicts) - lost} not more, {lost} more"
+            count = f"against the strongest rival: {len(verdicts) - lost} not slower, {lost} slower"
             blocks.append(f"{words[0].upper()}{words[1:]}, {count}\n\n{table(header, lines, left=3)}")
     unmeasured = not_timed(row | {"label": f"{row['case']}: {row['label']}"} for row in rows if row["role"] == "ours")
     if unmeasured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,19 +37,12 @@ class Run:
     not_run: list[str] = field(default_factory=list)
 
     def rows(self, cases: list[Any]) -> Iterator[list[Row]]:
-        """Yield the rows of one case after the other; at the deadline stop, and note what is left."""
+        """Yield the rows of one case after the other, and note the cases that do not fit this machine."""
         for index, case in enumerate(cases):
-            title = title_of(case)
-            if self._late():
-                self.not_run += map(title_of, cases[index:])
-                return
             if obstacle := self.suite.obstacle(case):
-                self.not_run.append(f"{title} ({obstacle})")
-                continue
-            yield self._case(case, index / len(cases), 1 / len(cases))
-
-    def _late(self) -> bool:
-        return self.clock.any(time.monotonic() > self.options.deadline)
+                self.not_run.append(f"{title_of(case)} ({obstacle})")
+            else:
+                yield self._case(case, index / len(cases), 1 / len(cases))
 
     def _case(self, case: Any, begin: float, share: float) -> list[Row]:
         """Return the rows of one case. ``begin``, ``share``: where it begins in the run, and what share of it it is."""
@@ -61,9 +53,6 @@ class Run:
         trial.gated()
         plan = [(mode, part) for mode in trial.modes() for part in self.options.passes or trial.default_passes(mode)]
         for number, (mode, part) in enumerate(plan if entries else ()):
-            if self._late():
-                self.not_run.append(f"{title} {part} {mode}")
-                continue
             # The gate, with compilation, takes about as long as two passes.
             self.progress(begin + share * (number + 2) / (len(plan) + 2), f"{title}: {part} {mode}")
             rows += self._timed(trial, entries, part, mode)
@@ -79,15 +68,13 @@ class Run:
             status, reason = "missing", provider.missing()
             if reason is None:
                 status, reason = "unsupported", trial.unsupported(provider)
-            if reason is None and self._late():
-                status, reason = "not-run", "the time budget was spent before its gate"
-                self.not_run.append(f"{title} {provider.name}")
             if reason is not None:
                 rows.append(self._row(trial, provider, status, reason))
                 continue
             self.progress(begin, f"{title}: gate {provider.name}")
             try:
                 entry = trial.enter(provider)
+                self.clock.synchronize()  # an error of the device is this provider's
             except Exception as error:
                 self._check_device(provider, error)
                 rows.append(self._row(trial, provider, status_of(error), sentence(error)))
@@ -130,8 +117,7 @@ class Run:
             with entry.active():
                 return clock_sample(fn, count)
 
-        rounds, measurement = self.options.rounds, self.clock.measurement
-        measured, errors = interleave(fns, sample, calls, rounds, self._late, measurement)
+        measured, errors = interleave(fns, sample, calls, self.options.rounds, self.clock.measurement)
         for name, error in errors.items():
             self._check_device(entries[name].provider, error)
             rows.append(row(name, status_of(error), sentence(error)))

@@ -9,7 +9,6 @@ its cases and providers.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -81,17 +80,13 @@ class Entry:
 class Options:
     """The choices of one run. None for ``passes``, ``modes`` and ``round_ms`` leaves them to the trial or the suite.
 
-    round_ms: device time of each provider in each round. deadline: a time.monotonic(). strict: hold rivals to the
-    tolerance of ours. backend: of ours.
+    round_ms: device time of each provider in each round.
     """
 
     passes: tuple[str, ...] | None = None
     modes: tuple[str, ...] | None = None
     rounds: int = 5
     round_ms: float = 20.0
-    deadline: float = float("inf")
-    strict: bool = False
-    backend: str = "auto"
 
 
 class Trial:
@@ -122,13 +117,6 @@ class Trial:
     def enter(self, provider: Any) -> Entry:
         """Run the provider once and judge what it computes. Raises what the provider raises."""
         raise NotImplementedError
-
-    def first_call(self, fn: Callable[[], Any]) -> tuple[Any, Row]:
-        """Call once; return the result, and the wall time, compilation included, as a field of rows."""
-        begin = time.perf_counter()
-        result = fn()
-        self.clock.synchronize()
-        return result, {"first_call_s": time.perf_counter() - begin}
 
     def gated(self) -> None:
         """Free what only the gate needed; called after every provider has entered."""

@@ -104,19 +104,15 @@ def interleave(
     sample: Callable[[Callable[[], Any], int], Any],
     calls: dict[str, int],
     rounds: int,
-    out_of_time: Callable[[], bool],
     measurement: Callable[[], Any] = Measurement,
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Measure every callable once a round, in another order each round, because the call before sets the card's clock.
 
-    A callable that raises drops out with its exception. Stop after a whole round when ``out_of_time`` says so, and
-    return what was measured by then. measurement: makes what collects the samples.
+    A callable that raises drops out with its exception. measurement: makes what collects the samples.
     """
     measured = {name: measurement() for name in fns}
     failed: dict[str, Exception] = {}
     for index in range(rounds):
-        if index and out_of_time():
-            break
         for name in order(list(fns), index):
             if name in failed:
                 continue
@@ -138,10 +134,6 @@ class DeviceClock:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process of the run; here there is one."""
-        return flag
 
     def capture(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
         """Capture a CUDA graph of one call of the function that ``make`` returns, and return its replay.

@@ -81,7 +81,7 @@ _CASES = (
     # No mask: encoders, diffusion transformers.
     _case("Small-full", 4, 8, 8, 1024, 64, "full", causal=False),
     *(_case("Llama7B-full", 2, 32, 32, n, 128, "full", causal=False) for n in (1024, 4096)),
-    # The long ones last: a time budget that runs out has then covered the most cases.
+    # The long ones last: a run that is interrupted has then covered the most cases.
     *(
         _case("Long", 1, heads, heads, n, 128, "nineteen", "long")
         for heads, n in ((16, 32768), (8, 65536), (4, 131072))
@@ -147,7 +147,7 @@ def _normed(family: str, batch: int, heads_q: int, heads_kv: int, length: int, h
     return _case(family, batch, heads_q, heads_kv, length, head_dim, "norm", kind="norm", norms=offset)
 
 
-# Qwen3-8B has the heads of Llama3-8B. Those with a stated target are first, because a time budget may run out.
+# Qwen3-8B has the heads of Llama3-8B. Those with a stated target are first, because a run may be interrupted.
 NORMED: tuple[BenchCase, ...] = (
     *(_normed("Qwen3-0.6B", 4, 16, 8, n, 128) for n in (2048, 4096)),
     *(_normed("Qwen3-8B", 2, 32, 8, n, 128) for n in (2048, 4096)),

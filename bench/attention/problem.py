@@ -68,9 +68,9 @@ class Problem:
 
 
 class Subject:
-    """One provider on a problem. ``case``: the problem with the provider's variant; ``backend``: of ours."""
+    """One provider on a problem. ``case``: the problem with the provider's variant."""
 
-    def __init__(self, provider: AttentionProvider, problem: Problem, backend: str = "auto"):
+    def __init__(self, provider: AttentionProvider, problem: Problem):
         self.provider, self.problem = provider, problem
         self.case = replace(problem.case, **provider.variant)
         cos, sin = problem.inputs.cos, problem.inputs.sin
@@ -83,8 +83,6 @@ class Subject:
         self._weights = {name: found.pop(name) for name in ("sinks", "q_norm", "k_norm") if name in found}
         if provider.form == "left":
             found["kv_starts"] = problem.starts
-        if provider.ours and backend != "auto" and "backend" not in provider.options:
-            found["backend"] = backend
         tables = provider.prepare(cos, sin, self.case.dtype)
         options = {**found, **provider.options}
         self._given = Given(self.case, tables, options, self._weights, problem.ends, problem.longest)
@@ -175,12 +173,12 @@ class AttentionTrial(Trial):
 
     def enter(self, provider: AttentionProvider) -> Entry:
         grads = self._grads and provider.backward
-        subject = Subject(provider, self.problem, self.options.backend)
+        subject = Subject(provider, self.problem)
         with provider.active():
             do = self.gate.do if provider.form == "dense" else None
-            outputs, seconds = self.first_call(lambda: subject.once(grads, do))
+            outputs = subject.once(grads, do)
         verdict = self._judge(provider, subject, outputs)
-        facts = verdict.fields() | seconds
+        facts = verdict.fields()
         if self._both_memory and verdict.status != "failed":
             facts["peak_mib"] = self.clock.peak_mib(lambda: subject.once(grads))
         self._subjects[provider.name] = subject
@@ -192,8 +190,7 @@ class AttentionTrial(Trial):
             right = torch.equal(outputs.pop("o"), x.q) and all(torch.equal(found, x.do) for found in outputs.values())
             return Verdict() if right else Verdict("failed", detail="must return q, and do as every gradient")
         tables = "none" if provider.role == "bare" else "half" if provider.half_tables else "float32"
-        forgiving = not provider.ours and not self.options.strict
-        return self.gate.judge(outputs, tables, case=subject.case, forgiving=forgiving)
+        return self.gate.judge(outputs, tables, case=subject.case, forgiving=not provider.ours)
 
     def gated(self) -> None:
         self.gate.release()

@@ -26,21 +26,18 @@ def table(case: BenchCase) -> Mapping[str, AttentionProvider]:
 
 
 def dtype_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all suites of attention have."""
+    """Add the option that all suites of attention have."""
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--strict", action="store_true", help="hold rivals to the contract's tolerance too")
 
 
 def _attention_arguments(parser: argparse.ArgumentParser) -> None:
     dtype_arguments(parser)
     parser.add_argument("--shape", metavar="B,HQ,HKV,N,D", help="of the case of host time")
-    parser.add_argument("--backend", default="auto", help="of ours (default: auto, what users get)")
 
 
 def _adapt(chosen: list[BenchCase], options: Options, args: argparse.Namespace) -> list[BenchCase]:
     """Apply the options of attention; without --cases and --providers choose them by the mode."""
     modes = options.modes or ()
-    options.strict, options.backend = args.strict, getattr(args, "backend", "auto")
     if "load" in modes and len(modes) > 1:
         raise ValueError("--mode load has a clock of its own: it takes no other mode with it")
     if not args.cases and modes and modes != ("host",):

@@ -43,13 +43,8 @@ class CpCase:
         return f"P={self.ranks}"
 
     @property
-    def slow(self) -> bool:
-        """Return whether a call takes so long that nothing needs to be warm: a minute for both passes on one GPU."""
-        return self.kind == "plain" and self.length >= 1 << 20
-
-    @property
     def groups(self) -> tuple[str, ...]:
-        return (self.kind, "slow" if self.slow else "usual")
+        return (self.kind,)
 
     @property
     def window(self) -> tuple[int, int] | None:

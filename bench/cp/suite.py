@@ -25,25 +25,21 @@ _MOST_CALLS = 10  # of one provider in one round
 class RanksClock(DeviceClock):
     """Device time of the rank that takes longest, the most memory of a rank, and decisions that all ranks share."""
 
-    def __init__(self, device: torch.device, group: Any, slow: bool = False):
+    def __init__(self, device: torch.device, group: Any):
         super().__init__(device)
-        self.group, self.slow = group, slow
+        self.group = group
 
     def _most(self, values: list[float]) -> list[float]:
         found = torch.tensor(values, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
 
-    def any(self, flag: bool) -> bool:
-        return bool(self._most([float(flag)])[0])
-
     def peak_mib(self, fn: Callable[[], Any]) -> float:
         return self._most([super().peak_mib(fn)])[0]
 
     def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
-        """Return the ms of each of ``calls`` calls in succession, after one that is not measured if calls are short."""
-        if not self.slow:
-            fn()
+        """Return the ms of each of ``calls`` calls in succession, after one that is not measured."""
+        fn()
         self.synchronize()
         dist.barrier(self.group)
         return self._most(self._times(fn, calls))
@@ -59,8 +55,6 @@ class RanksClock(DeviceClock):
         return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
 
     def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
-        if self.slow:
-            return 1
         return max(1, min(_MOST_CALLS, int(round_ms / max(self.sample(fn, 1)[0], 1e-3))))
 
 
@@ -74,7 +68,6 @@ class CpTrial(Trial):
 
     def __init__(self, case: CpCase, providers: Sequence[CpProvider], clock: RanksClock, options: Options) -> None:
         super().__init__(case, providers, clock, options)
-        clock.slow = case.slow
         self._inputs, self._tables = case.inputs(clock.device), case.tables(clock.device)
 
     def unsupported(self, provider: CpProvider) -> str | None:
@@ -179,11 +172,9 @@ def _run(suite: Suite, cases: list[CpCase], options: Options, facts: Row, names:
 CP = Suite(
     name="cp",
     description="Time causal attention of one sequence over several GPUs.",
-    # A causal sequence of 1M tokens takes one GPU a minute for both passes: group "slow".
-    cases=[CpCase(k, n, p) for p in (4, 2, 1) for k in KINDS for n in (1 << 15, 1 << 17, 1 << 18, 1 << 20)],
+    cases=[CpCase(k, n, p) for p in (4, 2, 1) for k in KINDS for n in (1 << 15, 1 << 17, 1 << 18)],
     trial=CpTrial,
     table=lambda case: {name: p for name, p in PROVIDERS.items() if case.kind in p.only},
-    default_cases="usual",
     modes=("eager",),
     rounds=3,
     round_ms=400.0,

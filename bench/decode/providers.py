@@ -2,7 +2,7 @@
 
 A step appends one token to every sequence and attends to the whole cache. Caches are ``(B, HKV, S, D)``, contiguous, as
 Hugging Face's static cache has them. Every sequence holds S - 1 tokens, so that a step can be repeated. Tables are
-``(S, D/2)`` float32. Other forms (tables in their dtype, pages) are prepared before any clock runs.
+``(S, D/2)`` float32. Pages are prepared before any clock runs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ COPY_BYTES = 2 << 30
 class DecodeProvider(Provider):
     """``make(step)`` prepares and returns a function that runs one step and returns o (B, HQ, 1, D).
 
-    raw: the cache holds keys that are not rotated. rounded_tables: it rotates by tables in q's dtype. page_size,
-    float8: of its cache. even: it serves sequences of one length only. A "bare" one attends only.
+    raw: the cache holds keys that are not rotated. page_size, float8: of its cache. even: it serves sequences of one
+    length only.
     """
 
     make: Callable[[Step], Run]
     raw: bool = False
-    rounded_tables: bool = False
     page_size: int | None = None
     float8: bool = False
     even: bool = False
@@ -70,15 +69,6 @@ def _sdpa(backend: SDPBackend) -> Callable[[Step], Run]:
     return lambda step: appending(step, attend)
 
 
-def _flash(step: Step) -> Run:
-    flash_attn_with_kvcache = FLASH.load()
-    q, k, v, k_cache, v_cache = (x.transpose(1, 2) for x in step[:5])
-    cos, sin = (table.to(step.q.dtype) for table in step[6:])
-    tables = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
-    given = q, k_cache, v_cache, k, v
-    return lambda: flash_attn_with_kvcache(*given, cache_seqlens=step.lengths, causal=True, **tables).transpose(1, 2)
-
-
 def _fa4(step: Step) -> Run:
     return appending(step, lambda q, k, v: FA4.attend(q, k, v, True))
 
@@ -101,7 +91,6 @@ def _read(step: Step) -> Run:
 
 
 OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
-FLASH = Package("flash-attn", "flash_attn", "flash_attn_with_kvcache")
 _FA4_PAGES = Package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
 _FLASHINFER = Package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
 
@@ -134,7 +123,6 @@ def _providers() -> Iterator[DecodeProvider]:
     for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN"), ("efficient", "EFFICIENT")):
         make = _sdpa(getattr(SDPBackend, f"{backend}_ATTENTION"))
         yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
-    yield DecodeProvider("flash_attn", "flash_attn_with_kvcache", make=_flash, rounded_tables=True, **FLASH.fields())
     yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=_fa4, even=True, **FLASH_4.fields())
     yield DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy)
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)

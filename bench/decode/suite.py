@@ -82,14 +82,13 @@ def compared(o: Tensor, step: Step, provider: DecodeProvider) -> Iterator[Compar
     """Yield the group of the first key head of the first sequence, and the last of the last, with float64 and eager."""
     group, head_dim = step.q.shape[1] // step.k.shape[1], step.q.shape[3]
     options = {"causal": True, "softmax_scale": head_dim**-0.5, "rotary_dim": head_dim}
-    tables = [table.to(step.q.dtype) if provider.rounded_tables else table for table in step[6:]]
     for b, h in ends(step.q.shape[0], step.k.shape[1]):
         heads, results = slice(h * group, (h + 1) * group), []
         for dtype in (torch.float64, step.q.dtype):
             # Copies, because the reference writes too. It does not read what others wrote into the last row.
             q = step.q[b : b + 1, heads].to(dtype, copy=True)
             k, v, *caches = (x[b : b + 1, h : h + 1].to(dtype, copy=True) for x in step[1:5])
-            cos, sin = (table.double() if dtype is torch.float64 else table for table in tables)
+            cos, sin = (table.double() if dtype is torch.float64 else table for table in step[6:])
             scales: dict[str, Tensor] = {}
             if provider.float8:
                 scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), FLOAT8_SCALE, device=q.device))
@@ -123,21 +122,17 @@ class DecodeTrial(Trial):
 
     @torch.no_grad()
     def enter(self, provider: DecodeProvider) -> Entry:
-        (run, out), seconds = self.first_call(lambda: (run := provider.make(self._step), run()))
-        verdict = self._judge(provider, out)
+        run = provider.make(self._step)
+        verdict = self._judge(provider, run())
         copies = provider.role == "ceiling"
         scale = max(1.0, self.case.bytes / COPY_BYTES) if copies else 1.0
-        facts = verdict.fields() | seconds | {"stored": provider.stored}
+        facts = verdict.fields() | {"stored": provider.stored}
         return Entry(provider, verdict, lambda part: run, facts, torch.no_grad, scale, captures=not copies)
 
     def _judge(self, provider: DecodeProvider, out: Tensor) -> Verdict:
-        step = self._step
         if provider.role == "ceiling":
             return Verdict()
-        if provider.role == "bare":  # attends to the caches as they are, with the query as it is
-            last = {"k": step.k_cache[:, :, -1:].clone(), "v": step.v_cache[:, :, -1:].clone()}
-            step = step._replace(cos=torch.ones_like(step.cos), sin=torch.zeros_like(step.sin), **last)
-        return judge(compared(out, step, provider), self.case.dtype, forgiving=not provider.ours)
+        return judge(compared(out, self._step, provider), self.case.dtype, forgiving=not provider.ours)
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         rows = timing.bandwidths(self.case.bytes, measured, COPY)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fused_rope_attn
-from baselines.base import Package, load
+from baselines.base import load
 from baselines.norms import hf_norm, liger_norm
 from baselines.rotations import HF, HF_ROTATION, LIGER, LIGER_ROTATION, specialised
 from bench.suite import Provider, by_name
@@ -28,23 +28,20 @@ class RopeProvider(Provider):
     """One rotation.
 
     run: ``run(xs, tables, interleaved, weights)`` returns the rotated tensors, differentiable. It norms ``xs`` first
-    where there are ``weights``, if ``norms``. styles: the values of ``interleaved`` that it serves. pairs: it takes two
+    where there are ``weights``. styles: the values of ``interleaved`` that it serves. pairs: it takes two
     (B, H, N, D) views, so that a single tensor is given as two with half of the heads. in_place: it overwrites its
     inputs, and its gradients. tables: "half", "full" or "none". rounded_tables: in the dtype of x.
     """
 
     run: Callable[[list[Tensor], Any, bool, list[Tensor]], list[Tensor]]
-    norms: bool = True
     styles: tuple[bool, ...] = (False, True)
     pairs: bool = False
     in_place: bool = False
     tables: str = "half"
     rounded_tables: bool = False
 
-    def unsupported(self, interleaved: bool, norms: bool = False) -> str | None:
-        """Return why it does not serve a style, or norms; or None."""
-        if norms and not self.norms:
-            return "has no norm"
+    def unsupported(self, interleaved: bool) -> str | None:
+        """Return why it does not serve a style, or None."""
         if interleaved in self.styles:
             return None
         return f"rotates {'halves' if interleaved else 'interleaved pairs'} only"
@@ -98,13 +95,6 @@ def _hf(q: Tensor, k: Tensor, tables: Any, interleaved: bool) -> Any:
     return load("transformers.models.cohere.modeling_cohere", "apply_rotary_pos_emb")(q, k, *tables)
 
 
-FLASH_ROTATION = Package("flash-attn", "flash_attn.layers.rotary", "apply_rotary_emb")
-
-
-def _flash(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-    return [FLASH_ROTATION.load()(x, *tables, interleaved=interleaved) for x in xs]
-
-
 @functools.cache
 def _compiled_function() -> Callable[..., list[Tensor]]:
     def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
@@ -155,9 +145,6 @@ PROVIDERS: dict[str, RopeProvider] = by_name(
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
         RopeProvider("liger", "Liger", run=_liger, styles=(False,), in_place=True, **_LIGER),
-        RopeProvider(
-            "flash_attn", "flash-attn Triton", run=_flash, norms=False, rounded_tables=True, **FLASH_ROTATION.fields()
-        ),
         RopeProvider("compiled", "torch.compile", run=_compiled),
         RopeProvider("hf", "HF eager", run=_normed(hf_norm, _hf), rounded_tables=True, **_HF),
         RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy, tables="none"),

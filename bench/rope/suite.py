@@ -127,13 +127,13 @@ class RopeTrial(Trial):
         self._cos, self._sin = rope_tables(case.length, case.head_dim, device=clock.device)
 
     def unsupported(self, provider: RopeProvider) -> str | None:
-        return provider.unsupported(self.case.interleaved, self.case.norms)
+        return provider.unsupported(self.case.interleaved)
 
     def enter(self, provider: RopeProvider) -> Entry:
         case = self.case
         prepared = provider.prepare(self._cos, self._sin, case.dtype, case.interleaved), case.interleaved
         subject = Subject(provider, self._xs, self._dos, self._weights, *prepared)
-        (outs, gradients, of_weights), seconds = self.first_call(subject.once)
+        outs, gradients, of_weights = subject.once()
         if provider.role == "ceiling":
             same = all(torch.equal(a, b) for a, b in zip((*outs, *gradients), (*self._xs, *self._dos)))
             verdict = Verdict() if same else Verdict("failed", detail="is no copy")
@@ -142,7 +142,7 @@ class RopeTrial(Trial):
             cos, sin = (x.to(case.dtype) if provider.rounded_tables else x for x in (self._cos, self._sin))
             compared = self._compared(cos, sin, outs, gradients, of_weights)
             verdict = judge(compared, case.dtype, forgiving=not provider.ours)
-        return Entry(provider, verdict, subject.make, verdict.fields() | seconds)
+        return Entry(provider, verdict, subject.make, verdict.fields())
 
     def _compared(
         self, cos: Tensor, sin: Tensor, outs: list[Tensor], gradients: list[Tensor], of_weights: list[Tensor]

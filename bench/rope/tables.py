@@ -33,7 +33,7 @@ def results(rows: list[Row]) -> str:
         notes = " A norm's gradient moves three tensors where a copy moves two; shares of a copy count that."
     return "\n\n".join(blocks) + (
         "\n\nForward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 "
-        f"flushed. {legend(measured)}{provenance(rows, 'transformers', 'liger-kernel', 'flash-attn')}{notes}"
+        f"flushed. {legend(measured)}{provenance(rows, 'transformers', 'liger-kernel')}{notes}"
     )
 
 
@@ -62,7 +62,6 @@ def _block(found: dict[tuple[str, str], list[Group]]) -> str:
 
 _COLOURS = {
     "liger": "#f2a33a",
-    "flash_attn": "#2fae58",
     "compiled": "#3f8fd6",
     "hf": "#96a0a9",
     COPY: "#8d6e63",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -108,14 +107,6 @@ def test_a_failed_capture_is_tried_once_and_reported():
     assert all("not permitted" in r["detail"] for r in rows if r["mode"] == "graph")
 
 
-def test_the_deadline_stops_cleanly_and_names_what_is_left():
-    rows, measurement = _run([PLAIN["hf_sdpa"]], cases.HOST, rounds=1, deadline=time.monotonic() - 1)
-    assert rows == [] and measurement.not_run == [
-        "Tiny-64 B2 H4/2 N64 D32 causal fp16",
-        "Host B1 H4 N128 D64 causal bf16",
-    ]
-
-
 def test_a_lost_gpu_ends_the_run():
     class Lost(WallClock):
         def synchronize(self):
@@ -183,20 +174,7 @@ def test_a_rounding_rival_is_loose_but_ours_is_red():
         return right(q, k, v, given) + bump
 
     assert _verdict(scripted("rival", coarse))[0] == "loose"
-    assert _verdict(scripted("rival", coarse), strict=True)[0] == "failed"
     assert _verdict(scripted("fused", coarse, role="ours"))[0] == "failed"
-
-
-def test_the_backend_of_ours_can_be_chosen():
-    seen = []
-
-    def spy(q, k, v, given):
-        seen.append(given.options.get("backend"))
-        return right(q, k, v, given)
-
-    people = [scripted("mine", spy, role="ours"), scripted("theirs", spy)]
-    _run(people, passes=("fwd",), modes=("eager",), backend="reference")
-    assert set(seen) == {"reference", None}
 
 
 # Host time

@@ -182,8 +182,8 @@ def measured(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr("bench.command.environment", lambda: FACTS)
-        status = command.main(["--out", str(file), "--rounds", "2", "--plot-dir", "none"])
-        return status, report.read_lines([file] if file.exists() else [])
+        status = command.main(["--out", str(file), "--rounds", "2"])
+        return status, report.read_file(file) if file.exists() else []
 
     return measure
 
@@ -203,6 +203,14 @@ def test_ours_that_is_wrong_makes_the_status_1(measured):
 
     status, rows = measured(providers.corope_provider("corope", "wrong", wrong))
     assert status == 1 and [row["status"] for row in rows] == ["failed"]
+
+
+def test_an_interrupted_run_prints_its_summary(measured, capsys):
+    def interrupted(q, k, v, given):
+        raise KeyboardInterrupt
+
+    assert measured(providers.corope_provider("corope", "slow", interrupted)) == (130, [])
+    assert "nothing was timed" in capsys.readouterr().out
 
 
 def test_a_lost_gpu_makes_the_status_3(measured, monkeypatch, capsys):

@@ -37,7 +37,7 @@ def test_figures_are_those_of_the_committed_rows(capsys):
 def test_the_files_of_rows_that_pages_show_are_committed():
     files = {block.file for block in docs.BLOCKS}
     assert files <= {path.name for path in docs.RESULTS.glob("*.jsonl")}
-    assert all(report.read_runs([docs.RESULTS / file]) for file in files)
+    assert all(report.read_file(docs.RESULTS / file) for file in files)
     assert {block.page for block in docs.BLOCKS} == set(_PAGES)
     assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == [
         "readme:attention",

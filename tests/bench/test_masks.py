@@ -168,13 +168,16 @@ def test_packed_calls_name_the_kernels_that_ran(monkeypatch):
     """By the plan of the call itself, which looks at the number of sequences and the longest."""
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
     made = Problem(replace(PACKED.case, dtype=torch.bfloat16), torch.device("cpu"))
-    packed = providers.table("packed")["packed"]
+    packed = {
+        backend: replace(providers.table("packed")["packed"], options={"backend": backend})
+        for backend in ("hopper", "triton", "auto")
+    }
     for backend, expected in (("hopper", "hopper"), ("triton", "triton"), ("auto", "reference")):
-        plan = Subject(packed, made, backend).plan()
+        plan = Subject(packed[backend], made).plan()
         assert {visited.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
     asked = []
     monkeypatch.setattr(planning, "plan_for", lambda problem: asked.append(problem) or Plan("triton", None, ""))
-    Subject(packed, made, "triton").plan()
+    Subject(packed["triton"], made).plan()
     assert [(x.max_seqlen, x.sequences) for x in asked] == [(max(LENGTHS), len(LENGTHS))]
 
 

@@ -46,7 +46,7 @@ def test_interleave_changes_the_order_and_drops_who_fails():
                 raise RuntimeError("broke")
             return [1.0] * calls
 
-        return order, *interleave(fns, sample, dict.fromkeys(fns, 2), rounds, lambda: False)
+        return order, *interleave(fns, sample, dict.fromkeys(fns, 2), rounds)
 
     names = ["a", "b", "c", "d", "e"]
     order, _, _ = run({name: lambda name=name: name for name in names}, 6)
@@ -61,5 +61,3 @@ def test_interleave_changes_the_order_and_drops_who_fails():
     assert order.count("bad") == 2  # a sample in the first round, the failure in the second, none after it
     assert list(failed) == ["bad"]
     assert measured["c"].rounds == [[1.0, 1.0]] * 3
-    measured, _ = interleave(fns, lambda fn, calls: [1.0], dict.fromkeys(fns, 1), 9, lambda: True)
-    assert all(len(m.rounds) == 1 for m in measured.values())  # the round in hand is finished, no other begun

@@ -58,6 +58,7 @@ def test_generation_steps_are_gated_and_timed(name, monkeypatch):
     wanted = [PRESENT, "block_n=16 num_stages=1", "block_n=32 num_stages=1", COPY]
     assert [row["provider"] for row in rows] == wanted and {row["status"] for row in rows} == {"ok"}
     assert [(config.block_n, config.num_stages) for config in seen[-2:]] == [(16, 1), (32, 1)]
+    assert all(row["of_copy"] > 0 for row in rows) and generation_planning.override is None
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs the kernels in Triton's interpreter")

@@ -16,9 +16,6 @@ class WallClock:
     def synchronize(self):
         pass
 
-    def any(self, flag):
-        return flag
-
     def sample(self, fn, calls):
         samples = []
         for _ in range(calls):
