@@ -164,8 +164,7 @@ def parser(suite: Suite) -> argparse.ArgumentParser:
     groups = dict.fromkeys(group for case in suite.cases for group in case.groups)
     text = f"groups, or parts of names and shapes; A+B: both. Groups: {', '.join(groups)}"
     add("--cases", default="", metavar="WORDS", help=f"{text} (default: {suite.default_cases or 'all'})")
-    names = ", ".join(suite.provider_groups)
-    add("--providers", default="", metavar="NAMES", help=f"names{f', or {names}' if names else ''}; see --dry-run")
+    add("--providers", default="", metavar="NAMES", help="see --dry-run")
     if len(suite.passes) > 1:
         add("--passes", default="", metavar="NAMES", help=f"of {', '.join(suite.passes)}")
     if len(suite.modes) > 1:

@@ -121,8 +121,6 @@ class Run:
         for name, error in errors.items():
             self._check_device(entries[name].provider, error)
             rows.append(row(name, status_of(error), sentence(error)))
-        for name in (name for name in measured if entries[name].scale != 1):
-            measured[name] = measured[name].scaled(entries[name].scale)
         figures = trial.figures(part, mode, measured)
         for name, found in measured.items():
             verdict = entries[name].verdict

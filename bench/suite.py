@@ -62,9 +62,8 @@ def normal(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.de
 class Entry:
     """A provider that has run once. ``make(part)`` returns the zero-argument function of a pass.
 
-    facts: fields of all its rows. active: a context that is entered while it runs. scale: a factor on its times, for a
-    copy that moves only a share of the bytes. captures: whether it is captured as a CUDA graph; a copy is timed
-    directly.
+    facts: fields of all its rows. active: a context that is entered while it runs. captures: whether it is captured as
+    a CUDA graph; a copy is timed directly.
     """
 
     provider: Any
@@ -72,7 +71,6 @@ class Entry:
     make: Callable[[str], Callable[[], Any]]
     facts: Row = field(default_factory=dict)
     active: Callable[[], AbstractContextManager] = nullcontext
-    scale: float = 1.0
     captures: bool = True
 
 
@@ -137,11 +135,10 @@ class Suite:
 
     cases: all of them. default_cases: what runs without ``--cases``; "" is everything. trial: opens a case. table: the
     providers of a case; where a case has ``usual``, those run without ``--providers``. always: providers that run
-    whatever it says. provider_groups: names for several providers. passes: what ``--passes`` chooses from. modes: what
-    ``--mode`` chooses from. arguments: adds options. adapt: changes the chosen cases and the options by the arguments.
-    clock: makes the clock of a device and a mode. obstacle: why a case cannot be measured here. run: makes the run,
-    by default a ``runner.Run`` on one GPU. draw: figures by name, of the
-    timed rows of one mode.
+    whatever it says. passes, modes: what ``--passes`` and ``--mode`` choose from. arguments: adds options. adapt:
+    changes the chosen cases and the options by the arguments. clock: makes the clock of a device and a mode. obstacle:
+    why a case cannot be measured here. run: makes the run, by default a ``runner.Run`` on one GPU. draw: figures by
+    name, of the timed rows of one mode.
     """
 
     name: str
@@ -151,7 +148,6 @@ class Suite:
     table: Callable[[Any], Mapping[str, Any]]
     default_cases: str = ""
     always: tuple[str, ...] = ()
-    provider_groups: Mapping[str, list[str]] = field(default_factory=dict)
     passes: tuple[str, ...] = ("fwd", "bwd")
     modes: tuple[str, ...] = ("eager", "graph")
     rounds: int = 5
@@ -168,15 +164,14 @@ class Suite:
         return matching(self.cases, text or self.default_cases)
 
     def providers(self, case: Any, names: Sequence[str]) -> list[Any]:
-        """Return the providers of a case by name or group, in the order of its table; unknown names are left out."""
+        """Return the providers of a case by name, in the order of its table; unknown names are left out."""
         table = self.table(case)
-        chosen = names or getattr(case, "usual", ()) or tuple(table)
-        wanted = {found for name in chosen for found in self.provider_groups.get(name, [name])} | {*self.always}
+        wanted = {*(names or getattr(case, "usual", ()) or table), *self.always}
         return [provider for name, provider in table.items() if name in wanted]
 
     def check_providers(self, cases: Iterable[Any], names: Sequence[str]) -> None:
         """Raise ValueError for a name that no case has."""
-        known = dict.fromkeys((*self.provider_groups, *(name for case in cases for name in self.table(case))))
+        known = dict.fromkeys(name for case in cases for name in self.table(case))
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"unknown provider {', '.join(unknown)}; there are {', '.join(known)}")
 

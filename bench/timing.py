@@ -57,10 +57,6 @@ class Measurement:
         samples = self.samples
         return quantile(samples, 0.5), quantile(samples, 0.2), quantile(samples, 0.8)
 
-    def scaled(self, factor: float) -> Measurement:
-        """Return the same measurement with every time multiplied by ``factor``."""
-        return Measurement([[factor * sample for sample in one_round] for one_round in self.rounds])
-
     def fields(self) -> dict[str, Any]:
         """Return what a result row says of these times."""
         median, p20, p80 = self.quantiles()

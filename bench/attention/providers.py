@@ -106,12 +106,6 @@ OURS: dict[str, AttentionProvider] = by_name(
         ours("fused_hopper", "fused, hopper", options={"backend": "hopper"}, unsupported=_no_hopper),
     )
 )
-# Groups that ``--providers`` takes in addition to names; "rivals" are those that rotate.
-GROUPS = {
-    "ours": list(OURS),
-    "rivals": [name for name, baseline in BASELINES.items() if baseline.rotates],
-    "bare": [name for name, baseline in BASELINES.items() if not baseline.rotates],
-}
 
 
 # Rivals

@@ -64,7 +64,6 @@ ATTENTION = Suite(
     trial=AttentionTrial,
     table=table,
     default_cases="table,host",
-    provider_groups=providers.GROUPS,
     passes=("fwd", "fwd_grad", "bwd", "both"),
     modes=("eager", "graph", "host", "load"),
     round_ms=20.0,

@@ -32,7 +32,6 @@ class CpCase:
     heads_kv: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    usual = ("one", "fused", "fused-balanced", "torch")  # providers that run without --providers
 
     @property
     def name(self) -> str:
@@ -103,21 +102,18 @@ def _one(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], grou
     return Prepared(_packed(rope_attention_varlen, *tables, cu, cu, longest, longest, True), inputs)
 
 
-def _ours(method: str = "auto", sharding: str = "zigzag") -> CpProvider:
-    """Return ours by the method that ``plan_cp`` chooses or by a given one, with zigzag or balanced shards."""
+def _ours(name: str, label: str, sharding: str, only: tuple[str, ...] = KINDS) -> CpProvider:
+    """Return ours with zigzag or balanced shards, by the method that ``plan_cp`` chooses."""
 
     def prepare(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], group: Any) -> Prepared:
         if case.kind != "packed":
-            options = {"group": group, "window": case.window, "method": method}
+            options = {"group": group, "window": case.window}
             shards = [cp_shard(x, 2, group=group, sharding=sharding) for x in inputs]
             return Prepared(lambda q, k, v: rope_attention_cp(q, k, v, *tables, **options), shards)
         plan = plan_varlen_cp(case.documents, group=group, device=inputs[0].device, sharding=sharding)
         shards = [cp_shard(x, 2, group=group, sharding=plan.sharding) for x in inputs]
-        return Prepared(_packed(rope_attention_varlen_cp, *tables, plan, method=method), shards)
+        return Prepared(_packed(rope_attention_varlen_cp, *tables, plan), shards)
 
-    words = [word for word in (method, sharding) if word not in ("auto", "zigzag")]
-    only = KINDS if sharding == "zigzag" else ("packed",)
-    name, label = "-".join(["fused", *words]), ", ".join(["ours", *words])
     return CpProvider(name, label, "ours", prepare=prepare, only=only)
 
 
@@ -151,10 +147,8 @@ def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], gr
 PROVIDERS: dict[str, CpProvider] = by_name(
     (
         CpProvider("one", "one GPU", "ceiling", prepare=_one),
-        _ours(),
-        _ours(sharding="balanced"),
-        _ours("all_gather"),
-        _ours("all_to_all"),
+        _ours("fused", "ours", "zigzag"),
+        _ours("fused-balanced", "ours, balanced", "balanced", ("packed",)),
         CpProvider("torch", "torch context_parallel", prepare=_torch, only=("plain",)),
     )
 )

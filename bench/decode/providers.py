@@ -21,9 +21,6 @@ from baselines.base import Package
 from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
 from bench.suite import Provider, by_name
 
-# The most bytes that the copy moves; its time is scaled to a larger cache.
-COPY_BYTES = 2 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeProvider(Provider):
@@ -74,19 +71,19 @@ def _fa4(step: Step) -> Run:
 
 
 def _copy(step: Step) -> Run:
-    """Read and write together as many bytes as the step reads, or COPY_BYTES."""
+    """Read and write together as many bytes as the step reads."""
     flat = step.k_cache.view(torch.uint8).flatten()
-    source = flat[: min(step.bytes, COPY_BYTES) // 2]
+    source = flat[: step.bytes // 2]
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def _read(step: Step) -> Run:
-    """Read as many bytes as the step reads, or COPY_BYTES, by one of PyTorch's reductions.
+    """Read as many bytes as the step reads, by one of PyTorch's reductions.
 
     A copy leaves what it writes in the L2; this shows what a kernel that only reads reaches at the same size.
     """
-    source = torch.zeros(min(step.bytes, COPY_BYTES) // 4, dtype=torch.int32, device=step.q.device)
+    source = torch.zeros(step.bytes // 4, dtype=torch.int32, device=step.q.device)
     return lambda: source.amax()
 
 

@@ -80,10 +80,9 @@ def test_provider_selection():
     def select(*names, case=cases.PLAIN[0]):
         return [provider.name for provider in ATTENTION.providers(case, names)]
 
-    assert select("ours") == ["fused", "fused_inline", "fused_prepass", "fused_hopper"]
-    assert set(select("bare", "hf_sdpa")) == {name for name in BASELINES if name.startswith("bare")} | {"hf_sdpa"}
+    assert select("hf_sdpa", "fused", "nobody") == ["fused", "hf_sdpa"]
     assert select() == list(providers.table("plain"))
-    assert select(case=cases.HOST) == list(cases.HOST_USUAL) and "hf_sdpa" in select("rivals", case=cases.HOST)
+    assert select(case=cases.HOST) == list(cases.HOST_USUAL)
     assert [p.name for p in attention.NORM.providers(cases.NORMED[0], ["norm_hf_sdpa"])] == [
         "fused",
         "fused_without",

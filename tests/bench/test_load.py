@@ -235,7 +235,7 @@ def test_what_can_be_asked_for(capsys):
     text = capsys.readouterr().out
     assert all(name in text for name in (*cases.TABLE, *LOAD_USUAL)) and "Host" not in text and "hf_sdpa" not in text
     options = ["--mode", "load", "--dry-run"]
-    assert command.main([*options, "--cases", "LLAMA70B+1k,llama7b-2k", "--providers", "rivals"]) == 0
+    assert command.main([*options, "--cases", "LLAMA70B+1k,llama7b-2k", "--providers", "liger_fa3"]) == 0
     text = capsys.readouterr().out
     assert "Llama70B-1K" in text and "Llama7B-2K" in text and "Small-512" not in text and "liger_fa3" in text
     for more, message in (
