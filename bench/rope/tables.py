@@ -15,25 +15,20 @@ _PAST_L2 = 256 << 20
 
 
 def results(rows: list[Row]) -> str:
-    """Show summary, table and notes. ValueError without CUDA-graph times of ours and of the copy, on one card."""
-    every = by_case(rows, "graph", OURS)
-    measured = [row for passes in every.values() for group in passes for row in group.values()]
-    copied = all(COPY in group for passes in every.values() for group in passes)
-    if len({row["gpu"] for row in measured}) != 1 or not copied:
-        raise ValueError("rows must hold CUDA-graph times of apply_rope and of the copy, on one card")
-    blocks, notes = [], ""
-    plain, normed = (
-        {key: passes for key, passes in every.items() if bool(passes[0][OURS].get("norms")) is norms}
-        for norms in (False, True)
-    )
-    if plain:
-        blocks.append(_block(plain))
-    if normed:
-        blocks.append(f"`apply_rope_qk` with norms of q and k:\n\n{_block(normed)}")
+    """Show summary, table and notes. ValueError without CUDA-graph times of ours and of the copy."""
+    found = by_case(rows, "graph", OURS)
+    every = [group for passes in found.values() for group in passes]
+    if not every or not all(COPY in group for group in every):
+        raise ValueError("rows must hold CUDA-graph times of apply_rope and of the copy")
+    title, notes = "", ""
+    if any(group[OURS].get("norms") for group in every):
+        title = "`apply_rope_qk` with norms of q and k:\n\n"
         notes = " A norm's gradient moves three tensors where a copy moves two; shares of a copy count that."
-    return "\n\n".join(blocks) + (
-        "\n\nForward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 "
-        f"flushed. {legend(measured)}{provenance(rows, 'transformers', 'liger-kernel')}{notes}"
+    return (
+        f"{title}{_block(found)}\n\n"
+        "Forward / backward. ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs, L2 flushed. "
+        f"{legend(row for group in every for row in group.values())}"
+        f"{provenance(rows, 'transformers', 'liger-kernel')}{notes}"
     )
 
 
