@@ -24,7 +24,7 @@ def _rows(ours=1.0, others=1.0, **extra):
 
 
 def _verdicts(a, b):
-    """Return (case, provider, pass, figure) -> verdict, of what moved."""
+    """Return (case, provider, pass, figure) -> verdict, where there is one."""
     found = {(m.key[0], m.key[2], m.key[3], m.key[5]): m.verdict for m in moves(a, b)}
     return {key: verdict for key, verdict in found.items() if verdict}
 

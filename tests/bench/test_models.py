@@ -71,7 +71,7 @@ def test_rows(tmp_path):
 
 
 def test_a_cache_is_passed_by_the_name_that_the_release_has():
-    """transformers keeps an older name by a wrapper of the forward, whose time is not to be measured."""
+    """transformers keeps the older name by a wrapper of the forward, and its time is not that of the model."""
     model = shapes.make(TINY, torch.device("cpu"))
     given = []
     model.register_forward_pre_hook(lambda module, args, named: given.append(set(named)), with_kwargs=True)
