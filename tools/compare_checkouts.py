@@ -103,7 +103,7 @@ def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: i
     """
 
     def timed(functions: dict[str, Callable], sample: Callable[..., list[float]], calls: int) -> dict[str, list[float]]:
-        measured, failed = interleave(functions, sample, dict.fromkeys(functions, calls), rounds, lambda: False)
+        measured, failed = interleave(functions, sample, dict.fromkeys(functions, calls), rounds)
         for error in failed.values():
             raise error
         return {name: measurement.round_medians for name, measurement in measured.items()}
