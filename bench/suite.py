@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 
+from baselines.base import nothing_missing
 from bench import timing
 from bench.gate import Verdict
 from bench.names import dtype_name, words
 from bench.report import Row
 
 Times = Mapping[str, Any]  # by provider: what the clock's ``measurement`` makes
-
-
-def never_missing() -> None:
-    """Return None: a provider that needs no package beyond PyTorch is never missing."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Provider:
     name: str
     label: str
     role: str = "rival"
-    missing: Callable[[], str | None] = never_missing
+    missing: Callable[[], str | None] = nothing_missing
     pip: tuple[str, ...] = ()
 
     @property
