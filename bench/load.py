@@ -133,9 +133,9 @@ class LoadClock(DeviceClock):
                 while queued and queued[0].query():
                     queued.popleft()
         ms = begin.elapsed_time(end) / (calls * CALLS)
-        if len(steps) < 2:
+        if (moved := len(steps)) < 2:
             raise RuntimeError(
-                f"the energy counter must move twice in a sample, not {len(steps)} times: give more --round-ms"
+                f"the energy counter must move twice in a sample, not {moved} times: give more --round-ms"
             )
         (since, low, _), (until, high, _) = steps[0], steps[-1]
         watts, mhz = (high - low) / (until - since) * 1e-3, quantile([float(mhz) for *_, mhz in steps], 0.5)
