@@ -134,9 +134,7 @@ class LoadClock(DeviceClock):
                     queued.popleft()
         ms = begin.elapsed_time(end) / (calls * CALLS)
         if (moved := len(steps)) < 2:
-            raise RuntimeError(
-                f"the energy counter must move twice in a sample, not {moved} times: give more --round-ms"
-            )
+            raise RuntimeError(f"the energy counter must move twice a sample, not {moved} times: give more --round-ms")
         (since, low, _), (until, high, _) = steps[0], steps[-1]
         watts, mhz = (high - low) / (until - since) * 1e-3, quantile([float(mhz) for *_, mhz in steps], 0.5)
         return Load(calls * CALLS, ms, watts * ms, watts, mhz)

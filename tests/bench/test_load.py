@@ -70,7 +70,7 @@ def test_calls_that_are_not_measured_come_first(monkeypatch):
 
 def test_a_counter_that_does_not_move_is_an_error_and_no_figure(monkeypatch):
     machine, clock = _clock(monkeypatch, call_ms=1.0, step=10.0)
-    with pytest.raises(RuntimeError, match="must move twice in a sample, not 0 times: give more --round-ms"):
+    with pytest.raises(RuntimeError, match="must move twice a sample, not 0 times: give more --round-ms"):
         clock.sample(machine.work, 100)
 
 
