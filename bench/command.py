@@ -7,6 +7,7 @@ GPU was lost on the way, 130 it was interrupted.
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ def main(suite: Suite, argv: list[str]) -> int:
         return refuse(suite.name, str(error))
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
-    print(heading(facts, out))
+    print(f"{report.provenance([facts], 'cuDNN', *facts['packages'])}\nRows go to {shown(out)}")
     rows: list[Row] = []
     status = 0
     try:
@@ -126,11 +127,8 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    """Return ``0:03:20``."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def listing(suite: Suite, cases: list, names: list[str]) -> str:
@@ -141,15 +139,6 @@ def listing(suite: Suite, cases: list, names: list[str]) -> str:
     return (
         f"{report.table(['case', 'shape', 'groups'], lines, left=3)}\n\n"
         f"{report.table(['provider', 'label', 'pip', 'status'], people, left=4)}"
-    )
-
-
-def heading(facts: Row, out: Path) -> str:
-    """Return machine, versions and the file of rows."""
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    return (
-        f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, triton {facts['triton']}, "
-        f"cuDNN {facts['cudnn']}, {packages}\ncommit {facts['commit']}, {facts['date']}, rows go to {shown(out)}"
     )
 
 
