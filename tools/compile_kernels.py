@@ -143,17 +143,16 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
 
     Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
-    halves: the other variants differ by a few instructions. Only the first strategy, inline, which takes more registers
-    and shared memory, for float32 elsewhere than in ``THOROUGH``, and for sm_89, whose kernels have been those of sm_86
-    to the byte. ``full`` compiles all that too, and a head dimension that is no power of two.
+    halves: the other variants differ by a few instructions. Elsewhere than in ``THOROUGH`` only the first strategy of a
+    row, which is inline where the row has both, because it takes more registers and shared memory. ``full`` compiles
+    all that too, and a head dimension that is no power of two.
     """
     jobs = []
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
         for row, strategy in itertools.product(table, configs.STRATEGIES):
             if arch not in row.arch or strategy not in row.strategy or row.masked:  # those are mask_jobs'
                 continue
-            once = arch == "sm_89" or (row.element_size == 4 and arch not in aot.THOROUGH)
-            if once and strategy != row.strategy[0] and not full:
+            if arch not in aot.THOROUGH and strategy != row.strategy[0] and not full:
                 continue
             job = Job(
                 arch=arch,
