@@ -36,7 +36,7 @@ def _sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _flash(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Call a function of (B, N, H, D). Some return lse too, which nobody uses here."""
+    """Call a function of (B, N, H, D). Some return (o, lse); lse is dropped."""
     o = function(*(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=causal)
     return rearrange(o[0] if isinstance(o, tuple) else o, _TO_BHND)
 

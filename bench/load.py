@@ -82,7 +82,7 @@ class Loads(Measurement):
 
 
 class LoadClock(DeviceClock):
-    """A clock whose samples are a ``Load`` each."""
+    """A clock that returns a ``Load`` for each sample."""
 
     measurement = Loads
 

@@ -1,8 +1,8 @@
 """The two kinds of plots that suites draw: lines over a length, and points of their time over ours. Needs matplotlib.
 
 Text is grey on a transparent background and every series has a colour of medium brightness, so that a figure can be
-read on a light and on a dark page. Figures are narrow, so that their text can be read at a width of 400 pixels. Panels
-stand in two columns.
+read on a light and on a dark page. Figures are narrow, so that their text can be read at a width of 400 pixels. There
+are two columns of panels.
 """
 
 from __future__ import annotations

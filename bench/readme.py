@@ -13,7 +13,7 @@ _RIVALS = {
     "liger_fa4": "Liger's rotation + FlashAttention-4",
 }
 _WORK = {"train-4K": "training", "prefill-16K": "a prompt of 16K tokens", "decode-4K": "generation after 4K tokens"}
-# What a patched model is compared with: the unpatched one, and one with Liger's kernels as far as they were measured.
+# The rivals of a patched model: the unpatched one, and one with those of Liger's kernels that were measured.
 _UNPATCHED = {"sdpa": "SDPA", "liger": "Liger's rotation and SDPA", "liger_norm": "Liger's norms, rotation and SDPA"}
 
 

@@ -78,7 +78,7 @@ class CpTrial(Trial):
         leaves = [x.detach().requires_grad_() for x in shards[:3]]
 
         def make(part: str) -> Callable[[], Any]:
-            # As in training, the forward builds the graph.
+            # The forward builds the graph of autograd, as training does.
             return forward_or_backward(run, leaves, shards[3], "fwd_grad" if part == "fwd" else part)
 
         return Entry(provider, Verdict(), make, active=active)

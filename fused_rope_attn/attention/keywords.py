@@ -13,7 +13,7 @@ _TABLES = "pass the table as cos or sin, the fourth and fifth argument"
 _POSITIONS = "key j takes row j of the tables: pass the rows themselves, cos[position_ids] and sin[position_ids]"
 _PAGES = "paged caches are not served by this function"
 
-# keyword: (whose it is, advice), for every function of attention. Tables of other functions replace what does not hold.
+# Keyword to (its library, advice), for every function of attention. Tables of other functions replace some entries.
 ATTENTION: dict[str, tuple[str, str]] = {
     "query": (SDPA, "it is q here"),
     "key": (SDPA, "it is k here"),

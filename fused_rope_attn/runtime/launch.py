@@ -41,7 +41,7 @@ class Launch:
         TypeError: if the kernel lacks a parameter that ``own`` names, or a parameter after the tensors gets no value.
     """
 
-    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names")
+    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names", "_names")
 
     def __init__(self, kernel, programs: int, options: dict, shared: dict | None = None, **own):
         names = kernel.arg_names
@@ -51,7 +51,8 @@ class Launch:
         given = {**(shared or {}), **own}
         self.arguments = {name: given[name] for name in names if name in given}
         self.tensor_names = tuple(names[: len(names) - len(self.arguments)])
-        if self.arguments.keys() & set(self.tensor_names):
+        self._names = frozenset(self.tensor_names)
+        if self.arguments.keys() & self._names:
             lacking = [name for name in names if name not in given]
             raise TypeError(f"{kernel.fn.__name__}: the tensors must come first, but values lack for {lacking}")
         self.kernel = kernel
@@ -75,9 +76,9 @@ class Launch:
             RuntimeError: as Triton raises it, for example with the CUDA driver's error.
         """
         given = {**(shared or {}), **own}
-        wrong = own.keys() - set(self.tensor_names) or set(self.tensor_names) - given.keys()
-        if wrong:
-            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}: {', '.join(sorted(wrong))} is wrong")
+        if not own.keys() <= self._names <= given.keys():
+            wrong = sorted(own.keys() - self._names or self._names - given.keys())
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}: look at {', '.join(wrong)}")
         tensors = {name: given[name] for name in self.tensor_names}
         if watched.launches is not None:
             watched.launches.append((self, tensors))
