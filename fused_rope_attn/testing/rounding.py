@@ -93,7 +93,8 @@ class RandomRounding(TorchDispatchMode):
 
     def _product(self, func: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
         if self._recomputed is not None and self._weights is not None and _same_memory(left, self._weights):
-            left = left * self._recomputed[..., : left.shape[-2]].reshape(self._weights.shape).mT  # dv = p^T do
+            factor = self._recomputed[..., : left.shape[-2]].reshape(self._weights.shape).mT
+            left = left * factor.to(left.dtype)  # dv = p^T do
         exact = func(*(x.to(torch.float64 if x.dtype == torch.float32 else torch.float32) for x in (left, right)))
         rounded = self._round(exact, left.dtype)
         self._scores = (func, left, right, rounded) if left.dtype == torch.float32 else None

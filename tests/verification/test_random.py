@@ -184,6 +184,15 @@ def test_a_call_that_exceeded_the_limit_of_dv():
     assert not run_check(call, INTERPRETER).failures
 
 
+def test_a_second_opinion_of_co_rope_in_float16():
+    """Its scores are products of float32, and its weights have 16 bits."""
+    call = parse(
+        'CoRopeCheck(2, 1, 1, 2, 2, 32, seed=54166, memory=("odd", "bhnd", "bhnd", "bnhd"))',
+        KINDS,
+    )
+    assert not run_check(call, INTERPRETER).failures
+
+
 def test_only_repeats_a_call_of_a_seed(capsys):
     assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
     assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
