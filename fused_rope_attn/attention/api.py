@@ -132,20 +132,9 @@ def rope_attention(
         RuntimeError: an explicit backend that this machine cannot run.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
-    options = (  # in the order of ``Options``, because a record would cost a known call 0.2 us
-        causal,
-        return_lse,
-        softmax_scale,
-        rotary_dim,
-        interleaved,
-        window,
-        softcap,
-        norm_eps,
-        norm_offset,
-        deterministic,
-        backend,
-        strategy,
-    )
+    # In the order of ``Options``, because a record would cost a known call 0.2 us.
+    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
+    options = (causal, return_lse, *scores, *norms, deterministic, backend, strategy)
     known = None if eager is None else eager.find(tensors, layout, options)
     if known is not None:
         if layout == "bshd":
@@ -235,8 +224,9 @@ def rope_attention_varlen(
         o ``(T_q, HQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(HQ, T_q)`` float32, natural log.
     """
     q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    given = locals()
-    tensors, options = fill(Tensors, given), fill(Options, given)
+    tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
+    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
+    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy)
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
     o, lse = _attend(problem, tensors, "thd")
     return (o, lse.squeeze(0)) if return_lse else o

@@ -106,8 +106,9 @@ def rope_attention_cp(
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also if only one
             of them passed a wrong argument, or if they differ.
     """
-    given = locals()
-    tensors, options = fill(Tensors, given), fill(Options, given)
+    tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
+    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
+    options = Options(causal, return_lse, *scores, *norms, deterministic, backend)
     members = group_of(group)
     call = _described_together(members, _describe, tensors, options, members, sharding, total_len, method, layout)
     o, lse = _attend(*call)
@@ -174,8 +175,9 @@ def rope_attention_varlen_cp(
     The other arguments are those of ``rope_attention_cp``; results as in ``rope_attention_varlen``, of this rank's
     tokens.
     """
-    given = locals()
-    tensors, options = fill(Tensors, given), fill(Options, given)
+    tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
+    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
+    options = Options(causal, return_lse, *scores, *norms, deterministic, backend)
     if not isinstance(plan, DocumentPlan):
         raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
     o, lse = _attend(*_described_together(plan.group, _describe_packed, tensors, options, plan, method))

@@ -145,8 +145,12 @@ def rope_attention_with_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    given = locals()
-    tensors, options = fill(StepTensors, given), fill(Options, given)
+    scales, weights = (k_scale, v_scale), (q_norm, k_norm)
+    tensors = StepTensors(
+        q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *weights
+    )
+    scores = (softmax_scale, rotary_dim, interleaved, window, softcap)
+    options = Options(causal, return_lse, *scores, norm_eps, norm_offset)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -211,13 +215,9 @@ def write_kvcache(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
     """
-    _write(
-        fill(Written, locals()),
-        layout,
-        cache_is_rotated=cache_is_rotated,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-    )
+    rows, scales = (block_table, cache_seqlens, new_lens, cu_seqlens), (k_scale, v_scale)
+    tensors = Written(k, v, k_cache, v_cache, cos, sin, *rows, *scales)
+    _write(tensors, layout, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved)
 
 
 def run_write(*arguments, backend: str = "auto", **options) -> None:
