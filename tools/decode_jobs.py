@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fused_rope_attn.attention.configs import HopperForwardConfig
+from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.generation import configs
 from tools import aot
 from tools.jobs import LaunchJob, int32, meta
@@ -16,7 +18,7 @@ class DecodeJob(LaunchJob):
     """A step. masked: window, softcap, sinks and kv_starts at once; append: with new tokens; of_rotated: the cache;
     page_size: rows of a page, None for contiguous caches; float8: the caches, with a scale for each key head."""
 
-    config: configs.DecodeConfig
+    config: configs.DecodeConfig | HopperForwardConfig  # that of attention: on a contiguous copy of the keys
     rotary_dim: int | None = None
     of_rotated: bool = True
     interleaved: bool = False
@@ -31,13 +33,16 @@ class DecodeJob(LaunchJob):
 
     @property
     def title(self) -> str:
-        return "decode"
+        return "decode" if isinstance(self.config, configs.DecodeConfig) else "gathered chunk"
 
     @property
     def tiles(self) -> list[str]:
+        if not isinstance(self.config, configs.DecodeConfig):
+            return []
         return [f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"]
 
     def launch(self) -> None:
+        from fused_rope_attn.generation.chunk_launch import GatheredCall
         from fused_rope_attn.generation.launch import StepCall
         from fused_rope_attn.generation.problem import StepTensors, describe_step
 
@@ -72,7 +77,8 @@ class DecodeJob(LaunchJob):
             norm_eps=1e-6 if self.norms else None,
             norm_offset=0.0 if self.norms else None,
         )
-        StepCall(problem.for_launch(), tensors, self.config)(tensors)
+        call = StepCall if isinstance(self.config, configs.DecodeConfig) else GatheredCall
+        call(problem.for_launch(), tensors, self.config)(tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,7 @@ def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:
 
 def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     """A job for each row of the table that serves ``arch``; in ``aot.THOROUGH`` also D 128 with masks, 16 tokens and
-    raw keys, on sm_90 pages and a chunk of a prompt. ``full`` adds those everywhere, and layouts."""
+    raw keys, on sm_90 pages and chunks of a prompt. ``full`` adds those everywhere, and layouts."""
     jobs = []
     for row in configs.DECODE:
         if arch not in row.arch:
@@ -150,6 +156,9 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
                 chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
                 if row.element_size == 2 or full:
                     jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
+            if arch == "sm_90" and featured and not rotated and page_size is None:
+                gathered = replace(hopper_configs.forward(128, True, "long", True).config, section_bytes=0)
+                jobs.append(replace(job, config=gathered, page_size=16, len_q=300))
             if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:

@@ -50,6 +50,7 @@ class GatheredCall:
             shared_arguments(attention, given.cos, given.sin) | cache_arguments(given),
             k_strides=strides,
             v_strides=strides if self.gathers_values else None,
+            left=problem.window_left,
             S=problem.len_k,
             tiles=tiles,
             BLOCK_T=block_t,
