@@ -53,7 +53,7 @@ class DecodeCheck(Call):
             fresh |= {"k": None, "v": None}
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         masks = testing.masks_of(self, device)
-        end = lengths.clamp(0, self.len_k)[:, None]
+        end = lengths.long().clamp(0, self.len_k)[:, None]  # a window may be as large as an int32
         lowest = torch.zeros_like(end) if masks["kv_starts"] is None else masks["kv_starts"][:, None]
         if self.window is not None and self.window[0] >= 0:
             lowest = torch.maximum(lowest, end - (0 if self.append else self.len_q) - self.window[0])

@@ -335,12 +335,14 @@ class IllegalCheck:
         with forward_ad.dual_level() if tangents else contextlib.nullcontext():
             illegal = arguments | mutation.change(arguments)
             before = copies(illegal)
-            if machine.has_gpu and not mutation.is_seen_on_gpu:
+            unseen = machine.has_gpu and not mutation.is_seen_on_gpu
+            if unseen:
                 yield from nothing_comes_of(f"nothing of {mutation.name}", function, illegal)
             else:
                 subject = f"refusal of {mutation.name}"
                 yield refusal("refused", subject, function, illegal, (mutation.error,), mutation.words)
-            yield untouched("refused", illegal, before)
+            if not (unseen and illegal.get("out") is not None):  # else it wrote where it was told to
+                yield untouched("refused", illegal, before)
 
 
 def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Arguments) -> Iterator[Finding]:

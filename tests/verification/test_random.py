@@ -193,6 +193,16 @@ def test_a_second_opinion_of_co_rope_in_float16():
     assert not run_check(call, INTERPRETER).failures
 
 
+def test_the_widest_window_of_a_step_hides_no_row():
+    """Queries before position 0, less a left bound of 2**31 - 1, are no int32: NaN was put into keys that are seen."""
+    call = parse(
+        "DecodeCheck(2, 2, 1, 8, 23, 16, rotary_dim=16, window=(2147483647, -1), seed=1, lengths=(2, 20), "
+        "append=False)",
+        KINDS,
+    )
+    assert not run_check(call, INTERPRETER).failures
+
+
 def test_only_repeats_a_call_of_a_seed(capsys):
     assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
     assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
