@@ -44,10 +44,6 @@ def test_the_context_manager_is_seen_while_it_is_open(context):
     with context():
         assert in_context_parallel()
     assert not in_context_parallel()
-    with pytest.raises(KeyError), context():
-        assert in_context_parallel()
-        raise KeyError
-    assert not in_context_parallel()
 
 
 def test_the_wrapping_of_modules_is_seen_while_it_is_enabled(dispatcher):
