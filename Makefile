@@ -18,6 +18,9 @@ TRANSFORMERS_4 ?= transformers>=4.57,<5
 VENV_HF4 ?= .venv-hf4
 # What users get today: the newest torch and Triton that pyproject.toml allows, whatever an environment above holds.
 VENV_LATEST ?= .venv-latest
+# The oldest that pyproject.toml allows. The interpreter of Triton 3.6 does not run on NumPy 2.4.
+VENV_OLDEST ?= .venv-oldest
+OLDEST ?= "torch==2.11.0" "triton==3.6.0; sys_platform == 'linux'" "numpy<2.4"
 TRITON_MATRIX ?= 3.6.0 3.7.1 3.8.0 3.9.0
 
 ifeq ($(strip $(VENV)),)
@@ -57,6 +60,12 @@ test-latest:
 		--upgrade --upgrade-strategy eager --editable '.[test]'
 	$(VENV_LATEST)/bin/python -m fused_rope_attn.env
 	TRITON_INTERPRET=1 $(VENV_LATEST)/bin/python -m pytest -n 2 $(ARGS)
+
+.PHONY: test-oldest
+test-oldest:
+	test -x $(VENV_OLDEST)/bin/python || $(PYTHON) -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[test]' $(OLDEST)
+	TRITON_INTERPRET=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 $(ARGS)
 
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.

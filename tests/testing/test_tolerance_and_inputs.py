@@ -143,7 +143,7 @@ def second_opinions(out, ref64, eager, inputs, case):
 def test_draws_excuse_a_lucky_eager():
     """One key and a sink: dq and dk are multiples of one number, and eager may have escaped its error by luck."""
     refused = 0
-    for seed in (48, 56):
+    for seed in range(40, 60):
         case = Case(2, 3, 1, 1, 1, 40, seed=seed, sinks=True)
         inputs = make_inputs(case)
         ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
@@ -151,7 +151,7 @@ def test_draws_excuse_a_lucky_eager():
         refused += not all(result.ok for result in verdicts(out, ref64, eager, case.dtype).values())
         for result in second_opinions(out, ref64, eager, inputs, case).values():
             assert result.ok, result
-    assert refused == 2
+    assert refused  # of how many seeds it is true depends on the build of torch, which draws the numbers
 
 
 @pytest.mark.parametrize("bug", [{"shifted_rows": 64}, {"dropped_rows": 24}], ids=str)

@@ -49,8 +49,9 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         )
     patch.count(batch.original)
     if batch.original:
-        own = type(module).forward.__get__(module) if patch.previous is None else patch.previous
-        return own(hidden_states, *args, **kwargs)
+        if patch.previous is not None:
+            return patch.previous(hidden_states, *args, **kwargs)
+        return type(module).forward(module, hidden_states, *args, **kwargs)
 
     convention = patch.convention
     q, k, v, *gate = convention.project(module, hidden_states)

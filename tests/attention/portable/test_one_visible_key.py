@@ -46,6 +46,14 @@ def test_large_scores(strategy, factor, logit):
     assert bool(((out.lse.double() - exact).abs() <= 2.0**-21 * exact.abs() + 1e-5 * factor**2).all())
 
 
+def inputs_of_seed(case, sum_of_q):
+    """Return the inputs, or skip: builds of torch differ in the numbers that they draw from a seed."""
+    inputs = make_inputs(case)
+    if abs(float(inputs.q.double().sum()) - sum_of_q) > 1e-3:
+        pytest.skip("this build of torch draws other numbers from the seed")
+    return inputs
+
+
 def test_a_sink_and_one_key_need_a_second_opinion():
     """The whole error of dq is that of ``delta = rowsum(do * o)``, taken from the rounded o: 5e-4, where an exact delta
     leaves 1e-6. Eager takes no delta from o, and its own errors are 3e-6 in this row by luck."""
@@ -64,7 +72,7 @@ def test_a_sink_and_one_key_need_a_second_opinion():
         kv_starts=(1, 29, 11),
         kv_lens=(8, 52, 59),
     )
-    inputs = make_inputs(case)
+    inputs = inputs_of_seed(case, sum_of_q=210.290)
     out, exact = run_op(inputs, case, backend="triton", strategy="inline"), run_reference(inputs, case, torch.float64)
     eager = run_reference(inputs, case)
     rule = {"grad": True, "dtype": F16, "zero": noise_of_zero("dq", case, inputs)}
@@ -83,7 +91,7 @@ def test_the_second_opinion_with_as_many_keys_as_columns(name):
     case = Case(
         1, 8, 8, 64, 64, 64, dtype=F16, rotary_dim=48, window=(0, 0), softcap=15.0, sinks=True, norms=1.0, seed=41
     )
-    inputs = make_inputs(case)
+    inputs = inputs_of_seed(case, sum_of_q=236.875)
     out, exact = run_op(inputs, case, backend="triton"), run_reference(inputs, case, torch.float64)
     rule = {"grad": True, "dtype": F16, "zero": noise_of_zero(name, case, inputs)}
     three = (getattr(x, name) for x in (out, exact, run_reference(inputs, case)))
