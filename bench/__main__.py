@@ -19,7 +19,6 @@ suites, each timed on one GPU after a check against float64:
 options that all have: --cases --providers --passes --mode --rounds --out
   --dry-run; figures from a file of rows: python -m bench SUITE plot FILE
 rows and tables:
-  compare    what moved between two files of rows, and whether it is noise
   docs       write the documents' tables; python -m bench docs --check compares
   tune       time configurations of our kernels, propose rows of their tables
 """
@@ -31,7 +30,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("decode.suite", "DECODE"),
     "models": ("models.suite", "MODELS_SUITE"),
     "cp": ("cp.suite", "CP"),
-    "compare": ("compare", "main"),
     "docs": ("docs", "main"),
     "tune": ("tune", "main"),
 }

@@ -160,7 +160,6 @@ def parser(suite: Suite) -> argparse.ArgumentParser:
         add("--mode", default="", metavar="NAMES", help=f"of {', '.join(suite.modes)}")
     add("--rounds", type=int, help="interleaved rounds")
     add("--round-ms", type=float, metavar="MS", help="how long each provider runs in each round")
-    suite.arguments(made)
     add("--out", type=Path, metavar="FILE", help="JSON lines, appended (default: in bench/results)")
     add("--dry-run", action="store_true", help="list what would run, and what is missing; no GPU needed")
     return made

@@ -39,10 +39,13 @@ class Run:
     def rows(self, cases: list[Any]) -> Iterator[list[Row]]:
         """Yield the rows of one case after the other, and note the cases that do not fit this machine."""
         for index, case in enumerate(cases):
-            if obstacle := self.suite.obstacle(case):
-                self.not_run.append(f"{title_of(case)} ({obstacle})")
-            else:
-                yield self._case(case, index / len(cases), 1 / len(cases))
+            block: list[Row] = []
+            try:
+                block = self._case(case, index / len(cases), 1 / len(cases))
+            except torch.OutOfMemoryError:  # of the inputs: that of a provider is caught where it runs
+                self.not_run.append(f"{title_of(case)} (memory)")
+            self.clock.release()
+            yield block
 
     def _case(self, case: Any, begin: float, share: float) -> list[Row]:
         """Return the rows of one case. ``begin``, ``share``: where it begins in the run, and what share of it it is."""
@@ -56,8 +59,6 @@ class Run:
             # The gate, with compilation, takes about as long as two passes.
             self.progress(begin + share * (number + 2) / (len(plan) + 2), f"{title}: {part} {mode}")
             rows += self._timed(trial, entries, part, mode)
-        del trial, entries
-        self.clock.release()
         return rows
 
     def _enter(self, title: str, trial: Trial, begin: float) -> tuple[list[Row], dict[str, Entry]]:

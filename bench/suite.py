@@ -131,11 +131,9 @@ class Suite:
     """One benchmark and its command.
 
     cases: all of them. default_cases: what runs without ``--cases``; "" is everything. trial: opens a case. table: the
-    providers of a case; where a case has ``usual``, those run without ``--providers``. always: providers that run
-    whatever it says. passes, modes: what ``--passes`` and ``--mode`` choose from. arguments: adds options. adapt:
-    changes the chosen cases and the options by the arguments. clock: makes the clock of a device and a mode. obstacle:
-    why a case cannot be measured here. run: makes the run, by default a ``runner.Run`` on one GPU. draw: figures by
-    name, of the timed rows of one mode.
+    providers of a case. passes, modes: what ``--passes`` and ``--mode`` choose from. adapt: changes the chosen cases and
+    the options by the arguments. clock: makes the clock of a device and a mode. run: makes the run, by default a
+    ``runner.Run`` on one GPU. draw: figures by name, of the timed rows of one mode.
     """
 
     name: str
@@ -144,15 +142,12 @@ class Suite:
     trial: Callable[[Any, Sequence[Any], Any, Options], Trial]
     table: Callable[[Any], Mapping[str, Any]]
     default_cases: str = ""
-    always: tuple[str, ...] = ()
     passes: tuple[str, ...] = ("fwd", "bwd")
     modes: tuple[str, ...] = ("eager", "graph")
     rounds: int = 5
     round_ms: float = 10.0
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     adapt: Callable[[list[Any], Options, argparse.Namespace], list[Any]] = lambda cases, options, args: cases
     clock: Callable[[torch.device, Options], Any] = lambda device, options: timing.GpuClock(device)
-    obstacle: Callable[[Any], str | None] = lambda case: None
     run: Callable[..., Any] | None = None
     draw: Callable[[list[Row], str], dict[str, Any]] | None = None
 
@@ -163,8 +158,7 @@ class Suite:
     def providers(self, case: Any, names: Sequence[str]) -> list[Any]:
         """Return the providers of a case by name, in the order of its table; unknown names are left out."""
         table = self.table(case)
-        wanted = {*(names or getattr(case, "usual", ()) or table), *self.always}
-        return [provider for name, provider in table.items() if name in wanted]
+        return [provider for name, provider in table.items() if not names or name in names]
 
     def check_providers(self, cases: Iterable[Any], names: Sequence[str]) -> None:
         """Raise ValueError for a name that no case has."""

@@ -134,7 +134,6 @@ def tiles(texts: Iterable[str]) -> Suite:
         default_cases="table+fwd+prepass",
         passes=("fwd",),
         modes=("graph",),
-        arguments=attention.dtype_arguments,
         draw=None,
     )
 
@@ -151,4 +150,4 @@ def steps(texts: Iterable[str], name: str) -> Suite:
         present = decode_configs.decode(_family(), case.dtype.itemsize, case.head_dim, not ours.raw)
         return choices(provider, present, texts) | {copy.name: copy}
 
-    return replace(decode.DECODE, name="tune decode", table=table, always=(), modes=("graph",))
+    return replace(decode.DECODE, name="tune decode", table=table, modes=("graph",))

@@ -37,11 +37,6 @@ class BenchCase:
         extremes = f"packed={len(lengths)}x{min(lengths)}..{max(lengths)}"
         return f"{replace(self.case, seqlens=None).name} {extremes}"
 
-    @property
-    def usual(self) -> tuple[str, ...]:
-        """Return the providers that run without ``--providers``; () means all."""
-        return HOST_USUAL if self.kind == "host" else ()
-
     def flops(self, part: str) -> float:
         """Return the matrix-product FLOPs of a pass: 4 B HQ NQ NK D forward, 2.5 times that backward.
 
@@ -50,10 +45,6 @@ class BenchCase:
         c = self.case
         forward = 4.0 * c.batch * c.heads_q * c.len_q * c.len_k * c.head_dim * (0.5 if c.causal else 1.0)
         return forward * {"fwd": 1.0, "fwd_grad": 1.0, "bwd": 2.5, "both": 3.5}[part]
-
-    def with_dtype(self, dtype: torch.dtype) -> BenchCase:
-        """Return the same problem in another dtype."""
-        return replace(self, case=replace(self.case, dtype=dtype, norm_dtype=dtype))
 
 
 def _case(family, batch, heads_q, heads_kv, length, head_dim, *groups, kind="plain", **options) -> BenchCase:
@@ -93,18 +84,6 @@ PLAIN: tuple[BenchCase, ...] = tuple(
 
 # Small enough that the GPU waits for the host at every call: what is measured is Python, dispatch and launches.
 HOST = BenchCase("Host", "Host", ("host",), Case(1, 4, 4, 128, 128, 64, dtype=torch.bfloat16), "host")
-HOST_USUAL = ("fused", "bare_sdpa", "bare_cudnn_chosen", "bare_cudnn", "nothing", "nothing_saved")
-
-
-def host_case(sizes: list[str]) -> BenchCase:
-    """Return ``HOST`` with other sizes, B, HQ, HKV, N and D. ValueError where they are none."""
-    text = ",".join(sizes)
-    if len(sizes) != 5 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ValueError(f"--shape takes five positive integers B,HQ,HKV,N,D, not {text!r}")
-    batch, heads_q, heads_kv, length, head_dim = map(int, sizes)
-    if heads_q % heads_kv:
-        raise ValueError(f"--shape must have HQ a multiple of HKV, not {heads_q} and {heads_kv}")
-    return replace(HOST, case=Case(batch, heads_q, heads_kv, length, length, head_dim, dtype=torch.bfloat16))
 
 
 def mixed_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[int, ...]:

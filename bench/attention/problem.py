@@ -12,13 +12,13 @@ from torch import Tensor
 from bench.attention import providers
 from bench.attention.cases import MASKS, BenchCase
 from bench.attention.providers import AttentionProvider, Given
-from bench.attention.visited import ran, visited
 from bench.gate import OF_WEIGHTS, Gate, Verdict
 from bench.names import dtype_name
 from bench.report import Row
 from bench.suite import Entry, Options, Times, Trial, forward_or_backward
 from bench.timing import quantile
 from fused_rope_attn import testing
+from fused_rope_attn.attention.configs import HopperBackwardConfig, HopperForwardConfig
 
 
 class Problem:
@@ -133,7 +133,7 @@ def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtyp
 
 
 # By the kind of a case; calls with masks and of Co-RoPE take milliseconds, so that eager calls measure the GPU.
-_MODES = {"plain": ("eager", "graph"), "host": ("host",), "norm": ("graph",)}
+_MODES = {"plain": ("graph",), "host": ("host",), "norm": ("graph",)}
 
 
 class AttentionTrial(Trial):
@@ -201,7 +201,7 @@ class AttentionTrial(Trial):
         return row | {name: getattr(self.case.case, name) for name in names}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        """Return TFLOP/s, quartiles of host time, and of ours the plan, its kernels and the scores that they visit."""
+        """Return TFLOP/s, quartiles of host time, and of ours the plan and its kernels."""
         rows: dict[str, Row] = {}
         for provider in self.providers:
             if provider.name not in measured:
@@ -221,7 +221,12 @@ class AttentionTrial(Trial):
             plan = subject.plan()
         except Exception as error:  # an explanation is no reason to lose a measurement
             return {"plan": f"{type(error).__name__}: {error}"}
-        row = {"plan": str(plan), "backend": ran(plan, part)}
-        if self.case.kind == "window":
-            row["visited"] = visited(subject.case, part, plan)
-        return row
+        return {"plan": str(plan), "backend": ran(plan, part)}
+
+
+def ran(plan: Any, part: str) -> str:
+    """Return the backend of a pass, which ``Plan.backend`` says of the forward pass alone."""
+    config = plan.forward if part == "fwd" else plan.backward
+    if config is None:
+        return "reference"
+    return "hopper" if isinstance(config, (HopperForwardConfig, HopperBackwardConfig)) else "triton"

@@ -249,9 +249,8 @@ def table(kind: str, length: int = 0, batch: int = 1) -> dict[str, AttentionProv
 
 
 def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
-    plain = [*OURS.values(), *map(rival, BASELINES.values())]
     if kind == "plain":
-        return plain
+        return [*OURS.values(), *map(rival, BASELINES.values())]
     if kind == "host":
         # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
@@ -262,7 +261,6 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
             rival(BASELINES["bare_cudnn"]),
             idle("nothing", "a function that does nothing", _Nothing),
             idle("nothing_saved", "... and saves q, k, v", _NothingSaved),
-            *(provider for provider in plain if provider.name not in ("fused", "bare_cudnn")),
         ]
     if kind == "window":
         rivals = [masked_rival(each, "dense", rotations.LIGER) for each in masked.MASKED if each.window]

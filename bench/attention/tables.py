@@ -25,17 +25,14 @@ from bench.report import (
     milliseconds,
     ours,
     provenance,
-    speedup,
     strongest,
     three_digits,
     timed,
     times_ours,
 )
-from bench.timing import EVEN, quantile, ratio
+from bench.timing import EVEN
 
 _MINE = "fused"
-# Eager times are shown in addition to those of CUDA graphs where ours differ by more than this share.
-_EAGER_DIFFERS = 0.10
 # The labels of the rows in full.
 _NAMES = {
     "hf_sdpa": "Hugging Face's rotation + SDPA",
@@ -93,24 +90,21 @@ def _count(ratios: list[float]) -> str:
 
 def results(rows: list[Row]) -> str:
     """Show the shapes of the target: ours, the strongest rival, the fastest attention without a rotation."""
-    found = {(case, part, mode): group for (case, _, part, mode), group in groups(rows).items()}
+    found = {(case, part): group for (case, _, part, _), group in groups(rows, "graph").items()}
     blocks = []
     for part, words in PASSES.items():
         lines = []
         for case in cases.TABLE:
-            graph, eager = (found.get((case, part, mode), {}) for mode in ("graph", "eager"))
-            if _MINE not in graph:
+            group = found.get((case, part), {})
+            if _MINE not in group:
                 raise ValueError(f"no CUDA-graph time of {_MINE} at {case}, {words}")
-            mine = graph[_MINE]
+            mine = group[_MINE]
             shape = f"({mine['batch']}, {mine['heads_q']}/{mine['heads_kv']}, {mine['len_q']}, {mine['head_dim']})"
-            lines.append([f"{case} {shape}", *_cells(graph)])
-            if _MINE in eager and abs(eager[_MINE]["ms"] / mine["ms"] - 1) > _EAGER_DIFFERS:
-                lines.append([f"{case}, called eagerly", *_cells(eager)])
+            lines.append([f"{case} {shape}", *_cells(group)])
         header = [f"**{words}**, ms", "`rope_attention`", "strongest with rotation", "fastest *without* rotation"]
         blocks.append(markdown(header, lines))
     notes = [
-        "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs; a second line "
-        f"shows eager calls where ours differ by more than {_EAGER_DIFFERS:.0%}.\n",
+        "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs.\n",
         legend(row for row in timed(rows) if row["case"] in cases.TABLE).strip(),
         f"{provenance(rows, *_PACKAGES)} Shapes are (B, HQ/HKV, N, D).",
     ]
@@ -184,9 +178,6 @@ def energy(rows: list[Row]) -> str:
 
 # Masks
 
-# The most that a visited block may cost relative to one of full causal attention, and the least that a padded batch
-# must take relative to a packed one.
-_BLOCK_BAR, _PADDED_BAR = 1.3, 1.5
 # The title of each case, and the provider that the others are compared with.
 _MASKS = {
     "window": ("A window", "window"),
@@ -196,7 +187,7 @@ _MASKS = {
 
 
 def masks(rows: list[Row]) -> str:
-    """Show a table for each case of masks, and what it says about the bars that are set for it."""
+    """Show a table for each case of masks."""
     blocks = []
     for case, (title, base) in _MASKS.items():
         found = {part: group for (name, _, part, _), group in groups(rows).items() if name == case}
@@ -213,8 +204,6 @@ def masks(rows: list[Row]) -> str:
         header = [cell for words in PASSES.values() for cell in (f"{words}, ms", "p20-p80", f"/ {base}")]
         shape = next(row["shape"] for group in found.values() for row in group.values() if row["role"] == "ours")
         blocks += [f"{title}, {shape}:", markdown([case, "kernels", *header], lines)]
-        if findings := "; ".join(_FINDINGS[case](found)):
-            blocks.append(f"{findings[0].upper()}{findings[1:]}.")
     if not blocks:
         raise ValueError("no times of masks")
     note = "Eager calls. In the last column of each pass the time over that of the line that has 1.00."
@@ -224,37 +213,6 @@ def masks(rows: list[Row]) -> str:
 def _mask_cells(row: Row, base: Row | None) -> list[str]:
     times = f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"
     return [milliseconds(row["ms"]) + mark(row), times, "" if base is None else f"{faster(row, base):.2f}"]
-
-
-def _of_window(found: dict[str, Group]) -> list[str]:
-    """Say what a visited score costs with the window relative to one without."""
-    texts = []
-    for part, group in found.items():
-        window, causal = group.get("window", {}), group.get("causal", {})
-        if window.get("visited") and causal.get("visited"):
-            value = faster(window, causal) * causal["visited"] / window["visited"]
-            verdict = f"at most {_BLOCK_BAR}: {'ok' if value <= _BLOCK_BAR else 'MISSED'}"
-            texts.append(f"{PASSES[part]}: a visited block costs {value:.2f} of full causal's ({verdict})")
-    return texts
-
-
-def _of_packed(found: dict[str, Group]) -> list[str]:
-    """Compare forward + backward of the packed batch with the padded one and with the strongest rival."""
-    both_passes = [name for name in next(iter(found.values())) if all(name in group for group in found.values())]
-    rounds = {name: [sum(x) for x in zip(*(g[name]["rounds"] for g in found.values()))] for name in both_passes}
-    texts = []
-    if {"packed", "padded"} <= rounds.keys():
-        value = ratio(rounds["padded"], rounds["packed"])
-        verdict = f"at least {_PADDED_BAR}: {'ok' if value >= _PADDED_BAR else 'MISSED'}"
-        texts.append(f"forward + backward: {value:.2f}x the padded batch ({verdict})")
-    labels = {row["provider"]: row["label"] for row in found["fwd"].values() if row["role"] != "ours"}
-    if best := min(labels.keys() & rounds.keys(), key=lambda name: quantile(rounds[name], 0.5), default=None):
-        value = ratio(rounds[best], rounds["packed"])
-        texts.append(f"forward + backward: {speedup(value)} against {labels[best]}")
-    return texts
-
-
-_FINDINGS = {"window": _of_window, "packed": _of_packed, "overhead": lambda found: []}
 
 
 # Norms of q and k, and Co-RoPE

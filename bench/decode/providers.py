@@ -117,7 +117,7 @@ def _providers() -> Iterator[DecodeProvider]:
     for size in (16, 64):
         about = f"flashinfer_page{size}", f"FlashInfer, pages of {size}"
         yield _rival(*about, size, by_flashinfer, **_FLASHINFER.fields())
-    for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN"), ("efficient", "EFFICIENT")):
+    for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN")):
         make = _sdpa(getattr(SDPBackend, f"{backend}_ATTENTION"))
         yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
     yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=_fa4, even=True, **FLASH_4.fields())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import timing
 from bench.decode.pages import FLOAT8_SCALE, Step
-from bench.decode.providers import COPY, OURS, PROVIDERS, READ, DecodeProvider
+from bench.decode.providers import COPY, PROVIDERS, DecodeProvider
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import length_name, short_dtype
 from bench.report import Row
@@ -140,24 +140,14 @@ class DecodeTrial(Trial):
         return rows
 
 
-def obstacle(case: DecodeCase, memory: int | None = None) -> str | None:
-    """Return "memory" where the caches of a case do not fit in ``memory`` bytes, by default what the GPU has left."""
-    if memory is None and torch.cuda.is_available():
-        memory = int(0.95 * torch.cuda.mem_get_info()[0])
-    held = 2 * case.batch * case.heads_kv * case.length * case.head_dim * case.dtype.itemsize
-    return "memory" if memory is not None and 2.5 * held > memory else None  # the copy has a half, the read a whole
-
-
 DECODE = Suite(
     name="decode",
     description="Time one step of generation with a cache.",
     cases=CASES,
     trial=DecodeTrial,
     table=lambda case: PROVIDERS,
-    always=(OURS, COPY, READ),
     passes=("decode",),
     rounds=3,
     # A step reads and hardly writes. After a flush by writing, the write-back would take a good part of its time.
     clock=lambda device, options: timing.GpuClock(device, reads=True),
-    obstacle=obstacle,
 )

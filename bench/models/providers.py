@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -16,38 +17,19 @@ from baselines.rotations import LIGER_ROTATION
 from bench.suite import Provider, by_name
 
 OURS = "fused"
-# With all of Liger's other norms, which is what its users would compare with.
-OURS_WITH_LIGER = "fused_liger"
 _HEAD_NORMS = ("q_norm", "k_norm")
 Switch = Callable[[nn.Module], AbstractContextManager]
 
 
-def _all(*switches: Switch) -> Switch:
-    """Return what enters several contexts of a model."""
-
-    @contextmanager
-    def on(model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for switch in switches:
-                stack.enter_context(switch(model))
-            yield
-
-    return on
-
-
-def _plain(implementation: str) -> Switch:
-    """Return what chooses an attention of transformers."""
-
-    @contextmanager
-    def on(model: nn.Module) -> Iterator[None]:
-        before = model.config._attn_implementation
-        model.set_attn_implementation(implementation)
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(before)
-
-    return on
+@contextmanager
+def _attention(name: str, model: Any) -> Iterator[None]:
+    """Choose an attention of transformers."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _liger_rotation(model: nn.Module) -> AbstractContextManager:
@@ -57,38 +39,34 @@ def _liger_rotation(model: nn.Module) -> AbstractContextManager:
     return mock.patch.object(sys.modules[type(model).__module__], "apply_rotary_pos_emb", liger_rotary_pos_emb)
 
 
-def _liger_norms(everywhere: bool) -> Switch:
-    """Return what binds Liger's RMSNorm to the norms of heads, or to all of a model, as its patches do."""
+@contextmanager
+def _liger_norms(model: nn.Module) -> Iterator[None]:
+    """Bind Liger's RMSNorm to the norms of heads, as its patches do."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
-    def bound(module: Any) -> dict[str, Any]:
-        from liger_kernel.transformers.rms_norm import LigerRMSNorm
+    with ExitStack() as stack:
+        for module in _head_norms(model):
+            gemma = type(module).__name__.startswith("Gemma")
+            bound = {
+                "offset": float(gemma),
+                "casting_mode": "gemma" if gemma else "llama",
+                "variance_epsilon": module.eps if gemma else module.variance_epsilon,
+                "in_place": not gemma,
+                "row_mode": None,
+                "forward": MethodType(LigerRMSNorm.forward, module),
+            }
+            stack.enter_context(mock.patch.dict(module.__dict__, bound))
+        yield
 
-        gemma = type(module).__name__.startswith("Gemma")
-        return {
-            "offset": float(gemma),
-            "casting_mode": "gemma" if gemma else "llama",
-            "variance_epsilon": module.eps if gemma else module.variance_epsilon,
-            "in_place": not gemma,
-            "row_mode": None,
-            "forward": MethodType(LigerRMSNorm.forward, module),
-        }
 
-    @contextmanager
-    def on(model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for path, module in model.named_modules():
-                if type(module).__name__.endswith("RMSNorm") and (everywhere or path.endswith(_HEAD_NORMS)):
-                    stack.enter_context(mock.patch.dict(module.__dict__, bound(module)))
-            yield
-
-    return on
+def _head_norms(model: nn.Module) -> list[Any]:
+    return [module for path, module in model.named_modules() if path.endswith(_HEAD_NORMS)]
 
 
 @contextmanager
 def _hooked_norms(model: nn.Module) -> Iterator[None]:
     """Give the norms of heads hooks that do nothing, which keeps them outside of our kernels."""
-    norms = [module for path, module in model.named_modules() if path.endswith(_HEAD_NORMS)]
-    hooks = [norm.register_forward_hook(lambda *given: None) for norm in norms]
+    hooks = [norm.register_forward_hook(lambda *given: None) for norm in _head_norms(model)]
     try:
         yield
     finally:
@@ -119,37 +97,44 @@ _SERVED = ("serve",)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProvider(Provider):
-    """A way to run a model's attention: ``on(model)`` is entered while a round of it runs.
+    """A way to run a model's attention.
 
-    norms: only for models that norm heads. kinds: the works that it takes part in. manager: options of the manager of
-    continuous batching.
+    switches: the contexts that are entered while a round of it runs. norms: only for models that norm heads. kinds: the
+    works that it takes part in. manager: options of the manager of continuous batching.
     """
 
-    on: Switch
+    switches: tuple[Switch, ...]
     norms: bool = False
     kinds: tuple[str, ...] = _PASSES
     manager: Mapping[str, Any] = field(default_factory=dict)
 
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Enter all switches of a model."""
+        with ExitStack() as stack:
+            for switch in self.switches:
+                stack.enter_context(switch(model))
+            yield
 
+
+_EVERYTHING = _PASSES + _SERVED
 _LIGER = LIGER_ROTATION.fields()
-_NORMS: dict[str, Any] = _LIGER | {"norms": True}
 _GRAPHS: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
-_eager, _sdpa, _flash_2 = map(_plain, ("eager", "sdpa", "flash_attention_2"))
-_liger = _all(_liger_rotation, _sdpa)
-_liger_norm, _liger_all = (_all(_liger_norms(everywhere), _liger) for everywhere in (False, True))
-_fused_liger = _all(_liger_norms(True), _fused)
+_eager, _sdpa, _flash_2 = (partial(_attention, name) for name in ("eager", "sdpa", "flash_attention_2"))
+_liger, _liger_norm = (_liger_rotation, _sdpa), (_liger_norms, _liger_rotation, _sdpa)
+_own_norms = (_hooked_norms, _fused)
 PROVIDERS: dict[str, ModelProvider] = by_name(
     (
-        ModelProvider("eager", "eager", on=_eager, kinds=_SERVED),
-        ModelProvider("eager_graphs", "eager, CUDA graphs", on=_eager, **_GRAPHS),
-        ModelProvider("sdpa", "sdpa", on=_sdpa, kinds=_PASSES + _SERVED),
-        ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", on=_sdpa, **_GRAPHS),
-        ModelProvider("flash_2", "flash_attention_2", missing=_flash_missing, on=_flash_2, kinds=_PASSES + _SERVED),
-        ModelProvider("liger", "Liger's rotation + sdpa", on=_liger, **_LIGER),
-        ModelProvider("liger_norm", "Liger's norms of heads, rotation + sdpa", on=_liger_norm, **_NORMS),
-        ModelProvider("liger_all", "Liger's norms everywhere, rotation + sdpa", on=_liger_all, **_NORMS),
-        ModelProvider("own_norms", "patch_model, norms of heads outside", on=_all(_hooked_norms, _fused), norms=True),
-        ModelProvider(OURS, "patch_model", "ours", on=_fused, kinds=_PASSES + _SERVED),
-        ModelProvider(OURS_WITH_LIGER, "patch_model, Liger's norms elsewhere", "ours", on=_fused_liger, **_NORMS),
+        ModelProvider("eager", "eager", switches=(_eager,), kinds=_SERVED),
+        ModelProvider("eager_graphs", "eager, CUDA graphs", switches=(_eager,), **_GRAPHS),
+        ModelProvider("sdpa", "sdpa", switches=(_sdpa,), kinds=_EVERYTHING),
+        ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", switches=(_sdpa,), **_GRAPHS),
+        ModelProvider("flash_2", "flash_attention_2", missing=_flash_missing, switches=(_flash_2,), kinds=_EVERYTHING),
+        ModelProvider("liger", "Liger's rotation + sdpa", switches=_liger, **_LIGER),
+        ModelProvider(
+            "liger_norm", "Liger's norms of heads, rotation + sdpa", switches=_liger_norm, norms=True, **_LIGER
+        ),
+        ModelProvider("own_norms", "patch_model, norms of heads outside", switches=_own_norms, norms=True),
+        ModelProvider(OURS, "patch_model", "ours", switches=(_fused,), kinds=_EVERYTHING),
     )
 )

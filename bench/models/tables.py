@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bench.models.providers import OURS, OURS_WITH_LIGER
+from bench.models.providers import OURS
 from bench.report import Group, Row, faster, groups, markdown, provenance
 
 _HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", "over sdpa", "over Liger", "MiB"]
 _NORMED = (
     "Models that norm the heads of q and k, which `patch_model` leaves to the kernels: over Liger's RMSNorm of the "
-    "heads and its rotation with sdpa, over `patch_model` with the norms outside, and, with Liger's RMSNorm in all "
-    "other norms of both, over Liger's RMSNorm and rotation with sdpa."
+    "heads and its rotation with sdpa, and over `patch_model` with the norms outside."
 )
-_NORMED_HEADER = ["model", "work", "over Liger, heads", "over norms outside", "over Liger, all norms"]
-_NORMED_HEADER += ["MiB, norms outside", "MiB"]
+_NORMED_HEADER = ["model", "work", "over Liger", "over norms outside", "MiB, norms outside", "MiB"]
 _SERVED = (
     "New tokens per second of requests that come all at once, with prompts from a sixteenth of the work's length to "
     "all of it, to a manager of transformers that runs and is warm. With its own defaults a manager captures CUDA "
@@ -35,11 +33,10 @@ def results(rows: list[Row]) -> str:
     for (model, work), group in found.items():
         mine = group[OURS]
         speeds = [_speed(group, name) for name in ("sdpa", "liger", OURS)]
-        gains = [_gain(group, name, OURS) for name in ("sdpa", "liger")]
+        gains = [_gain(group, name) for name in ("sdpa", "liger")]
         lines.append([_named(model, mine), work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
         if outside := group.get("own_norms"):
-            gains = [_gain(group, name, OURS) for name in ("liger_norm", "own_norms")]
-            gains.append(_gain(group, "liger_all", OURS_WITH_LIGER))
+            gains = [_gain(group, name) for name in ("liger_norm", "own_norms")]
             normed.append([model, work, *gains, f"{outside['peak_mib']:.0f}", f"{mine['peak_mib']:.0f}"])
     tables = [markdown(_HEADER, lines)]
     if normed:
@@ -62,7 +59,7 @@ def serving(rows: list[Row]) -> str:
         rivals = [name for name in names if name in group]
         best = max(rivals, key=lambda name: group[name]["tokens_s"], default="")
         speeds = [_speed(group, name) for name in (*names, OURS)]
-        lines.append([_named(model, group[OURS]), work, *speeds, _gain(group, best, OURS)])
+        lines.append([_named(model, group[OURS]), work, *speeds, _gain(group, best)])
     header = ["model", "work", *(_UNPATCHED[name] for name in names), "`patch_model`", "over the best"]
     ours = [group[OURS] for group in found.values()]
     return f"{markdown(header, lines)}\n\n{_SERVED} {provenance(ours, 'transformers')}"
@@ -88,6 +85,6 @@ def _speed(group: Group, name: str) -> str:
     return f"{group[name]['tokens_s']:.0f}" if name in group else "-"
 
 
-def _gain(group: Group, name: str, ours: str) -> str:
-    """Return a provider's time over one of ours."""
-    return f"{faster(group[name], group[ours]):.2f}×" if name in group and ours in group else "-"
+def _gain(group: Group, name: str) -> str:
+    """Return a provider's time over ours."""
+    return f"{faster(group[name], group[OURS]):.2f}×" if name in group else "-"

@@ -175,6 +175,5 @@ ROPE = Suite(
     cases=tuple(_cases()),
     trial=RopeTrial,
     table=lambda case: PROVIDERS,
-    always=(OURS, COPY),
     draw=tables.draw,
 )
