@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,11 +42,15 @@ def main(suite: Suite, argv: list[str]) -> int:
         reason = "no GPU here; times of the interpreter mean nothing. --dry-run lists what would run."
         return refuse(suite.name, reason)
     begin, facts = time.monotonic(), environment()
-    progress = Progress(begin)
+    writes = os.environ.get("RANK", "0") == "0"  # torchrun starts a process for each GPU
+    if not writes:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    progress = Progress(begin, writes)
     try:
-        run = (suite.run or local_run)(suite, cases, options, facts, names, progress)
-    except RuntimeError as error:
+        clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
+    except RuntimeError as error:  # this machine lacks what the clock needs
         return refuse(suite.name, str(error))
+    run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
     print(f"{report.provenance([facts], 'cuDNN', *facts['packages'])}\nRows go to {shown(out)}")
@@ -56,7 +60,8 @@ def main(suite: Suite, argv: list[str]) -> int:
         for block in run.rows(cases):
             progress.clear()
             rows += block
-            report.write_lines(out, block)
+            if writes:
+                report.write_lines(out, block)
             if block:
                 print("\n" + report.case_report(block), flush=True)
     except DeviceLost as lost:
@@ -71,12 +76,6 @@ def main(suite: Suite, argv: list[str]) -> int:
         print(f"\nNot run: {'; '.join(run.not_run)}")
     print(f"\n{len(rows)} rows in {shown(out)} after {duration(time.monotonic() - begin)}")
     return status or int(report.red(rows))
-
-
-def local_run(suite: Suite, cases: list, options: Options, facts: Row, names: list[str], progress: Any) -> Run:
-    """Return a run on the current GPU. RuntimeError where this machine lacks what the clock needs."""
-    clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
-    return Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
 
 
 def plot(suite: Suite, argv: list[str]) -> int:
@@ -109,12 +108,14 @@ def refuse(command: str, reason: str) -> int:
 class Progress:
     """One line on stderr that says what runs and how long the rest will take; plain lines where that is no terminal."""
 
-    def __init__(self, begin: float):
-        self._begin = begin
-        self._terminal = sys.stderr.isatty()
+    def __init__(self, begin: float, shows: bool = True):
+        self._begin, self._shows = begin, shows
+        self._terminal = shows and sys.stderr.isatty()
 
     def __call__(self, share: float, message: str) -> None:
         """Print the time so far, the time left if ``share`` of the run is done, and what runs."""
+        if not self._shows:
+            return
         elapsed = time.monotonic() - self._begin
         left = f"about {duration(elapsed * (1 - share) / share)} left" if share > 0 else "time left unknown"
         text = f"{share:4.0%}  {duration(elapsed)}, {left}  {message}"

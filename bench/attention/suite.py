@@ -32,7 +32,7 @@ def _adapt(chosen: list[BenchCase], options: Options, args: argparse.Namespace) 
     if modes == ("load",) and not args.providers:
         args.providers = ",".join(LOAD_USUAL)
     if not args.cases and modes:
-        kinds = {mode == "host" for mode in modes}  # the case of host time is for that mode, the others are for the rest
+        kinds = {mode == "host" for mode in modes}  # the case of host time is for that mode
         chosen = [case for case in chosen if (case.kind == "host") in kinds]
     return chosen
 

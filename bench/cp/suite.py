@@ -1,21 +1,20 @@
-"""``python -m bench cp``: a process for each GPU, in which all ranks time the same calls of the same run."""
+"""``torchrun --nproc-per-node P -m bench cp``: every rank times the same calls, and rank 0 writes the rows."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import argparse
+import atexit
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench.cp import tables
 from bench.cp.providers import KINDS, PROVIDERS, CpCase, CpProvider
 from bench.gate import Verdict
 from bench.report import Row
-from bench.runner import Run
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
 from bench.timing import DeviceClock, ratio
 
@@ -96,77 +95,24 @@ class CpTrial(Trial):
         return {name: {"efficiency": ratio(one, times) / ranks} for name, times in rounds.items()}
 
 
-def serve(
-    rank: int, size: int, address: str, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Any
-) -> None:
-    """Run all cases as one rank of GPUs."""
-    device = torch.device("cuda", rank)
+def _adapt(chosen: list[CpCase], options: Options, args: argparse.Namespace) -> list[CpCase]:
+    """Keep the cases of as many GPUs as torchrun has started ranks; without it all of them, for --dry-run."""
+    ranks = os.environ.get("WORLD_SIZE")
+    kept = [case for case in chosen if ranks in (None, str(case.ranks))]
+    if not kept:
+        raise ValueError(f"no case of {ranks} ranks; there are some of {sorted({case.ranks for case in CP.cases})}")
+    return kept
+
+
+def _clock(device: torch.device, options: Options) -> RanksClock:
+    """Join the ranks and return their clock. RuntimeError where there are none."""
+    if "LOCAL_RANK" not in os.environ:
+        raise RuntimeError("needs a process for each GPU: torchrun --nproc-per-node P -m bench cp")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
-    try:
-        send(rank, RanksClock(device, dist.new_group(list(range(size)))), options, cases, names, facts, out)
-    finally:
-        dist.destroy_process_group()
-
-
-def send(
-    rank: int, clock: RanksClock, options: Options, cases: list[CpCase], names: list[str], facts: Row, out: Any
-) -> None:
-    """Run all cases with a clock that all ranks share; rank 0 sends rows, progress and what was not run to ``out``."""
-    run = Run(CP, options, clock, facts, lambda case: CP.providers(case, names))
-    if rank == 0:
-        run.progress = lambda share, text: out.put((share, text))
-    for block in run.rows(cases):
-        if rank == 0:
-            out.put(block)
-    if rank == 0:
-        out.put(run.not_run)
-
-
-@dataclass
-class RanksRun:
-    """A ``runner.Run`` in processes: for each number of GPUs one process a GPU, which calls ``serve``."""
-
-    options: Options
-    facts: Row
-    names: list[str]
-    progress: Callable[[float, str], None] = lambda share, text: None
-    serve: Callable[..., None] = serve
-    not_run: list[str] = field(default_factory=list)
-
-    def rows(self, cases: list[CpCase]) -> Iterator[list[Row]]:
-        """Yield the rows of one case after the other."""
-        for size in dict.fromkeys(case.ranks for case in cases):
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                address = f"tcp://localhost:{free.getsockname()[1]}"
-            here = [case for case in cases if case.ranks == size]
-            out = mp.get_context("spawn").SimpleQueue()
-            given = (size, address, self.options, here, self.names, self.facts, out)
-            ranks = mp.spawn(self.serve, args=given, nprocs=size, join=False)
-            ended = False
-            while not ended:
-                try:
-                    ended = ranks.join(timeout=0.2)
-                except Exception as error:  # what was measured before is in the queue
-                    self.not_run.append(f"rest of {size} GPUs ({type(error).__name__}: {error})")
-                    ended = True
-                while not out.empty():
-                    message = out.get()
-                    if isinstance(message, tuple):
-                        self.progress(message[0], f"{size} GPUs: {message[1]}")
-                    elif message and isinstance(message[0], str):
-                        self.not_run += message
-                    elif message:
-                        yield message
-
-
-def _run(suite: Suite, cases: list[CpCase], options: Options, facts: Row, names: list[str], progress: Any) -> RanksRun:
-    """Return the run. RuntimeError where there are fewer GPUs than a case takes."""
-    asked, count = max(case.ranks for case in cases), torch.cuda.device_count()
-    if count < asked:
-        raise RuntimeError(f"{asked} GPUs are asked for, and here are {count}")
-    return RanksRun(options, facts, names, progress)
+    dist.init_process_group("nccl", device_id=device)
+    atexit.register(dist.destroy_process_group)
+    return RanksClock(device, dist.group.WORLD)
 
 
 CP = Suite(
@@ -178,6 +124,7 @@ CP = Suite(
     modes=("eager",),
     rounds=3,
     round_ms=400.0,
-    run=_run,
+    adapt=_adapt,
+    clock=_clock,
     draw=tables.draw,
 )

@@ -1,7 +1,7 @@
 """Providers of the rotation: ours, packages that a user can install, and a copy as the ceiling.
 
-A provider gets tensors ``(B, N, H, D)``, one of them or q and k, and half-width float32 tables. Other forms (views,
-full-width tables, tables in its dtype) are prepared before any clock runs. Some also norm q and k before they rotate.
+A provider gets q and k, ``(B, H, N, D)`` views of ``(B, N, H, D)``, and half-width float32 tables. Other forms
+(full-width tables, tables in its dtype) are prepared before any clock runs. Some also norm q and k before they rotate.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ NORM_EPS = 1e-6
 class RopeProvider(Provider):
     """One rotation.
 
-    run: ``run(xs, tables, interleaved, weights)`` returns the rotated tensors, differentiable. It norms ``xs`` first
-    where there are ``weights``. styles: the values of ``interleaved`` that it serves. pairs: it takes two
-    (B, H, N, D) views, so that a single tensor is given as two with half of the heads. in_place: it overwrites its
-    inputs, and its gradients. tables: "half", "full" or "none". rounded_tables: in the dtype of x.
+    run: ``run([q, k], tables, interleaved, weights)`` returns both rotated, differentiable. It norms them first where
+    there are ``weights``. styles: the values of ``interleaved`` that it serves. in_place: it overwrites its inputs, and
+    its gradients. full_tables: each angle twice. rounded_tables: in the dtype of q.
     """
 
     run: Callable[[list[Tensor], Any, bool, list[Tensor]], list[Tensor]]
     styles: tuple[bool, ...] = (False, True)
-    pairs: bool = False
     in_place: bool = False
-    tables: str = "half"
+    full_tables: bool = False
     rounded_tables: bool = False
 
     def unsupported(self, interleaved: bool) -> str | None:
@@ -46,34 +44,18 @@ class RopeProvider(Provider):
             return None
         return f"rotates {'halves' if interleaved else 'interleaved pairs'} only"
 
-    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor] | None:
+    def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Bring (N, D/2) float32 tables into the form that ``run`` takes."""
-        if self.tables == "none":
-            return None
         if self.rounded_tables:
             cos, sin = cos.to(dtype), sin.to(dtype)
-        if self.tables == "full":
+        if self.full_tables:
             widen = (lambda t: t.repeat_interleave(2, -1)) if interleaved else (lambda t: torch.cat((t, t), -1))
             cos, sin = widen(cos)[None].contiguous(), widen(sin)[None].contiguous()
         return cos, sin
 
-    def views(self, xs: list[Tensor]) -> list[Tensor]:
-        """Return ``xs`` as ``run`` takes them: views, or copies where it works in place or takes two."""
-        if self.pairs and len(xs) == 1:
-            xs = [half.contiguous() for half in xs[0].chunk(2, dim=2)]
-        xs = [x.transpose(1, 2) for x in xs] if self.pairs else list(xs)
-        return [x.clone() for x in xs] if self.in_place else xs
-
-    def back(self, xs: list[Tensor], count: int) -> list[Tensor]:
-        """Undo ``views`` for ``count`` tensors."""
-        xs = [x.transpose(1, 2) for x in xs] if self.pairs else list(xs)
-        return [torch.cat(xs, dim=2)] if count < len(xs) else xs
-
 
 def _fused(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-    options: dict[str, Any] = {"interleaved": interleaved, "layout": "bshd"}
-    if len(xs) == 1:
-        return [fused_rope_attn.apply_rope(xs[0], *tables, **options)]
+    options: dict[str, Any] = {"interleaved": interleaved}
     if weights:
         options |= {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": NORM_EPS}
     return list(fused_rope_attn.apply_rope_qk(*xs, *tables, **options))
@@ -98,7 +80,6 @@ def _hf(q: Tensor, k: Tensor, tables: Any, interleaved: bool) -> Any:
 @functools.cache
 def _compiled_function() -> Callable[..., list[Tensor]]:
     def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-        cos, sin = cos[:, None], sin[:, None]
         outs = []
         for i, x in enumerate(xs):
             y = x.float()
@@ -133,8 +114,8 @@ def _copy(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor
     return list(_Copy.apply(*xs))
 
 
-_LIGER: dict[str, Any] = LIGER_ROTATION.fields() | {"pairs": True, "tables": "full"}
-_HF: dict[str, Any] = HF_ROTATION.fields() | {"pairs": True, "tables": "full"}
+_LIGER: dict[str, Any] = LIGER_ROTATION.fields() | {"full_tables": True}
+_HF: dict[str, Any] = HF_ROTATION.fields() | {"full_tables": True}
 # Liger's patch of Qwen 3 does the same: the result of the norm is fresh, and is rotated in place.
 _liger_norm = functools.partial(liger_norm, in_place=False)
 _liger = _normed(_liger_norm, lambda q, k, tables, interleaved: LIGER.rotate(q, k, tables))
@@ -147,6 +128,6 @@ PROVIDERS: dict[str, RopeProvider] = by_name(
         RopeProvider("liger", "Liger", run=_liger, styles=(False,), in_place=True, **_LIGER),
         RopeProvider("compiled", "torch.compile", run=_compiled),
         RopeProvider("hf", "HF eager", run=_normed(hf_norm, _hf), rounded_tables=True, **_HF),
-        RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy, tables="none"),
+        RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy),
     )
 )

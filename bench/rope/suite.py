@@ -13,7 +13,7 @@ from bench.gate import Compared, Verdict, ends, judge
 from bench.names import DTYPES, length_name, short_dtype
 from bench.report import Row
 from bench.rope import tables
-from bench.rope.providers import COPY, NORM_EPS, OURS, PROVIDERS, RopeProvider
+from bench.rope.providers import COPY, NORM_EPS, PROVIDERS, RopeProvider
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward, normal
 from bench.timing import bandwidths
 from fused_rope_attn import rope_tables, testing
@@ -21,7 +21,7 @@ from fused_rope_attn import rope_tables, testing
 
 @dataclass(frozen=True)
 class RopeCase:
-    """x, or q and k, of (B, N, H, D) for each H of ``heads``. norms: q and k are normed first."""
+    """q and k of (B, N, H, D) for each H of ``heads``. norms: they are normed first."""
 
     family: str
     batch: int
@@ -54,14 +54,14 @@ class RopeCase:
 
 
 def _cases() -> Iterator[RopeCase]:
-    # The shape of the project that inspired this one, which timed a single tensor.
+    # The shape of the project that inspired this one: 96 heads in all.
     for length in range(256, 1025, 128):
         yield from (
-            RopeCase("Wide", 10, (96,), length, 128, ("wide",), DTYPES[dtype], interleaved)
+            RopeCase("Wide", 10, (48, 48), length, 128, ("wide",), DTYPES[dtype], interleaved)
             for dtype in ("bf16", "fp32")
             for interleaved in (False, True)
         )
-    # q and k of models, in one launch where a provider has one.
+    # q and k of models.
     models = [("Small", 4, (8, 8), n, 64) for n in (512, 1024)]
     models += [("Llama3-8B", 2, (32, 8), n, 128) for n in (512, 1024, 2048, 4096)]
     models += [("Llama3-8B", 1, (32, 8), 16384, 128), ("Llama3-70B", 1, (64, 8), 4096, 128)]
@@ -76,43 +76,6 @@ def _cases() -> Iterator[RopeCase]:
         yield RopeCase(*sizes, ("norms",), norms=True)
 
 
-class Subject:
-    """One provider on one problem's tensors; ``weights`` are those of its norms, or none."""
-
-    def __init__(
-        self, provider: RopeProvider, xs: list[Tensor], dos: list[Tensor], weights: list[Tensor], *prepared: Any
-    ) -> None:
-        # A copy is a ceiling for bandwidth and computes no gradient for the weights.
-        self._weights = [weight.detach().requires_grad_(provider.role != "ceiling") for weight in weights]
-        self.provider, self._xs, self._dos, self._prepared = provider, xs, dos, prepared
-
-    def _call(self) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[Tensor]]:
-        """Return the function, its leaves and the gradients of its results, in memory of their own where needed."""
-        xs = [x.detach().requires_grad_() for x in self.provider.views(self._xs)]
-
-        def run(*leaves: Tensor) -> list[Tensor]:
-            # Views, because a provider that works in place may not overwrite a leaf.
-            views = [x.view_as(x) for x in leaves[: len(xs)]]
-            return self.provider.run(views, *self._prepared, self._weights)
-
-        leaves = xs + [weight for weight in self._weights if weight.requires_grad]
-        return run, leaves, self.provider.views(self._dos)
-
-    def once(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return outputs and gradients (B, N, H, D), and the weights' gradients (D,)."""
-        run, leaves, dos = self._call()
-        outs = run(*leaves)
-        results = [out.detach().clone() for out in outs]
-        gradients = list(torch.autograd.grad(outs, leaves, dos))
-        count, back = len(self._xs), self.provider.back
-        return back(results, count), back(gradients[: len(outs)], count), gradients[len(outs) :]
-
-    def make(self, part: str) -> Callable[[], Any]:
-        """Return the function of a pass. It returns the tensors that a replay of its graph overwrites."""
-        fn = forward_or_backward(*self._call(), part)
-        return (lambda: fn() and []) if self.provider.in_place else fn
-
-
 class RopeTrial(Trial):
     """One case."""
 
@@ -121,44 +84,66 @@ class RopeTrial(Trial):
 
     def __init__(self, case: RopeCase, providers: Sequence[RopeProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
-        count, shapes = len(case.heads), [(case.batch, case.length, heads, case.head_dim) for heads in case.heads]
-        tensors = normal([*shapes, *shapes, *[(case.head_dim,)] * count * case.norms], case.dtype, clock.device)
-        self._xs, self._dos, self._weights = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        self._cos, self._sin = rope_tables(case.length, case.head_dim, device=clock.device)
+        shapes = [(case.batch, case.length, heads, case.head_dim) for heads in case.heads]
+        tensors = normal([*shapes, *shapes, *[(case.head_dim,)] * 2 * case.norms], case.dtype, clock.device)
+        views, self._weights = [x.transpose(1, 2) for x in tensors[:4]], tensors[4:]
+        self._xs, self._dos = views[:2], views[2:]
+        self._tables = rope_tables(case.length, case.head_dim, device=clock.device)
+
+    def _call(self, provider: RopeProvider) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[Tensor]]:
+        """Return the function, its leaves and the gradients of its results, in memory of their own where needed."""
+        interleaved = self.case.interleaved
+        tables = provider.prepare(*self._tables, self.case.dtype, interleaved)
+        own = torch.clone if provider.in_place else torch.detach
+        xs = [own(x).requires_grad_() for x in self._xs]
+        # A copy is a ceiling for bandwidth and computes no gradient for the weights.
+        weights = [weight.detach().requires_grad_(provider.role != "ceiling") for weight in self._weights]
+
+        def run(*leaves: Tensor) -> list[Tensor]:
+            # Views, because a provider that works in place may not overwrite a leaf.
+            return provider.run([x.view_as(x) for x in leaves[:2]], tables, interleaved, weights)
+
+        return run, xs + [weight for weight in weights if weight.requires_grad], [own(x) for x in self._dos]
 
     def unsupported(self, provider: RopeProvider) -> str | None:
         return provider.unsupported(self.case.interleaved)
 
     def enter(self, provider: RopeProvider) -> Entry:
-        case = self.case
-        prepared = provider.prepare(self._cos, self._sin, case.dtype, case.interleaved), case.interleaved
-        subject = Subject(provider, self._xs, self._dos, self._weights, *prepared)
-        outs, gradients, of_weights = subject.once()
+        run, leaves, dos = self._call(provider)
+        outs = run(*leaves)
+        results = [out.detach().clone() for out in outs]
+        gradients = torch.autograd.grad(outs, leaves, dos)
         if provider.role == "ceiling":
-            same = all(torch.equal(a, b) for a, b in zip((*outs, *gradients), (*self._xs, *self._dos)))
+            same = all(torch.equal(a, b) for a, b in zip((*results, *gradients), (*self._xs, *self._dos)))
             verdict = Verdict() if same else Verdict("failed", detail="is no copy")
         else:
-            # A provider is not charged for tables that it was given rounded.
-            cos, sin = (x.to(case.dtype) if provider.rounded_tables else x for x in (self._cos, self._sin))
-            compared = self._compared(cos, sin, outs, gradients, of_weights)
-            verdict = judge(compared, case.dtype, forgiving=not provider.ours)
-        return Entry(provider, verdict, subject.make, verdict.fields())
+            compared = self._compared(provider, results, gradients)
+            verdict = judge(compared, self.case.dtype, forgiving=not provider.ours)
+
+        def make(part: str) -> Callable[[], Any]:
+            fn = forward_or_backward(*self._call(provider), part)
+            # Return the tensors that a replay of the graph overwrites: none that the provider works on.
+            return (lambda: fn() and []) if provider.in_place else fn
+
+        return Entry(provider, verdict, make, verdict.fields())
 
     def _compared(
-        self, cos: Tensor, sin: Tensor, outs: list[Tensor], gradients: list[Tensor], of_weights: list[Tensor]
+        self, provider: RopeProvider, outs: list[Tensor], gradients: tuple[Tensor, ...]
     ) -> Iterator[Compared]:
-        """Yield the first and the last head of every tensor, (N, D), and the weights' gradients, (1, D)."""
+        """Yield the first and the last head of q and k, (N, D), and the weights' gradients, (1, D)."""
         options: dict[str, Any] = {"rotary_dim": self.case.head_dim, "interleaved": self.case.interleaved}
+        # A provider is not charged for tables that it was given rounded.
+        cos, sin = (x.to(self.case.dtype) if provider.rounded_tables else x for x in self._tables)
         for i, (x, dy, y, dx) in enumerate(zip(self._xs, self._dos, outs, gradients)):
             if self._weights:
                 options |= {"weight": self._weights[i], "norm_eps": NORM_EPS, "norm_offset": 0.0}
-            given = x.transpose(1, 2), dy.transpose(1, 2), cos, sin
+            given = x, dy, cos, sin
             ref64, eager = (testing.run_rotation_reference(*given, dtype, **options) for dtype in (torch.float64, None))
-            for batch, head in ends(x.shape[0], x.shape[2]):
-                yield "o", y[batch, :, head], ref64.y[batch, head], eager.y[batch, head]
-                yield "dx", dx[batch, :, head], ref64.dx[batch, head], eager.dx[batch, head]
+            for batch, head in ends(x.shape[0], x.shape[1]):
+                yield "o", y[batch, head], ref64.y[batch, head], eager.y[batch, head]
+                yield "dx", dx[batch, head], ref64.dx[batch, head], eager.dx[batch, head]
             if ref64.dweight is not None and eager.dweight is not None:
-                yield "dweight", of_weights[i][None], ref64.dweight[None], eager.dweight[None]
+                yield "dweight", gradients[2 + i][None], ref64.dweight[None], eager.dweight[None]
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         rows = bandwidths(self.case.bytes, measured, COPY)

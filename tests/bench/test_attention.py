@@ -188,13 +188,15 @@ class _Bursts(WallClock):
         return [0.02, 0.03, 0.04, 0.05]
 
 
-def _host(*people, clock=None, shape="1,2,2,16,32"):
-    case = cases.host_case(shape.split(",")).with_dtype(torch.float16)
-    return run(ATTENTION, case, providers=people, clock=clock or _Bursts())[0]
+SHORT = dataclasses.replace(cases.HOST, case=testing.Case(1, 2, 2, 16, 16, 32, dtype=torch.float16))
+
+
+def _host(*people, clock=None):
+    return run(ATTENTION, SHORT, providers=people, clock=clock or _Bursts())[0]
 
 
 def test_host_time_of_three_passes_of_everybody_who_is_right():
-    rows = _host(*(HOST[name] for name in cases.HOST_USUAL))
+    rows = _host(*HOST.values())
     timed = report.timed(rows)
     here = ("fused", "bare_sdpa", "nothing", "nothing_saved")  # a machine without cuDNN runs these
     assert {(row["provider"], row["pass"]) for row in timed} == {
@@ -211,8 +213,7 @@ def test_host_time_of_three_passes_of_everybody_who_is_right():
 
 
 def test_each_case_takes_the_modes_that_are_for_it():
-    host = cases.host_case(["1", "2", "2", "16", "32"]).with_dtype(torch.float16)
-    rows, _ = run(ATTENTION, TINY, host, providers=[FUSED], modes=("eager", "host"), passes=("fwd",))
+    rows, _ = run(ATTENTION, TINY, SHORT, providers=[FUSED], modes=("eager", "host"), passes=("fwd",))
     assert [(row["case"], row["mode"]) for row in rows] == [("Tiny-64", "eager"), ("Host", "host")]
     rows, _ = run(ATTENTION, TINY, providers=[FUSED], modes=("host",), passes=("fwd",))
     assert [row["mode"] for row in rows] == ["host"]
@@ -226,7 +227,7 @@ def test_functions_that_do_nothing_do_nothing(name):
     saved = o.grad_fn.saved_tensors
     assert len(saved) == 3 * (name == "nothing_saved") and all(x is y for x, y in zip(saved, (q, k, v)))
     assert torch.equal(o, q) and all(torch.equal(x, do) for x in torch.autograd.grad(o, (q, k, v), do))
-    assert "needs k and v of that shape" in HOST[name].unsupported(cases.host_case("1 4 2 16 32".split()).case)
+    assert "needs k and v of that shape" in HOST[name].unsupported(testing.Case(1, 4, 2, 16, 16, 32))
 
 
 def test_a_function_that_does_something_else_is_not_timed():

@@ -43,23 +43,13 @@ def _line(text, begin):
 
 def test_results_show_losses_like_wins():
     text = tables.results(_measured())
-    assert text.count("Long-64K (1, 8/8, 65536, 128)") == 2 and "called eagerly" not in text
+    assert text.count("Long-64K (1, 8/8, 65536, 128)") == 2
     for case in cases.TABLE:
         cells = [cell.strip() for cell in _line(text, case).split("|")[2:-1]]
         assert cells[0].startswith("2.00 (")
         assert cells[1:] == ["1.60: **0.80×**, Liger rope + FA4", "1.00: **0.50×**, FA4"]
     for fact in ("NVIDIA H200", "0123abcd", "2026-11-21", "torch 2.11.0", "cuDNN 9.19.0", "liger-kernel 0.8.5"):
         assert fact in text
-
-
-def test_eager_times_appear_for_everybody_where_ours_differ():
-    rows = _change(_measured(), 2.19, provider="fused", mode="eager", case="Small-1K")
-    assert "called eagerly" not in tables.results(rows)
-    rows = _change(rows, 2.5, provider="fused", mode="eager", case="Small-512", **{"pass": "bwd"})
-    rows = _change(rows, 2.0, provider="liger_fa4", mode="eager", case="Small-512", **{"pass": "bwd"})
-    text = tables.results(rows)
-    assert text.count("called eagerly") == 1
-    assert "2.00: **0.80×**, Liger rope + FA4 |" in _line(text, "Small-512, called eagerly")
 
 
 def test_results_name_what_is_missing_and_what_is_loose():
@@ -138,26 +128,21 @@ def test_energy():
         tables.energy([row for row in rows if row["role"] != "ours"])
 
 
-def test_what_masks_conclude():
+def test_masks():
     def timed(case, name, part, times, role="ours", **fields):
         row = {"case": case, "provider": name, "label": name, "pass": part, "ms": times[0], "rounds": times}
         row |= {"role": role, "p20": times[0], "p80": times[0], "status": "ok", "mode": "eager", "shape": ""}
         return row | FACTS | fields
 
     rows = [
-        timed("window", "causal", "fwd", [10.0, 12.0], visited=1000),
-        timed("window", "window", "fwd", [1.2, 1.44], visited=100),
-        timed("window", "causal", "bwd", [10.0], visited=1000),
-        timed("window", "window", "bwd", [1.5], visited=100),
-        *(timed("packed", "packed", part, [1.0]) for part in ("fwd", "bwd")),
-        *(timed("packed", "padded", part, [2.0]) for part in ("fwd", "bwd")),
-        *(timed("packed", "fast", part, [0.5], "rival") for part in ("fwd", "bwd")),
-        *(timed("packed", "slow", part, [1.5], "rival") for part in ("fwd", "bwd")),
+        timed("window", "window", "fwd", [1.2, 1.44], backend="hopper"),
+        timed("window", "causal", "fwd", [10.0, 12.0], backend="hopper"),
+        timed("packed", "packed", "bwd", [1.0], backend="triton"),
+        timed("packed", "slow", "bwd", [1.5], "rival"),
     ]
     text = tables.masks(rows)
-    assert "Forward: a visited block costs 1.20 of full causal's (at most 1.3: ok)" in text
-    assert "backward: a visited block costs 1.50 of full causal's (at most 1.3: MISSED)" in text
-    assert "2.00x the padded batch (at least 1.5: ok)" in text and "0.50x LOSS against fast" in text
+    assert _line(text, "causal") == "| causal | hopper | 10.00 | 10.00-10.00 | 8.33 |"
+    assert "| slow |  | 1.500 | 1.500-1.500 | 1.50 |" in text
     with pytest.raises(ValueError, match="no times"):
         tables.masks([])
 
@@ -195,5 +180,4 @@ def test_corope():
 
 def test_every_table_has_the_providers_of_its_kind():
     plain = providers.table("plain")
-    assert list(plain)[:4] == list(providers.OURS) and set(cases.HOST_USUAL) <= set(providers.table("host"))
-    assert set(providers.table("host")) >= set(plain)
+    assert list(plain)[:4] == list(providers.OURS)

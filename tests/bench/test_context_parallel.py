@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from bench import report
 from bench.__main__ import main
 from bench.cp.providers import KINDS, PROVIDERS, CpCase
-from bench.cp.suite import CP, RanksClock, RanksRun, send
+from bench.cp.suite import CP, RanksClock
 from bench.cp.tables import draw, results
+from bench.runner import Run
 from bench.suite import Options
 from tests.support.bench import FACTS
 from tests.support.clocks import WallClock
@@ -35,9 +37,18 @@ def test_cases(capsys, monkeypatch):
     assert [line.split()[:2] for line in lines[2:4]] == [["plain-128K", "P=2"], ["packed-32K", "P=2"]]
     assert main(["cp", "--cases", "nothing-like-it"]) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("bench.command.environment", lambda: FACTS)
-    assert main(["cp"]) == 2 and "4 GPUs are asked for, and here are 1" in capsys.readouterr().err
+    assert main(["cp"]) == 2 and "torchrun --nproc-per-node P" in capsys.readouterr().err
+
+
+def test_the_number_of_ranks_chooses_the_cases(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["cp", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("P=2") == 9 and "P=4" not in text
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["cp", "--dry-run"]) == 2 and "no case of 3 ranks" in capsys.readouterr().err
 
 
 def test_documents_fill_the_sequence():
@@ -65,35 +76,26 @@ class _RanksOfCpus(RanksClock):
         return self._most([1.0 + dist.get_rank()])[0]
 
 
-def _serve(rank, size, address, *given):
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    send(rank, _RanksOfCpus(torch.device("cpu"), dist.group.WORLD), *given)
-    if given[0].rounds == 1:  # says that this test wants a rank to fail
-        raise RuntimeError("a rank fails")
+def _rank(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    clock = _RanksOfCpus(torch.device("cpu"), dist.group.WORLD)
+    made = Run(CP, Options(rounds=2, round_ms=1.0), clock, FACTS, lambda case: CP.providers(case, ["one", "fused"]))
+    for block in made.rows([CpCase(kind, 64, 2) for kind in KINDS]):
+        report.write_lines(folder / f"{rank}.jsonl", block)
     dist.destroy_process_group()
 
 
-def test_all_ranks_time_the_same_calls():
-    """Rows are those of the slowest rank, and one of the ranks sends them."""
-    messages = []
-    options = Options(rounds=2, round_ms=1.0)
-    made = RanksRun(options, FACTS, ["one", "fused"], lambda share, text: messages.append(text), _serve)
-    found = [row for block in made.rows([CpCase(kind, 64, 2) for kind in KINDS]) for row in block]
-    assert not made.not_run and "2 GPUs: packed-64 P=2: bwd eager" in messages
-    assert {row["status"] for row in found} == {"ok"}, found
+def test_all_ranks_time_the_same_calls(tmp_path):
+    """Times and memory are those of the slowest rank on all of them, so that any rank's rows will do."""
+    mp.spawn(_rank, args=(tmp_path,), nprocs=2)
+    found, other = (report.read_file(tmp_path / f"{rank}.jsonl") for rank in range(2))
+    assert found == other and {row["status"] for row in found} == {"ok"}, found
     assert {(row["case"], row["provider"], row["pass"]) for row in found} == {
         (f"{kind}-64", name, part) for kind in KINDS for name in ("one", "fused") for part in ("fwd", "bwd")
     }
     assert all(row["peak_mib"] == 2.0 and row["shape"] == "P=2" and len(row["rounds"]) == 2 for row in found)
     assert all(row["efficiency"] > 0 for row in found if row["provider"] == "fused")
     assert "| window-64 | 2 | ours |" in results(found)
-
-
-def test_what_was_measured_before_a_rank_failed_is_kept():
-    made = RanksRun(Options(rounds=1, round_ms=1.0), FACTS, ["one"], serve=_serve)
-    (block,) = made.rows([CpCase("window", 64, 2)])
-    assert {row["status"] for row in block} == {"ok"}
-    assert "a rank fails" in made.not_run[0] and made.not_run[0].startswith("rest of 2 GPUs")
 
 
 def test_text_names_who_was_not_timed():

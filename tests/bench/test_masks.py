@@ -1,4 +1,4 @@
-"""Masks as cases of attention: every form of the tensors is held to float64, and visited scores are counted right."""
+"""Masks as cases of attention: every form of the tensors is held to float64."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ import torch
 from baselines import masked
 from baselines.rotations import LIGER
 from bench import report
-from bench.attention import cases, problem, providers, visited
+from bench.attention import cases, problem, providers
 from bench.attention.problem import Problem, Subject
 from bench.attention.suite import ATTENTION, table
 from bench.attention.tables import masks
 from bench.report import case_report
 from fused_rope_attn import apply_rope_qk
-from fused_rope_attn.attention import configs, planning
+from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import Case
@@ -93,7 +93,7 @@ def test_every_form_agrees_with_float64_and_is_timed(toys):
     text = case_report([row for row in rows if row["case"] == "window"])
     assert "! Liger rope + wrong: FAILED the gate" in text and "pip install absent" in text
     block = masks(rows)
-    assert "| ours, sinks | reference |" in block and "commit abc" in block and "Liger rope + right." in block
+    assert "| ours, sinks | reference |" in block and "commit abc" in block and "| Liger rope + right |" in block
     assert "A window, B1 H4/2 N24 D16 causal fp32 window=6,0:" in block and "packed=4x1..12" in block
 
 
@@ -103,65 +103,6 @@ def test_a_padded_batch_that_is_wrong_is_red(monkeypatch):
     monkeypatch.setattr(problem.Problem, "rows", lambda self, form: right(self, "right"))
     rows, _ = run(ATTENTION, PACKED, providers=mine(PACKED))
     assert {row["provider"]: row["status"] for row in rows}["kv_starts"] == "failed" and report.red(rows)
-
-
-def test_visited_scores():
-    """A block of queries visits whole blocks of keys that hold a visible one."""
-    for length, left, block_m, block_n in ((200, 37, 64, 32), (256, 64, 64, 64), (100, 5, 32, 64), (130, 129, 16, 16)):
-        case = replace(TINY, len_q=length, len_k=length, window=(left, 0))
-        for c in (case, replace(case, window=None)):
-            i = torch.arange(length)
-            exists = i[None] <= i[:, None]
-            if c.window:
-                exists &= i[:, None] - i[None] <= left
-            blocks = 0
-            for start in range(0, length, block_m):
-                keys = exists[start : start + block_m].any(0).nonzero().flatten() // block_n
-                blocks += len(keys.unique())
-            assert visited.visited_scores(c, block_m, block_n) == blocks * block_m * block_n
-    dkdv, dq = configs.Tile(32, 64, 4, 3), configs.Tile(128, 64, 8, 3)
-    plan = Plan("triton", "prepass", "", configs.ForwardConfig("prepass", dq), configs.BackwardConfig("", dkdv, dq))
-    assert visited.visited(case, "fwd", plan) == visited.visited_scores(case, 128, 64)
-    both = visited.visited_scores(case, 32, 64) + visited.visited_scores(case, 128, 64)
-    assert visited.visited(case, "bwd", plan) == both
-    assert visited.ran(plan, "fwd") == visited.ran(plan, "bwd") == "triton"
-    assert visited.visited(case, "fwd", Plan("reference", None, "")) is None
-
-
-@pytest.mark.parametrize("shape", [(200, 200, 37), (256, 256, 64), (130, 130, 129), (64, 300, 100), (300, 200, 20)])
-def test_visited_by_keys(shape):
-    """A block of keys visits the query blocks from the first to the last query that sees one of its keys."""
-    len_q, len_k, left = shape
-    for block_m, block_n in ((64, 128), (32, 64), (16, 16)):
-        for window in ((left, 0), None):
-            case = replace(TINY, len_q=len_q, len_k=len_k, window=window)
-            position = torch.arange(len_q)[:, None] + len_k - len_q
-            exists = torch.arange(len_k)[None] <= position
-            if window:
-                exists &= torch.arange(len_k)[None] >= position - left
-            blocks = 0
-            for start in range(0, len_k, block_n):
-                blocks += len((exists[:, start : start + block_n].any(1).nonzero().flatten() // block_m).unique())
-            assert visited.visited_scores(case, block_m, block_n) == blocks * block_m * block_n
-
-
-def test_visited_by_the_sm_90_kernels():
-    """Forward 128 queries by the plan's keys, backward 64 queries by 128 keys, once: at 32K, 1024 keys before each."""
-    forward, backward = configs.HopperForwardConfig(128), configs.HopperBackwardConfig()
-    plan = Plan("hopper", "prepass", "", forward, backward)
-    full = replace(TINY, len_q=32768, len_k=32768)
-    window = replace(full, window=(1024, 0))
-    named = {"full": full, "window": window}
-    count = {(name, part): visited.visited(c, part, plan) for name, c in named.items() for part in ("fwd", "bwd")}
-    assert count["full", "fwd"] == 256 * 257 // 2 * 128 * 128
-    # Nine blocks for each but the first tiles, which have 1, 2, ... 8.
-    assert count["window", "fwd"] == (256 * 9 - 36) * 128 * 128
-    # 18 query blocks for each key block but the last ones, which have 16, 14, ... 2.
-    assert count["full", "bwd"] == sum(512 - 2 * i for i in range(256)) * 64 * 128
-    assert count["window", "bwd"] == (256 * 18 - 72) * 64 * 128
-    assert visited.ran(plan, "fwd") == visited.ran(plan, "bwd") == "hopper"
-    mixed = Plan("hopper", "prepass", "", forward, configs.BackwardConfig("", *[configs.Tile(64, 64, 4, 2)] * 2))
-    assert visited.ran(mixed, "bwd") == "triton"
 
 
 def test_packed_calls_name_the_kernels_that_ran(monkeypatch):
@@ -174,7 +115,7 @@ def test_packed_calls_name_the_kernels_that_ran(monkeypatch):
     }
     for backend, expected in (("hopper", "hopper"), ("triton", "triton"), ("auto", "reference")):
         plan = Subject(packed[backend], made).plan()
-        assert {visited.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
+        assert {problem.ran(plan, part) for part in ("fwd", "bwd")} == {expected}
     asked = []
     monkeypatch.setattr(planning, "plan_for", lambda problem: asked.append(problem) or Plan("triton", None, ""))
     Subject(packed["triton"], made).plan()

@@ -51,8 +51,8 @@ def broken(model):
 
 def test_rows(tmp_path):
     chosen = [providers.PROVIDERS["sdpa"], providers.PROVIDERS["fused"]]
-    chosen.append(ModelProvider("absent", "Absent", missing=lambda: "not installed", on=broken))
-    chosen.append(ModelProvider("broken", "Broken", on=broken))
+    chosen.append(ModelProvider("absent", "Absent", missing=lambda: "not installed", switches=(broken,)))
+    chosen.append(ModelProvider("broken", "Broken", switches=(broken,)))
     works = [shapes.Work("train", 2, 16), shapes.Work("prefill", 1, 16), shapes.Work("decode", 2, 16)]
     rows, measurement = run(chosen, works)
     assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not measurement.not_run
@@ -113,29 +113,26 @@ class LigerRMSNorm(torch.nn.Module):
 
 @pytest.mark.parametrize("model", NORMED)
 def test_models_with_norms_of_heads(model, liger):
-    """A layer has two norms of heads, and Qwen 3 two others, Gemma 3 four; one more follows the layers."""
+    """A layer has two norms of heads, and Liger's are bound to no others."""
     chosen = [replace(provider, missing=lambda: None) for provider in providers.PROVIDERS.values()]
     chosen = [provider for provider in chosen if provider.name != "flash_2" and provider.kinds != ("serve",)]
     rows, _ = run(chosen, [shapes.Work("train", 1, 16)], model)
     found = {row["provider"]: row for row in rows}
-    assert {row["status"] for row in rows} == {"ok"} and len(rows) == 7
+    assert {row["status"] for row in rows} == {"ok"} and len(rows) == 5
     assert all(row["off_first"] < 1e-5 for row in rows)
-    assert [name for name, row in found.items() if row["role"] == "ours"] == ["fused", "fused_liger"]
+    assert [name for name, row in found.items() if row["role"] == "ours"] == ["fused"]
     block = tables.results(rows)
     assert "over norms outside" in block and f"| {model.name} | train-16, B1 N16 |" in block
     assert set(liger) == {"gemma" if model.name == "Gemma" else "llama"}
     made = shapes.make(model, torch.device("cpu"))
     counts = {}
-    for name in ("liger_norm", "liger_all", "fused_liger", "own_norms", "fused"):
+    for name in ("liger_norm", "own_norms", "fused"):
         liger.clear()
         with providers.PROVIDERS[name].on(made):
             made(torch.zeros(1, 4, dtype=torch.int64))
             counts[name] = len(liger), patch_report(made)[0].norms
-    others = 3 + 2 * (model.name == "Gemma")
     assert counts == {
         "liger_norm": (2, ""),
-        "liger_all": (2 + others, ""),
-        "fused_liger": (others, "fused"),
         "own_norms": (0, "its own: q_norm has hooks"),
         "fused": (0, "fused"),
     }
@@ -165,7 +162,7 @@ def test_training_with_activation_checkpointing(monkeypatch):
     def layers(model):
         return model.model.layers
 
-    chosen = [providers.PROVIDERS["sdpa"], replace(providers.PROVIDERS["fused"], on=counted)]
+    chosen = [providers.PROVIDERS["sdpa"], replace(providers.PROVIDERS["fused"], switches=(counted,))]
     works = [shapes.Work("train", 1, 16, checkpoints=True), shapes.Work("train", 1, 16)]
     losses, counts = [], []
     model = shapes.make(TINY, torch.device("cpu"))

@@ -77,7 +77,6 @@ def test_weights_gradients_are_held():
 
 def test_long_cases_compare_some_heads(monkeypatch):
     case = replace(TINY, heads_q=6, heads_kv=3)
-    monkeypatch.setattr(gate, "_WHOLE", 16)
     found = Gate(case, testing.make_inputs(case))
     assert found.do[0, :2].any() and found.do[1, 4:].any()
     assert not found.do[0, 2:].any() and not found.do[1, :4].any()
