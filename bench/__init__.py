@@ -4,7 +4,7 @@
 (``gate``), then timed in interleaved rounds (``timing``; ``load`` for energy), and gives rows (``report``) with the
 machine and versions (``environment``). ``command`` is the command line of all suites. Each suite is a folder:
 ``attention``, ``rope``, ``decode``, ``models``, ``cp``. ``docs`` writes the tables of the documents from committed
-rows, and ``tune`` times configurations of our kernels.
+rows.
 
 A new suite is a ``Suite`` with a ``Trial`` and a line in ``__main__.COMMANDS``.
 """

@@ -18,9 +18,8 @@ suites, each timed on one GPU after a check against float64:
   cp         one sequence over several GPUs
 options that all have: --cases --providers --passes --mode --rounds --out
   --dry-run; figures from a file of rows: python -m bench SUITE plot FILE
-rows and tables:
+tables:
   docs       write the documents' tables; python -m bench docs --check compares
-  tune       time configurations of our kernels, propose rows of their tables
 """
 # Command -> module below ``bench``, and the suite or the function in it.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -31,7 +30,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "models": ("models.suite", "MODELS_SUITE"),
     "cp": ("cp.suite", "CP"),
     "docs": ("docs", "main"),
-    "tune": ("tune", "main"),
 }
 
 

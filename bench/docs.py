@@ -47,7 +47,6 @@ BLOCKS: tuple[Block, ...] = tuple(
         ("oldest:standing", _OLDEST, "attention.tables.standing"),
         ("host:results", "host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
         ("energy:results", "energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
-        ("bench:plan", _ATTENTION, "attention.tables.plan"),
         ("masks:results", "masks-h200-2026-11-21", "attention.tables.masks"),
         ("norm:results", "norm-h200-2026-11-23-triton-3.9.0", "attention.tables.norm"),
         ("norm:oldest", "norm-h200-2026-11-23-triton-3.6.0", "attention.tables.norm"),

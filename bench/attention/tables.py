@@ -6,8 +6,6 @@ ours, medians over the rounds of one process; below 1 ours is slower, and that i
 
 from __future__ import annotations
 
-import re
-
 from bench.attention import cases
 from bench.attention.providers import table
 from bench.report import (
@@ -41,7 +39,6 @@ _NAMES = {
     "liger_fa3": "Liger's rotation + FlashAttention-3",
     "liger_fa4": "Liger's rotation + FlashAttention-4",
 }
-_PLAN_CASE = "Llama7B-4K"
 _PACKAGES = ("cuDNN", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4")
 
 
@@ -122,16 +119,6 @@ def _cells(group: Group) -> list[str]:
         name = row["label"].removeprefix("bare ") + mark(row)
         cells.append(f"{three_digits(row['ms'])}: **{faster(row, mine):.2f}×**, {name}")
     return cells
-
-
-def plan(rows: list[Row]) -> str:
-    """Show what ``fused_rope_attn.plan`` answered during the measurement."""
-    texts = [row["plan"] for row in timed(rows, "fwd", "graph") if row["case"] == _PLAN_CASE and row.get("plan")]
-    if not texts:
-        raise ValueError(f"no plan in the rows of {_PLAN_CASE}")
-    text = re.sub(r", (reason|forward|backward)=", r",\n     \1=", texts[0])
-    text = re.sub(r", (dkdv|dq|section_bytes)=", r",\n         \1=", text)
-    return f"At {_PLAN_CASE} on an {rows[0]['gpu']}:\n\n```text\n{text}\n```"
 
 
 _HOST_PASSES = {"fwd": "forward, no gradient", "fwd_grad": "forward with gradient", "both": "forward + backward"}

@@ -1,7 +1,7 @@
 """The configurations of the generation step: their record and the tables, which ``attention/configs.py`` explains.
 
 Rows are chosen by architecture, element size, head dimension, rotated cache, page size and small cache.
-``python -m bench tune decode`` times candidates.
+``python -m tools.compare_checkouts`` times a changed row against the commit before.
 """
 
 from __future__ import annotations

@@ -133,14 +133,13 @@ def test_a_command_can_be_left_out_for_attention(capsys):
 
 
 def test_suites_never_import_one_another():
-    """Shared code is in files directly in ``bench``; only ``tune`` knows suites."""
+    """Shared code is in files directly in ``bench``."""
     suites = {folder.name for folder in (ROOT / "bench").iterdir() if (folder / "__init__.py").exists()}
     assert suites == {"attention", "rope", "decode", "models", "cp"}
     offenders = []
     for file in (ROOT / "bench").rglob("*.py"):
-        own = {file.parent.name} if file.name != "tune.py" else {"attention", "decode"}
         imported = re.findall(r"(?:from|import) bench\.(\w+)", file.read_text(encoding="utf-8"))
-        offenders += [f"{file}: {name}" for name in (set(imported) & suites) - own]
+        offenders += [f"{file}: {name}" for name in (set(imported) & suites) - {file.parent.name}]
     assert not offenders
 
 

@@ -1,7 +1,7 @@
 """The tiles of the portable kernels, for every card.
 
 Rows are chosen by architecture, element size, head dimension, strategy, causal mask, length bucket, GQA and masks.
-``python -m bench tune attention`` times candidates.
+``python -m tools.compare_checkouts`` times a changed row against the commit before.
 """
 
 from __future__ import annotations
