@@ -17,9 +17,9 @@ suites, each timed on one GPU after a check against float64:
   models     whole models of transformers, patched and not
   cp         one sequence over several GPUs
 options that all have: --cases --providers --passes --mode --rounds --out
-  --dry-run; figures from a file of rows: python -m bench SUITE plot FILE
-tables:
-  docs       write the documents' tables; python -m bench docs --check compares
+  --dry-run
+from committed rows:
+  docs       write the documents' tables; --check compares; --plots draws
 """
 # Command -> module below ``bench``, and the suite or the function in it.
 COMMANDS: dict[str, tuple[str, str]] = {

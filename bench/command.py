@@ -1,4 +1,4 @@
-"""The command line that every suite shares: options, the run, the file of rows, and plots from such files.
+"""The command line that every suite shares: options, the run, and the file of rows.
 
 Exit status: 0 fine, 1 one of ours failed its gate or did not run, 2 cannot run here (no GPU, wrong arguments), 3 the
 GPU was lost on the way, 130 it was interrupted.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench import plots, report
+from bench import report
 from bench.environment import RESULTS, card, environment, shown
 from bench.names import words
 from bench.report import Row
@@ -24,9 +24,7 @@ from bench.suite import Options, Suite
 
 
 def main(suite: Suite, argv: list[str]) -> int:
-    """Choose, time, print, and append the rows to a file; with ``plot`` first, draw from such files."""
-    if suite.draw is not None and argv[:1] == ["plot"]:
-        return plot(suite, argv[1:])
+    """Choose, time, print, and append the rows to a file."""
     args = parser(suite).parse_args(argv)
     try:
         options = options_of(suite, args)
@@ -78,27 +76,6 @@ def main(suite: Suite, argv: list[str]) -> int:
     return status or int(report.red(rows))
 
 
-def plot(suite: Suite, argv: list[str]) -> int:
-    """Draw figures from a file of rows, and name them. Exit status: 2 without any."""
-    assert suite.draw is not None
-    made = argparse.ArgumentParser(
-        f"python -m bench {suite.name} plot", description="Draw figures from a file of rows."
-    )
-    made.add_argument("file", type=Path, metavar="FILE", help="JSON lines")
-    made.add_argument("--plot-dir", type=Path, default=RESULTS / "plots", help="default: bench/results/plots")
-    made.add_argument("--mode", choices=tuple(report.MODES), help="default: the first that gives a figure")
-    args = made.parse_args(argv)
-    try:
-        rows = report.read_file(args.file)
-        for mode in (args.mode,) if args.mode else report.MODES:
-            if files := plots.save(suite.draw(report.timed(rows, mode=mode), mode), args.plot_dir, mode):
-                print(*(f"wrote {shown(file)}" for file in files), sep="\n")
-                return 0
-    except (OSError, RuntimeError, ValueError) as error:
-        return refuse(f"{suite.name} plot", str(error))
-    return refuse(f"{suite.name} plot", "no timed rows to draw")
-
-
 def refuse(command: str, reason: str) -> int:
     """Say why a command cannot run, and return its exit status."""
     print(f"bench {command}: {reason}", file=sys.stderr)
@@ -148,7 +125,6 @@ def parser(suite: Suite) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         f"python -m bench {suite.name}",
         description=f"{suite.description} Nobody is timed before its results agree with float64.",
-        epilog=f"Figures from a file of rows: python -m bench {suite.name} plot FILE" if suite.draw else None,
     )
     add = made.add_argument
     groups = dict.fromkeys(group for case in suite.cases for group in case.groups)

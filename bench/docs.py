@@ -1,4 +1,4 @@
-"""``python -m bench docs``: write the generated tables of the documents from committed rows.
+"""``python -m bench docs``: write the generated tables and plots of the documents from committed rows.
 
 A block begins with ``<!-- PART:NAME ... -->`` and ends with ``<!-- PART:end -->``. ``BLOCKS`` says which page has which
 blocks, from which file of rows. Older files of rows are in the history of the repository.
@@ -10,12 +10,13 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from bench import plots
 from bench.command import refuse
-from bench.environment import RESULTS, ROOT
-from bench.report import Row, read_file
+from bench.environment import RESULTS, ROOT, shown
+from bench.report import Row, read_file, timed
 
 
 class Block(NamedTuple):
@@ -28,8 +29,13 @@ class Block(NamedTuple):
 
     def content(self, rows: list[Row]) -> str:
         """Return the content. ValueError where the rows lack something."""
-        module, _, function = self.function.rpartition(".")
-        return getattr(importlib.import_module(f"bench.{module}"), function)(rows)
+        return _function(self.function)(rows)
+
+
+def _function(path: str) -> Callable[..., Any]:
+    """Return a function by its path below ``bench``."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"bench.{module}"), name)
 
 
 README, BENCHMARKS = "README.md", "docs/benchmarks.md"
@@ -61,6 +67,13 @@ BLOCKS: tuple[Block, ...] = tuple(
         ("corope:results", "corope-h200-2026-11-21", "attention.tables.corope"),
     )
 )
+# Figures in ``bench/results/plots``: the file of rows, the function that draws them, and the mode of the rows.
+PLOTS = (
+    (_ATTENTION, "attention.plots.draw", "graph"),
+    ("energy-h200-2026-11-23-triton-3.9.0", "attention.plots.draw", "load"),
+    ("rope-h200-2026-11-21", "rope.tables.draw", "graph"),
+    ("cp-h200-2026-11-23", "cp.tables.draw", "eager"),
+)
 _PARTS = "|".join(dict.fromkeys(block.name.split(":")[0] for block in BLOCKS))
 _MARKER = re.compile(rf"<!-- (?:{_PARTS}):\w+")
 _BLOCK = re.compile(rf"<!-- (({_PARTS}):\w+)[^>]*-->\n(?:(?!<!-- ).)*<!-- \2:end -->", re.DOTALL)
@@ -70,9 +83,15 @@ def main(argv: list[str]) -> int:
     """Write or check the pages. Exit status: 0 they agree with their rows, 1 one does not (``--check``), 2 cannot."""
     parser = argparse.ArgumentParser("python -m bench docs", description=__doc__.splitlines()[0].split(": ", 1)[1])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page and its rows differ")
+    parser.add_argument("--plots", action="store_true", help="draw the figures instead")
     args = parser.parse_args(argv)
     status = 0
     try:
+        for file, function, mode in PLOTS if args.plots else ():
+            figures = _function(function)(timed(read_file(RESULTS / f"{file}.jsonl"), mode=mode), mode)
+            print(*(f"wrote {shown(path)}" for path in plots.save(figures, RESULTS / "plots", mode)), sep="\n")
+        if args.plots:
+            return 0
         rows = {block.file: read_file(RESULTS / block.file) for block in BLOCKS}
         for page in dict.fromkeys(block.page for block in BLOCKS):
             old = (ROOT / page).read_text(encoding="utf-8")
@@ -85,7 +104,7 @@ def main(argv: list[str]) -> int:
             elif not args.check:
                 (ROOT / page).write_text(new, encoding="utf-8")
                 print(f"{page}: " + (f"rewrote {stale}" if stale else "matches the rows"))
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return refuse("docs", str(error))
     return status
 

@@ -132,8 +132,7 @@ class Suite:
 
     cases: all of them. default_cases: what runs without ``--cases``; "" is everything. trial: opens a case. table: the
     providers of a case. passes, modes: what ``--passes`` and ``--mode`` choose from. adapt: changes the chosen cases
-    and the options by the arguments. clock: makes the clock of a device and a mode. draw: figures by name, of the
-    timed rows of one mode.
+    and the options by the arguments. clock: makes the clock of a device and a mode.
     """
 
     name: str
@@ -148,7 +147,6 @@ class Suite:
     round_ms: float = 10.0
     adapt: Callable[[list[Any], Options, argparse.Namespace], list[Any]] = lambda cases, options, args: cases
     clock: Callable[[torch.device, Options], Any] = lambda device, options: timing.GpuClock(device)
-    draw: Callable[[list[Row], str], dict[str, Any]] | None = None
 
     def choose(self, text: str) -> list[Any]:
         """Return the cases that ``--cases`` asks for, as ``matching`` reads it."""

@@ -39,12 +39,10 @@ class Problem:
         self.starts = (self.longest - counts).int().to(device)
         self.position = torch.cat([torch.arange(n) for n in self.lengths] or [torch.arange(case.len_k)]).to(device)
 
-    def rows(self, form: str) -> Tensor:
-        """Return the row of the padded batch at which each packed token is stored."""
-        index = torch.arange(len(self.lengths), device=self.device)
-        counts = torch.tensor(self.lengths, device=self.device)
-        begin = index * self.longest + (self.starts if form == "left" else 0)
-        return begin.repeat_interleave(counts) + self.position
+    def exists(self, form: str) -> Tensor:
+        """Return which rows of the padded batch hold a token: (sequences, longest)."""
+        row = torch.arange(self.longest, device=self.device)
+        return row >= self.starts[:, None] if form == "left" else row < (self.longest - self.starts)[:, None]
 
     def tensors(self, form: str) -> list[Tensor]:
         """Return q, k, v and do."""
@@ -54,16 +52,16 @@ class Problem:
             if form != "dense":
                 given = [t[0].transpose(0, 1) for t in given]
             if form in ("right", "left"):
-                rows, count = self.rows(form), len(self.lengths) * self.longest
-                padded = [t.new_zeros(count, *t.shape[1:]).index_copy_(0, rows, t) for t in given]
-                given = [t.unflatten(0, (-1, self.longest)).transpose(1, 2) for t in padded]
+                exists = self.exists(form)
+                padded = [t.new_zeros(*exists.shape, *t.shape[1:]).index_put_((exists,), t) for t in given]
+                given = [t.transpose(1, 2) for t in padded]
             self._forms[form] = given
         return self._forms[form]
 
     def as_case(self, x: Tensor, form: str) -> Tensor:
         """Return an output or gradient as the case has it: (B, H, N, D)."""
         if form in ("right", "left"):
-            x = x.transpose(1, 2).flatten(0, 1)[self.rows(form)]
+            x = x.transpose(1, 2)[self.exists(form)]
         return x if form == "dense" else x.transpose(0, 1)[None]
 
 
@@ -151,9 +149,6 @@ class AttentionTrial(Trial):
         self.gate = Gate(case.case, self.problem.inputs, heads=heads, reference=reference)
         self._grads = options.passes != ("fwd",)
         self._subjects: dict[str, Subject] = {}
-        # Rows of norms and Co-RoPE hold the memory of forward and backward together.
-        self._both_memory = case.kind in ("norm", "corope")
-        self.measures_memory = not self._both_memory
         self.default_modes = _MODES.get(case.kind, ("eager",))
 
     def modes(self) -> tuple[str, ...]:
@@ -177,10 +172,9 @@ class AttentionTrial(Trial):
         with provider.active():
             do = self.gate.do if provider.form == "dense" else None
             outputs = subject.once(grads, do)
+            peak = self.clock.peak_mib(lambda: subject.once(grads))  # of forward and backward together
         verdict = self._judge(provider, subject, outputs)
-        facts = verdict.fields()
-        if self._both_memory and verdict.status != "failed":
-            facts["peak_mib"] = self.clock.peak_mib(lambda: subject.once(grads))
+        facts = verdict.fields() | {"peak_mib": peak}
         self._subjects[provider.name] = subject
         return Entry(provider, verdict, subject.make, facts, provider.active)
 

@@ -174,21 +174,17 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _ = ctx.saved_tensors
         return do, do, do
 
 
-class _NothingSaved(torch.autograd.Function):
+class _NothingSaved(_Nothing):
     """The same, with q, k and v saved for the backward and taken from there."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         return q
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _, _, _ = ctx.saved_tensors
-        return do, do, do
 
 
 def idle(name: str, label: str, function: type[torch.autograd.Function]) -> AttentionProvider:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from bench.attention import cases, plots, providers
+from bench.attention import cases, providers
 from bench.attention.cases import BenchCase
 from bench.attention.problem import AttentionTrial
 from bench.attention.providers import AttentionProvider
@@ -54,7 +54,6 @@ ATTENTION = Suite(
     round_ms=20.0,
     adapt=_adapt,
     clock=clock,
-    draw=plots.draw,
 )
 NORM = Suite(
     name="norm",

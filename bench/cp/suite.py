@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.cp import tables
 from bench.cp.providers import KINDS, PROVIDERS, CpCase, CpProvider
 from bench.gate import Verdict
 from bench.report import Row
@@ -126,5 +125,4 @@ CP = Suite(
     round_ms=400.0,
     adapt=_adapt,
     clock=_clock,
-    draw=tables.draw,
 )

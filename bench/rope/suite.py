@@ -12,7 +12,6 @@ from torch import Tensor
 from bench.gate import Compared, Verdict, ends, judge
 from bench.names import DTYPES, length_name, short_dtype
 from bench.report import Row
-from bench.rope import tables
 from bench.rope.providers import COPY, NORM_EPS, PROVIDERS, RopeProvider
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward, normal
 from bench.timing import bandwidths
@@ -160,5 +159,4 @@ ROPE = Suite(
     cases=tuple(_cases()),
     trial=RopeTrial,
     table=lambda case: PROVIDERS,
-    draw=tables.draw,
 )

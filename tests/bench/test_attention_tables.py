@@ -19,11 +19,6 @@ def _measured():
         for mode in ("graph", "eager")
         for name, ms in times.items()
     ]
-    rows += [
-        attention_row("Small-512", name, 0.04 * ms, part, "host")
-        for part in ("fwd", "both")
-        for name, ms in times.items()
-    ]
 
 
 def _change(rows, ms, **which):

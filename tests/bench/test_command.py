@@ -15,7 +15,7 @@ from bench.attention.suite import ATTENTION
 from bench.command import Progress
 from bench.environment import ROOT
 from fused_rope_attn import testing
-from tests.support.bench import FACTS, attention_row, published
+from tests.support.bench import FACTS
 from tests.support.clocks import WallClock
 
 TINY = cases.BenchCase("Tiny", "Tiny", ("corope",), testing.Case(1, 2, 1, 9, 9, 8, dtype=torch.float32), "corope")
@@ -49,19 +49,6 @@ def test_without_a_gpu_the_exit_status_is_2(capsys, monkeypatch):
 def test_wrong_arguments_are_named(arguments, message, capsys):
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_plot_command(tmp_path, capsys):
-    report.write_lines(tmp_path / "rows.jsonl", published())
-    assert (
-        command.main(["attention", "plot", str(tmp_path / "rows.jsonl"), "--plot-dir", str(tmp_path / "figures")]) == 0
-    )
-    assert len(list((tmp_path / "figures").glob("*.png"))) == 1
-    assert command.main(["attention", "plot", str(tmp_path / "none.jsonl")]) == 2
-    capsys.readouterr()
-    report.write_lines(tmp_path / "host.jsonl", [attention_row("Host", "fused", 0.1, "fwd", "host", kind="host")])
-    assert command.main(["attention", "plot", str(tmp_path / "host.jsonl"), "--plot-dir", str(tmp_path)]) == 2
-    assert "no timed rows to draw" in capsys.readouterr().err
 
 
 def test_help_fits_on_one_screen(capsys):

@@ -1,7 +1,5 @@
 """``python -m bench cp`` without a GPU: its cases, a run of two processes, its table and its plot."""
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from bench.__main__ import main
 from bench.cp.providers import KINDS, PROVIDERS, CpCase
 from bench.cp.suite import CP, RanksClock
 from bench.cp.tables import draw, results
+from bench.plots import save
 from bench.runner import Run
 from bench.suite import Options
 from tests.support.bench import FACTS
@@ -103,12 +102,8 @@ def test_text_names_who_was_not_timed():
     assert "97.5%" in text and "plain-32K" in text and "! torch (fwd eager): missing: no such thing" in text
 
 
-def test_plot(tmp_path, capsys):
+def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     assert draw([row for row in rows() if row["status"] == "missing"], "eager") == {"context_parallel": None}
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
-    assert main(["cp", "plot", str(file), "--plot-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.split()[1] == str(tmp_path / "context_parallel_eager.png")
-    assert (tmp_path / "context_parallel_eager.png").stat().st_size > 5000
-    assert main(["cp", "plot", str(tmp_path / "none.jsonl")]) == 2
+    (file,) = save(draw(rows(), "eager"), tmp_path, "eager")
+    assert file.name == "context_parallel_eager.png" and file.stat().st_size > 5000

@@ -34,8 +34,18 @@ def test_figures_are_those_of_the_committed_rows(capsys):
     assert main(["docs", "--check"]) == 0, capsys.readouterr().err
 
 
+def test_plots_are_those_that_pages_show(tmp_path, monkeypatch, capsys):
+    shown = {path.name for path in (ROOT / "bench" / "results" / "plots").iterdir()}
+    rows = docs.read_file
+    monkeypatch.setattr(docs, "read_file", lambda path: rows(ROOT / "bench" / "results" / path.name))
+    monkeypatch.setattr(docs, "RESULTS", tmp_path)
+    assert main(["docs", "--plots"]) == 0
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == shown
+    assert capsys.readouterr().out.count("wrote ") == len(shown)
+
+
 def test_the_files_of_rows_that_pages_show_are_committed():
-    files = {block.file for block in docs.BLOCKS}
+    files = {block.file for block in docs.BLOCKS} | {f"{file}.jsonl" for file, _, _ in docs.PLOTS}
     assert files <= {path.name for path in docs.RESULTS.glob("*.jsonl")}
     assert all(report.read_file(docs.RESULTS / file) for file in files)
     assert {block.page for block in docs.BLOCKS} == set(_PAGES)

@@ -1,4 +1,4 @@
-"""``python -m bench --mode load``: the clock under load at a machine of arithmetic, its rows and their plot."""
+"""``python -m bench --mode load``: the clock under load at a machine of arithmetic, and its rows."""
 
 import sys
 import types
@@ -218,16 +218,14 @@ def test_the_command_line_selects_and_measures(monkeypatch, tmp_path, capsys):
     suite = replace(ATTENTION, cases=(TINY,), clock=lambda device, options: _LoadWallClock())
     monkeypatch.setattr(attention, "ATTENTION", suite)
     monkeypatch.setattr("bench.command.environment", lambda: FACTS)
-    file, figures = tmp_path / "rows.jsonl", tmp_path / "figures"
-    options = ["--mode", "load", "--cases", "tiny-64", "--providers", "fused,hf_sdpa", "--dtype", "fp16"]
+    file = tmp_path / "rows.jsonl"
+    options = ["--mode", "load", "--cases", "tiny-64", "--providers", "fused,hf_sdpa"]
     assert command.main([*options, "--out", str(file), "--rounds", "2"]) == 0
     assert "against the strongest rival: 2 not slower, 0 slower" in capsys.readouterr().out
     rows = report.read_file(file)
     assert {(row["provider"], row["pass"], row["mj"]) for row in rows} == {
         (name, part, 1200.0) for name in ("fused", "hf_sdpa") for part in ("fwd", "bwd")
     }
-    assert command.main(["attention", "plot", str(file), "--plot-dir", str(figures)]) == 0
-    assert {path.name for path in figures.glob("*.png")} == {"energy_load.png"}
 
 
 def test_what_can_be_asked_for(capsys):

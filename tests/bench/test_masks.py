@@ -99,8 +99,8 @@ def test_every_form_agrees_with_float64_and_is_timed(toys):
 
 def test_a_padded_batch_that_is_wrong_is_red(monkeypatch):
     """The gate sees one sequence's rows in another's place."""
-    right = problem.Problem.rows
-    monkeypatch.setattr(problem.Problem, "rows", lambda self, form: right(self, "right"))
+    right = problem.Problem.exists
+    monkeypatch.setattr(problem.Problem, "exists", lambda self, form: right(self, "right"))
     rows, _ = run(ATTENTION, PACKED, providers=mine(PACKED))
     assert {row["provider"]: row["status"] for row in rows}["kv_starts"] == "failed" and report.red(rows)
 
