@@ -104,6 +104,14 @@ def groups(rows: Iterable[Row], mode: str | None = None) -> dict[tuple[str, str,
     return found
 
 
+def by_provider(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
+    """Return (case, shape, provider) -> pass -> its timed row."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in timed(rows):
+        found.setdefault((row["case"], row["shape"], row["provider"]), {})[row["pass"]] = row
+    return found
+
+
 def strongest(rows: Iterable[Row], role: str = "rival") -> Row | None:
     """Return the fastest row of a role, of caches in pages or float8 none."""
     rivals = [row for row in rows if row["role"] == role and not row.get("stored")]

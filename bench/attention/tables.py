@@ -14,6 +14,7 @@ from bench.report import (
     Row,
     both,
     by_case,
+    by_provider,
     faster,
     groups,
     legend,
@@ -126,21 +127,21 @@ _HOST_PASSES = {"fwd": "forward, no gradient", "fwd_grad": "forward with gradien
 
 def host(rows: list[Row]) -> str:
     """Show the host time of eager calls with the quartiles of its bursts."""
-    found = {(row["provider"], row["pass"]): row for row in timed(rows)}
-    parts = [part for part in _HOST_PASSES if (_MINE, part) in found]
+    found = {name: passes for (_, _, name), passes in by_provider(rows).items()}
+    parts = [part for part in _HOST_PASSES if part in found.get(_MINE, {})]
     if not parts:
         raise ValueError(f"no host time of {_MINE}")
     lines = []
-    for name in table("host"):
-        here = [found.get((name, part)) for part in parts]
-        if any(here):
-            label = "`rope_attention`" if name == _MINE else next(row["label"] for row in here if row)
-            texts = (
-                row and f"{1e3 * row['ms']:.1f} ({1e3 * row['p25']:.1f} to {1e3 * row['p75']:.1f})" for row in here
-            )
-            lines.append([label, *(text or "" for text in texts)])
+    for name, passes in found.items():
+        label = "`rope_attention`" if name == _MINE else next(iter(passes.values()))["label"]
+        lines.append([label, *(_microseconds(passes.get(part)) for part in parts)])
     header = [f"host time, µs (quartiles), at {rows[0]['shape']}", *(_HOST_PASSES[part] for part in parts)]
     return f"{markdown(header, lines)}\n\nEager calls of one thread. {provenance(rows, 'cuDNN')}"
+
+
+def _microseconds(row: Row | None) -> str:
+    """Return the median and the quartiles."""
+    return f"{1e3 * row['ms']:.1f} ({1e3 * row['p25']:.1f} to {1e3 * row['p75']:.1f})" if row else ""
 
 
 def energy(rows: list[Row]) -> str:
@@ -177,27 +178,27 @@ def masks(rows: list[Row]) -> str:
     """Show a table for each case of masks."""
     blocks = []
     for case, (title, base) in _MASKS.items():
-        found = {part: group for (name, _, part, _), group in groups(rows).items() if name == case}
-        if not found:
-            continue
-        rows_of = {name: [group.get(name) for group in found.values()] for group in found.values() for name in group}
+        found = {name: passes for (its, _, name), passes in by_provider(rows).items() if its == case}
         lines = []
-        for passes in rows_of.values():
-            first = next(row for row in passes if row)
-            kernels = "/".join(dict.fromkeys(row["backend"] for row in passes if row and "backend" in row))
+        for passes in found.values():
+            first = next(iter(passes.values()))
+            kernels = "/".join(dict.fromkeys(row["backend"] for row in passes.values() if "backend" in row))
             lines.append([first["label"], kernels])
-            for row, group in zip(passes, found.values()):
-                lines[-1] += ["", "", ""] if row is None else _mask_cells(row, group.get(base))
-        header = [cell for words in PASSES.values() for cell in (f"{words}, ms", "p20-p80", f"/ {base}")]
-        shape = next(row["shape"] for group in found.values() for row in group.values() if row["role"] == "ours")
-        blocks += [f"{title}, {shape}:", markdown([case, "kernels", *header], lines)]
+            for part in PASSES:
+                lines[-1] += _mask_cells(passes.get(part), found.get(base, {}).get(part))
+        if lines:
+            header = [cell for words in PASSES.values() for cell in (f"{words}, ms", "p20-p80", f"/ {base}")]
+            shape = next(row["shape"] for row in rows if row["case"] == case and row["role"] == "ours")
+            blocks += [f"{title}, {shape}:", markdown([case, "kernels", *header], lines)]
     if not blocks:
         raise ValueError("no times of masks")
     note = "Eager calls. In the last column of each pass the time over that of the line that has 1.00."
     return "\n\n".join([*blocks, f"{note} {provenance(rows, 'liger-kernel', 'flash-attn-4')}"])
 
 
-def _mask_cells(row: Row, base: Row | None) -> list[str]:
+def _mask_cells(row: Row | None, base: Row | None) -> list[str]:
+    if row is None:
+        return ["", "", ""]
     times = f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"
     return [milliseconds(row["ms"]) + mark(row), times, "" if base is None else f"{faster(row, base):.2f}"]
 
@@ -235,15 +236,15 @@ def corope(rows: list[Row]) -> str:
     """Show Co-RoPE and its definition in eager PyTorch; where the definition was not timed, the reason."""
     if not any(row["role"] == "ours" for row in timed(rows)):
         raise ValueError("rows must hold times of corope")
-    found = groups(rows, "eager")
+    found = by_provider(rows)
     lines = []
     for (case, shape, name), first in {(r["case"], r["shape"], r["provider"]): r for r in reversed(rows)}.items():
-        passes = {part: found.get((case, shape, part, "eager"), {}) for part in PASSES}
-        here = [group[name] for group in passes.values() if name in group]
+        passes, mine = found.get((case, shape, name), {}), found.get((case, shape, "corope"), {})
+        here = list(passes.values())
         cells = []
-        for group in passes.values():
-            row, mine = group.get(name), ours(group.values())
-            times = f" ({faster(row, mine):.1f}×)" if row and mine and row["role"] != "ours" else ""
+        for part in PASSES:
+            row = passes.get(part)
+            times = f" ({faster(row, mine[part]):.1f}×)" if row and part in mine and name != "corope" else ""
             cells.append(three_digits(row["ms"]) + times if row else "-")
         memory = f"{here[0]['peak_mib']:.0f}" if here else ""
         cells = cells if here else [f"{first['status']}: {first['detail']}", ""]

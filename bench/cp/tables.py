@@ -7,19 +7,17 @@ from typing import Any
 
 from bench import plots
 from bench.plots import Series
-from bench.report import PASSES, Row, markdown, provenance, timed
+from bench.report import PASSES, Row, by_provider, markdown, provenance
 
 
 def results(rows: list[Row]) -> str:
     """Show a line for each case, number of ranks and provider. ValueError where no row is a time of ours."""
-    found = timed(rows)
-    if not any(row["provider"] == "fused" for row in found):
+    found = by_provider(rows)
+    if not any(provider == "fused" for _, _, provider in found):
         raise ValueError("rows must hold times of context parallelism")
-    cells: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in found:
-        cells.setdefault((row["case"], row["shape"], row["label"]), {})[row["pass"]] = row
     lines = []
-    for (case, shape, label), passes in cells.items():
+    for (case, shape, _), passes in found.items():
+        label = next(iter(passes.values()))["label"]
         lines.append([case, shape.removeprefix("P="), label])
         for row in map(passes.get, PASSES):
             share = row and row.get("efficiency")

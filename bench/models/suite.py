@@ -131,9 +131,6 @@ class ModelTrial(Trial):
                 stack.enter_context(provider.on(self._model))
                 if served:
                     stack.enter_context(step.active())
-                if work.checkpoints:
-                    self._model.gradient_checkpointing_enable({"use_reentrant": False})
-                    stack.callback(self._model.gradient_checkpointing_disable)
                 yield
 
         if served:
