@@ -79,6 +79,11 @@ class Served:
         finally:
             config._attn_implementation = before
 
+    @staticmethod
+    def distance(result: Tensor, first: Tensor) -> float:
+        """Return the share of tokens that differ."""
+        return (first != result).double().mean().item()
+
     def __call__(self) -> None:
         ids = self._manager.add_requests(self.prompts, max_new_tokens=NEW_TOKENS)
         found: dict[str, list[int]] = {}

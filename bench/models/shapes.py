@@ -57,16 +57,18 @@ class Work:
 
     ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token after another to a
     dynamic cache of ``length`` tokens; ``serve`` answers requests of up to ``length`` tokens with NEW_TOKENS each, by
-    continuous batching.
+    continuous batching. checkpoints: training keeps only the input of each layer, and runs it again before its
+    backward.
     """
 
     kind: str
     batch: int
     length: int
+    checkpoints: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{length_name(self.length)}"
+        return f"{self.kind}-{length_name(self.length)}{'-checkpoint' if self.checkpoints else ''}"
 
     @property
     def tokens(self) -> int:
@@ -78,6 +80,7 @@ class Work:
 WORK = (
     Work("train", 4, 2048),
     Work("train", 2, 4096),
+    Work("train", 2, 4096, checkpoints=True),
     Work("prefill", 1, 4096),
     Work("prefill", 1, 16384),
     Work("decode", 8, 4096),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,20 @@ class Step:
                     self.past.crop(-DECODED)
                     self.added = 0
 
-    def fill(self) -> None:
-        """Fill the cache that decoding adds to, by the provider that is on."""
+    def begin(self) -> None:
+        """Fill the cache that decoding adds to, and call once, because the first call may allocate memory it keeps."""
         if self.work.kind == "decode":
             with torch.no_grad():
                 filled = self.model(self.ids, use_cache=True, logits_to_keep=1)
                 self.past = getattr(filled, self.cache_name)
-                self.added = 0
+        self()
+
+    active = staticmethod(nullcontext)
+
+    @staticmethod
+    def distance(result: Tensor, first: Tensor) -> float:
+        """Return the rms difference of two results over the rms of the first."""
+        return ((result.double() - first.double()).square().mean() / first.double().square().mean()).sqrt().item()
 
 
 @dataclass(frozen=True)
@@ -122,36 +129,34 @@ class ModelTrial(Trial):
         return "the model has no norms of heads" if provider.norms and not self.case.model.norms else None
 
     def enter(self, provider: ModelProvider) -> Entry:
-        work, served = self.case.work, self.case.work.kind == "serve"
-        step = Served(self._model, work) if served else Step(self._model, work, self.clock.device)
+        work = self.case.work
+        step: Any = Step(self._model, work, self.clock.device) if work.kind != "serve" else Served(self._model, work)
+
+        @contextmanager
+        def on() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(provider.on(self._model))
+                if work.checkpoints:
+                    self._model.gradient_checkpointing_enable({"use_reentrant": False})
+                    stack.callback(self._model.gradient_checkpointing_disable)
+                yield
 
         @contextmanager
         def active() -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(provider.on(self._model))
-                if served:
-                    stack.enter_context(step.active())
+            with on(), step.active():
                 yield
 
-        if served:
-            with provider.on(self._model):
-                step.begin(**provider.manager)
         try:
+            with on():
+                step.begin(**provider.manager)
             with active():
-                if not served:
-                    step.fill()
-                    step()  # the first call may allocate memory that it keeps
                 facts: Row = {"peak_mib": self.clock.peak_mib(step)}
         except Exception:
             self._model.zero_grad(set_to_none=True)
             raise
-        self._first = step.result if self._first is None else self._first
-        first, result = self._first, step.result
-        if served:
-            facts["off_first"] = (first != result).double().mean().item()
-        else:
-            distance = (result.double() - first.double()).square().mean().sqrt()
-            facts["off_first"] = (distance / first.double().square().mean().sqrt()).item()
+        result = step.result
+        self._first = result if self._first is None else self._first
+        facts["off_first"] = step.distance(result, self._first)
         if work.kind == "train":
             facts["loss"] = result.item()
         return Entry(provider, Verdict(), lambda part: step, facts, active)

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from bench.__main__ import main
 from bench.models import providers, serving, shapes, suite, tables
 from bench.models.providers import ModelProvider
 from bench.report import case_report
+from bench.suite import Options
 from fused_rope_attn.integrations.transformers import patch_report
 from tests.support.bench import run as run_suite
 
@@ -74,8 +76,7 @@ def test_a_cache_is_passed_by_the_name_that_the_release_has():
     given = []
     model.register_forward_pre_hook(lambda module, args, named: given.append(set(named)), with_kwargs=True)
     step = suite.Step(model, shapes.Work("decode", 1, 8), torch.device("cpu"))
-    step.fill()
-    step()
+    step.begin()
     assert given[1] and given[1] <= set(inspect.signature(model.forward).parameters)
     assert step.past.get_seq_length() == 9
 
@@ -145,6 +146,47 @@ def test_models_without_norms_of_heads():
 
 
 @pytest.mark.filterwarnings("ignore:.*paged.*:FutureWarning")
+def test_training_with_activation_checkpointing(monkeypatch):
+    """Every layer runs twice a step; afterwards, and in a work that does not ask for it, once."""
+    forwards = []
+
+    @contextmanager
+    def counted(model):
+        handles = [layer.self_attn.register_forward_hook(lambda *_: forwards.append(model)) for layer in layers(model)]
+        with providers.PROVIDERS["fused"].on(model):
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def layers(model):
+        return model.model.layers
+
+    chosen = [providers.PROVIDERS["sdpa"], replace(providers.PROVIDERS["fused"], switches=(counted,))]
+    works = [shapes.Work("train", 1, 16, checkpoints=True), shapes.Work("train", 1, 16)]
+    losses, counts = [], []
+    model = shapes.make(TINY, torch.device("cpu"))
+    for work in works:
+        monkeypatch.setattr(suite.ModelTrial, "_made", (TINY, model))
+        trial = suite.ModelTrial(suite.ModelCase(TINY, work), chosen, CountingClock(), Options())
+        facts = [trial.enter(provider).facts for provider in chosen]
+        losses += [fact["loss"] for fact in facts]
+        counts.append(len(forwards) // len(layers(model)))
+        forwards.clear()
+    # Two steps each: one to warm up and one to measure memory.
+    assert counts == [4, 2] and works[0].name == "train-16-checkpoint"
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and not model.is_gradient_checkpointing
+
+
+class CountingClock:
+    """A clock that calls the function to measure memory."""
+
+    device = torch.device("cpu")
+
+    def peak_mib(self, function):
+        function()
+        return 1.0
+
+
 def test_requests_of_mixed_lengths(monkeypatch):
     """Continuous batching: all providers answer alike, and each is timed with a manager of its own."""
     monkeypatch.setattr(serving, "PAGE", 16)
