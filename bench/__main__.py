@@ -15,7 +15,7 @@ suites, each timed on one GPU after a check against float64:
   rope       the rotation alone
   decode     one step of generation with a cache
   models     whole models of transformers, patched and not
-  cp         one sequence over several GPUs
+  cp         one sequence over P GPUs: torchrun --nproc-per-node P -m bench cp
 options that all have: --cases --providers --passes --mode --rounds --out
   --dry-run
 from committed rows:
