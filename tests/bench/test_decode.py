@@ -1,4 +1,4 @@
-"""``python -m bench decode``: its cases, its gate, its rows, and the table of a tuning run."""
+"""``python -m bench decode``: its cases, its gate, its rows, and its tables."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def separate(step):
 
 
 def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
-    people = [*select([OURS, RAW]), scripted("separate", separate)]
+    people = [*select([OURS, RAW, COPY, READ]), scripted("separate", separate)]
     rows, _ = run(people, TINY)
     timed = {(row["provider"], row["mode"]) for row in report.timed(rows)}
     assert timed == {(p.name, mode) for p in people for mode in ("eager", "graph")}, rows
@@ -56,7 +56,7 @@ def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
 
 def test_pages_and_float8_are_judged_and_shown_beside_the_contiguous_step():
     names = ["fused_page16", "fused_float8", "fused_page16_float8", "gather_sdpa"]
-    rows, _ = run(select([OURS, *names]), TINY, modes=("eager",))
+    rows, _ = run(select([OURS, COPY, READ, *names]), TINY, modes=("eager",))
     assert {row["provider"] for row in report.timed(rows)} == {OURS, COPY, READ, *names}, rows
     assert [row["role"] for row in rows if row["provider"] in names] == ["ours", "ours", "ours", "rival"]
     rates = {row["provider"]: row["gb_s"] * row["ms"] for row in rows}
@@ -74,7 +74,7 @@ def test_pages_and_float8_are_judged_and_shown_beside_the_contiguous_step():
 def test_mixed_lengths():
     case = replace(TINY, batch=5, length=64, mixed=True)
     assert case.lengths == [64, 32, 21, 16, 1] and case.bytes == 134 * 2 * 2 * 16 * 4 and case.name == "mixed5-64"
-    rows, _ = run(select([OURS, "fused_page16", "sdpa_flash"]), case, modes=("eager",))
+    rows, _ = run(select([OURS, COPY, READ, "fused_page16", "sdpa_flash"]), case, modes=("eager",))
     status = {row["provider"]: row["status"] for row in rows}
     assert status == {OURS: "ok", COPY: "ok", READ: "ok", "fused_page16": "ok", "sdpa_flash": "unsupported"}, rows
 
@@ -104,9 +104,11 @@ def test_who_is_wrong_broken_or_missing_is_named_and_not_timed():
     assert summary(rows) == "nothing was timed" and "pip install absent" in text and "no such kernel" in text
 
 
-def test_what_is_left_out_is_named():
-    short = replace(DECODE, obstacle=lambda case: decode.obstacle(case, memory=1000))
-    rows, measurement = run_suite(short, TINY, providers=select([OURS]))
+def test_a_case_whose_inputs_do_not_fit_is_named():
+    def full(*given):
+        raise torch.OutOfMemoryError("out of memory")
+
+    rows, measurement = run_suite(replace(DECODE, trial=full), TINY, providers=select([OURS]))
     assert rows == [] and measurement.not_run == ["B2-32 B2 H4/2 S32 D16 fp32 (memory)"]
 
 
