@@ -40,9 +40,7 @@ def main(suite: Suite, argv: list[str]) -> int:
         reason = "no GPU here; times of the interpreter mean nothing. --dry-run lists what would run."
         return refuse(suite.name, reason)
     begin, facts = time.monotonic(), environment()
-    writes = os.environ.get("RANK", "0") == "0"  # torchrun starts a process for each GPU
-    if not writes:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    writes = os.environ.get("RANK", "0") == "0"  # torchrun starts a process for each GPU, and all have the same rows
     progress = Progress(begin, writes)
     try:
         clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,6 +112,8 @@ def _clock(device: torch.device, options: Options) -> RanksClock:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     atexit.register(dist.destroy_process_group)
+    if dist.get_rank() > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # rank 0 prints for all
     return RanksClock(device, dist.group.WORLD)
 
 

@@ -173,6 +173,11 @@ def test_a_measurement_writes_its_rows_and_says_what_it_found(measured, capsys):
     assert "gate corope" in err and "bwd eager" in err and " left  " in err
 
 
+def test_of_several_ranks_the_first_writes_the_rows(measured, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert measured() == (0, []) and not capsys.readouterr().err
+
+
 def test_ours_that_is_wrong_makes_the_status_1(measured):
     def wrong(q, k, v, given):
         return 1.1 * providers.corope_attention(q, k, v)
