@@ -146,8 +146,10 @@ def quantised(x, scale):
     x = tl.math.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
     x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     number = nearest_number(x).to(tl.float8e4nv)
-    if IS_INTERPRETED:  # the interpreter's conversion makes 384 of NaN
-        number = tl.where(x == x, number.to(tl.uint8, bitcast=True), 0x7F).to(tl.float8e4nv, bitcast=True)
+    if IS_INTERPRETED:  # the interpreter's conversion makes 384 of NaN and 0 of -0
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
+        number = number.to(tl.uint8, bitcast=True) | sign.to(tl.uint8)
+        number = tl.where(x == x, number, 0x7F).to(tl.float8e4nv, bitcast=True)
     return number
 
 

@@ -203,6 +203,16 @@ def test_the_widest_window_of_a_step_hides_no_row():
     assert not run_check(call, INTERPRETER).failures
 
 
+def test_a_small_negative_value_keeps_its_sign_in_float8():
+    """The interpreter's conversion turned -0 into 0."""
+    call = parse(
+        'WriteCheck(3, 1, 1, 88, 37, 24, rotary_dim=24, dtype=float32, extra_rows=8, seed=3134, form="bshd", '
+        'lengths=(10, 0, 0), float8="head", new=(11, 42, 35), packed=True)',
+        KINDS,
+    )
+    assert not run_check(call, INTERPRETER).failures
+
+
 def test_only_repeats_a_call_of_a_seed(capsys):
     assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
     assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
