@@ -63,7 +63,8 @@ class AttentionCheck(Call):
         if self.seqlens is not None:
             tables = {name: x[..., : self.longest[1] + self.extra_rows, :] for name, x in tables.items()}
             masks = {name: masks[name] for name in WEIGHTS if name in masks} | self._ends(device)
-        return Made(tensors | tables | masks | self.norms_of(device), {"o": do})
+        upstream = {"o": do} if inputs.dlse is None else {"o": do, "lse": inputs.dlse}
+        return Made(tensors | tables | masks | self.norms_of(device), upstream)
 
     def _ends(self, device: str) -> dict[str, Any]:
         ends = torch.tensor(((0, 0), *self.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
@@ -115,14 +116,16 @@ class AttentionCheck(Call):
             return torch.stack([x[b, h * own : (h + 1) * own] for b, h in heads])
 
         case, given = self, made.given
-        some = {name: part(name, x) for name, x in (given | {"do": made.upstream["o"]}).items() if name in TENSORS}
+        rows = given | {f"d{name}": x for name, x in made.upstream.items()}
+        some = {name: part(name, x) for name, x in rows.items() if name in (*TENSORS, "dlse")}
         tables = {name: given[name] for name in ("cos", "sin")}
         if heads is not None:
             batches = [b for b, _ in heads]
             bounds = {name: tuple(x[b] for b in batches) for name in _BOUNDS if (x := getattr(self, name)) is not None}
             case = replace(self, batch=len(heads), heads_q=group, heads_kv=1, **bounds)
             tables = {name: x[batches] if self.table_batch else x for name, x in tables.items()}
-        inputs = testing.Inputs(**some, **tables)
+        dlse = some.pop("dlse", None)
+        inputs = testing.Inputs(**some, **tables).with_dlse(dlse)
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             results = testing.run_reference(inputs, case, dtype)

@@ -52,7 +52,10 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
         packed = (x[0].transpose(0, 1) for x in (q, k, v))
         o, lse = rope_attention_varlen_cp(*packed, cos, sin, plan, case.causal, **given)
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-    gradients = torch.autograd.grad(o, [q, k, v, *weights.values()], do)
+    outputs, upstream = [o], [do]
+    if inputs.dlse is not None:
+        outputs, upstream = [o, lse], [do, cp_shard(inputs.dlse, 2, group=group, sharding=sharding)]
+    gradients = torch.autograd.grad(outputs, [q, k, v, *weights.values()], upstream)
     names = ("o", "lse", "dq", "dk", "dv", *weights)
     return {name: x.detach().cpu() for name, x in zip(names, (o, lse, *gradients))}
 
@@ -93,7 +96,8 @@ def compared(
     some = {name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")}
 
     def run(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        results = testing.run_reference(inputs._replace(**some), short, dtype)
+        dlse = None if inputs.dlse is None else inputs.dlse[:, :, tokens]
+        results = testing.run_reference(inputs._replace(**some).with_dlse(dlse), short, dtype)
         rows = {name: getattr(results, name) for name in found}
         for name, x in rows.items() if padding else ():
             if name not in OF_WEIGHTS:

@@ -300,7 +300,7 @@ def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCh
     if "hopper" in machine.backends:  # elsewhere it must be refused
         weights |= {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
     fields = {"memory": _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)} | _masks(draw) | others
-    fields["variants"] = _variants(draw, machine, weights)
+    fields |= {"variants": _variants(draw, machine, weights), "lse_gradient": chance(draw, 0.15)}
     return _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, **fields)
 
 
@@ -325,6 +325,8 @@ def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> 
     sizes = _dense_sizes if prototype.seqlens is None else _packed_sizes
     fields = sizes(draw, prototype, machine, group, most)
     fields |= {"heads_q": fields["heads_kv"] * group, "wanted": _some(draw, (*TENSORS[:3], *WEIGHTS))}
+    if prototype.lse_gradient:
+        fields["return_lse"] = True
     return _call(draw, prototype, **fields, hides_nan=chance(draw, 0.5))
 
 

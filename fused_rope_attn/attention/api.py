@@ -112,7 +112,7 @@ def rope_attention(
         layout: ``"bhsd"``, or ``"bshd"``: q is ``(B, NQ, HQ, D)``, k and v are ``(B, NK, HKV, D)`` and o is
             ``(B, NQ, HQ, D)``, as flash-attn has them; lse keeps its shape. The tensors are viewed, not copied, and o
             and the gradients are contiguous if the inputs are.
-        return_lse: also return the log-sum-exp of every row (not differentiable).
+        return_lse: also return the log-sum-exp of every row, differentiable.
         deterministic: bitwise equal gradients from run to run; ``torch.use_deterministic_algorithms(True)`` asks for
             the same. The portable backward runs then, because its gradients always are equal. The sm_90 kernels add dq
             in any order.
@@ -143,7 +143,7 @@ def rope_attention(
         o = from_heads_first(o, layout)
         return (o, lse) if return_lse else o
     problem, described = _describe(tensors, Options(*options), layout)
-    o, lse = _attend(problem, described, layout)
+    o, lse = _attend(problem, described, layout, return_lse)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
     return (o, lse) if return_lse else o
@@ -228,7 +228,7 @@ def rope_attention_varlen(
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
     options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy)
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
-    o, lse = _attend(problem, tensors, "thd")
+    o, lse = _attend(problem, tensors, "thd", return_lse)
     return (o, lse.squeeze(0)) if return_lse else o
 
 
@@ -331,15 +331,16 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
-def _attend(problem: Problem, tensors: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(problem: Problem, tensors: Tensors, layout: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a described call by the backend that planning chooses; return (o in the layout, lse)."""
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
-        o, lse = eager.attention(problem if chosen == problem.backend else problem._replace(backend=chosen), tensors)
+        chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
+        o, lse = eager.attention(chosen_problem, tensors, return_lse)
         return from_heads_first(o, layout), lse
     q, k, v, sinks, q_norm, k_norm = differentiable(
         "rope_attention", (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
     )
     tensors = tensors._replace(q=q, k=k, v=v, sinks=sinks, q_norm=q_norm, k_norm=k_norm)
     o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
-    return from_heads_first(o, layout, contiguous=True), lse.detach()
+    return from_heads_first(o, layout, contiguous=True), lse

@@ -62,6 +62,7 @@ def shared_tensors(tensors: Tensors, **own: Any) -> dict[str, Any]:
         "cu_k_ptr": tensors.cu_seqlens_k,
         "q_norm_ptr": tensors.q_norm,
         "k_norm_ptr": tensors.k_norm,
+        "dlse_ptr": tensors.dlse,
         **own,
     }
 

@@ -24,9 +24,9 @@ from fused_rope_attn.runtime.registration import is_plain
 _MAX_KNOWN = 4096
 # Calls with the same key. They differ in dtypes, devices, strides, tables, or in which tensors take a gradient.
 _MAX_ALIKE = 8
-_WINDOW = Options._fields.index("window")
+_WINDOW, _RETURN_LSE = map(Options._fields.index, ("window", "return_lse"))
 # There are no transforms of torch.func in ordinary eager mode.
-_apply: Callable[..., torch.Tensor] = apply_of(Attention)
+_apply: Callable[..., Any] = apply_of(Attention)
 
 
 class EagerCall(DifferentiableCall):
@@ -36,14 +36,16 @@ class EagerCall(DifferentiableCall):
         problem: as ``planning.choose_backend`` has admitted it to the kernels.
         tensors: of such a call.
         is_known: the tensors of every call have the same dtypes, devices, shapes and strides.
+        returns_lse: the caller gets lse, which then has a gradient.
     """
 
-    __slots__ = ("_is_known", "_forward", "_saving", "_backward")
+    __slots__ = ("_is_known", "_returns_lse", "_forward", "_saving", "_backward")
 
-    def __init__(self, problem: Problem, tensors: Tensors, is_known: bool = False):
+    def __init__(self, problem: Problem, tensors: Tensors, is_known: bool = False, returns_lse: bool = True):
         super().__init__(problem, tensors)
         # A setting decides the precision of products in float32, and it may change between calls.
         self._is_known = is_known and problem.dtype is not torch.float32
+        self._returns_lse = returns_lse
         self._forward: Replay | None = None
         self._saving: Replay | None = None
         # (guard of the tensors, replay)
@@ -51,6 +53,8 @@ class EagerCall(DifferentiableCall):
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         if ops.needs_gradient(tensors):
+            if self._returns_lse:
+                return _apply(self, tensors, None, *self.differentiable(tensors))
             found: list[torch.Tensor] = []
             return _apply(self, tensors, found, *self.differentiable(tensors)), found[0]
         results = None if self._forward is None else self._forward(tensors.given())
@@ -77,30 +81,40 @@ class EagerCall(DifferentiableCall):
             tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
         return Saved(o, lse, tensors._replace(q=q_rot, k=k_rot), is_rotated=True)
 
-    def backward(self, do: torch.Tensor, kept: Sequence[torch.Tensor], unpack: Callable[[Sequence], Saved]) -> Sequence:
+    def backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        kept: Sequence[torch.Tensor],
+        unpack: Callable[[Sequence], Saved],
+    ) -> Sequence:
         # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
         if type(do) is not torch.Tensor or torch.is_grad_enabled() or in_forward_mode():
-            return super().backward(do, kept, unpack)
-        if self._backward is not None and self._backward[0](do, *kept):
+            return super().backward(do, dlse, kept, unpack)
+        if dlse is None and self._backward is not None and self._backward[0](do, *kept):
             results = self._backward[1]((do, *kept))
             if results is not None:
                 return results
+        saved = unpack(kept)
         with device.guard(self.problem.device):
-            call, tensors = ops.backward_call(self.problem, do, unpack(kept))
+            call, tensors = ops.backward_call(
+                self.problem, do, saved._replace(tensors=saved.tensors._replace(dlse=dlse))
+            )
             results = call(tensors)
-        if self._is_known and call.replay is not None:
+        if self._is_known and call.replay is not None and dlse is None:
             self._backward = guard((do, *kept)), call.replay
         return results
 
 
-def attention(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels.
+def attention(problem: Problem, tensors: Tensors, returns_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels. returns_lse: lse has a
+    gradient.
 
     Tracing, fake tensors and modes see one operator. Ordinary calls skip the dispatcher.
     """
     if not is_plain(*tensors):
         return ops.forward_operator(*flatten(problem, tensors))
-    return EagerCall(problem, tensors)(tensors)
+    return EagerCall(problem, tensors, returns_lse=returns_lse)(tensors)
 
 
 # Key to (guard of the tensors, call).
@@ -129,7 +143,7 @@ def find(tensors: Tensors, layout: Any, options: tuple) -> EagerCall | None:
 
 def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple:
     """Return the properties that the guard does not compare, and the options with their types, as ``1 == True``."""
-    q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, _, _ = tensors
+    q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, *_ = tensors
     others: tuple | None = None
     window = options[_WINDOW]
     if not (window is sinks is starts is lens is q_norm is k_norm is None):
@@ -159,7 +173,9 @@ def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, de
         _known.clear()
     alike = _known.setdefault(_key(tensors, layout, options), [])
     del alike[: max(0, len(alike) + 1 - _MAX_ALIKE)]
-    alike.append((guard(tensors.given()), EagerCall(problem, described, is_known=True)))
+    alike.append(
+        (guard(tensors.given()), EagerCall(problem, described, is_known=True, returns_lse=options[_RETURN_LSE]))
+    )
 
 
 def forget() -> None:

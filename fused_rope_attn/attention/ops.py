@@ -202,7 +202,7 @@ def needs_gradient(tensors: Tensors) -> bool:
 
 
 class DifferentiableCall:
-    """A call as ``Attention`` differentiates it: ``forward(tensors)`` and ``backward(do, kept, saved_by)``."""
+    """A call as ``Attention`` differentiates it."""
 
     __slots__ = ("problem", "weights")
 
@@ -217,36 +217,48 @@ class DifferentiableCall:
     def forward(self, tensors: Tensors) -> Saved:
         raise NotImplementedError
 
-    def backward(self, do: torch.Tensor, kept: Sequence[torch.Tensor], unpack: Callable[[Sequence], Saved]) -> Sequence:
+    def backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        kept: Sequence[torch.Tensor],
+        unpack: Callable[[Sequence], Saved],
+    ) -> Sequence:
         """Return ``Gradients`` through the dispatcher. kept: the tensors of a ``Saved``, which ``unpack`` returns."""
         o, lse, tensors, is_rotated = unpack(kept)
+        tensors = tensors._replace(dlse=dlse)
         return _backward_operator(is_rotated)(do, o, lse, *flatten(self.problem, tensors))
 
 
 class Attention(torch.autograd.Function):
-    """The gradient of attention. Its result is o alone; lse has no gradient, and is put into the list ``found``.
+    """The gradient of attention. Its results are o and lse; with a list ``found`` o alone, and the list gets lse.
 
     Every further argument and result costs the host time, so that only those tensors that may have a gradient are
-    arguments of their own.
+    arguments of their own, and lse is a result if the caller gets it.
     """
 
     @staticmethod
-    def forward(ctx, call: DifferentiableCall, tensors: Tensors, found: list, *differentiable):
+    def forward(ctx, call: DifferentiableCall, tensors: Tensors, found: list | None, *differentiable):
         saved = call.forward(tensors)
-        found.append(saved.lse)
         given = saved.tensors.given()
         # One flag a tensor: it was saved. None if only those were saved that every call has.
         present = None if len(given) == _ALWAYS_GIVEN else [x is not None for x in saved.tensors]
         ctx.call, ctx.unpack = call, functools.partial(_unpack, saved.is_rotated, present)
         ctx.save_for_backward(saved.o, saved.lse, *given)
         ctx.set_materialize_grads(False)
+        if found is None:
+            return saved.o, saved.lse
+        found.append(saved.lse)
         return saved.o
 
     @staticmethod
-    def backward(ctx, do):
-        if do is None:
+    def backward(ctx, do, dlse=None):
+        if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        dq, dk, dv, *others = ctx.call.backward(do, ctx.saved_tensors, ctx.unpack)
+        kept = ctx.saved_tensors
+        if do is None:
+            do = torch.zeros_like(kept[0])
+        dq, dk, dv, *others = ctx.call.backward(do, dlse, kept, ctx.unpack)
         return None, None, None, dq, dk, dv, *[others[i - 3] for _, i in ctx.call.weights]
 
 
@@ -280,9 +292,8 @@ class _OperatorCall(DifferentiableCall):
 def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
     if needs_gradient(tensors):
-        call, found = _OperatorCall(keyset, problem, tensors), []  # type: ignore[var-annotated]
-        o = apply_in_operator(Attention, call, tensors, found, *call.differentiable(tensors))
-        return o, found[0]
+        call = _OperatorCall(keyset, problem, tensors)
+        return apply_in_operator(Attention, call, tensors, None, *call.differentiable(tensors))
     return forward_operator.below_autograd(keyset, *arguments)
 
 

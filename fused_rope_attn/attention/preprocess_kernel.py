@@ -42,10 +42,11 @@ class Statistics:
 
 
 @triton.jit
-def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, BLOCK_N: tl.constexpr):
+def write_statistics(out, o, do, lse_ptr, dlse_ptr, rows, batch_head, start, NQ, BLOCK_N: tl.constexpr):
     """Write lse and delta of rows [start, start + BLOCK_N) of the head batch * HQ + head = batch_head (int64).
 
-    out: ``Statistics``; rows: ``SequenceRows``; o and do: ``Rows`` from ``start`` on; lse_ptr: (B, HQ, NQ).
+    out: ``Statistics``; rows: ``SequenceRows``; o and do: ``Rows`` from ``start`` on; lse_ptr
+    and dlse_ptr (or None): (B, HQ, NQ).
     """
     offs = tl.arange(0, BLOCK_N)
     exists = offs < rows.num_rows - start
@@ -54,9 +55,12 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, BLOCK_N: 
     do_tile = load_tile(do, offs, CHECK_ROWS=True)
     lse = tl.load(lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
     lse = lse_in_base_2(lse)
+    dlse = None
+    if dlse_ptr is not None:
+        dlse = tl.load(dlse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
     index = batch_head * out.pitch + rows.first_padded + start + offs
     tl.store(out.stats_ptr + index, lse, mask=is_written)
-    delta = output_delta(o_tile, do_tile, lse, out.READS_LENGTHS)
+    delta = output_delta(o_tile, do_tile, lse, dlse, out.READS_LENGTHS)
     tl.store(out.stats_ptr + out.size + index, delta, mask=is_written)
     if out.progress_ptr is not None:
         words = out.progress_ptr + out.num_key_heads + index // out.PROGRESS_ROWS
@@ -70,9 +74,9 @@ def write_statistics(out, o, do, lse_ptr, rows, batch_head, start, NQ, BLOCK_N: 
 
 
 @triton.jit(do_not_specialize="NQ pitch NK B HQ HKV GROUP_SIZE num_sequences position_limit num_counters".split())
-def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr, k_ptr,
-                      k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, counters_ptr, lens_ptr, cu_q_ptr, cu_k_ptr,
-                      o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
+def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr,
+                      k_ptr, k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, counters_ptr, lens_ptr, cu_q_ptr,
+                      cu_k_ptr, o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
                       sin_strides, q_sign, norm_eps, norm_offset, num_counters, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
                       num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -83,9 +87,10 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
     and k_norm (D,). Grid: query programs, then key programs.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf if a row saw nothing, so that p = exp2(s - lse) = 0) and
-    delta = sum(o * do); both are 0 from NQ to pitch, which are equal for packed sequences. Set to zero, unless they are
-    None: ``accumulator`` (B, HQ, pitch, COLUMNS) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,)
-    int32, and ``counters`` (num_counters,) int32.
+    delta = sum(o * do) - dlse, where dlse (B, HQ, NQ) float32 is the gradient of lse, or None; both are 0 from NQ to
+    pitch, which are equal for packed sequences. Set to zero, unless they are None: ``accumulator`` (B, HQ, pitch,
+    COLUMNS) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,) int32, and ``counters`` (num_counters,)
+    int32.
 
     PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
     ``padded_row`` on, up to a multiple of PAD_TO. Rows without a query are 0 there too, and pitch is that of
@@ -128,7 +133,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, stats_ptr, accumulator_ptr, progre
         for head in range(first_head, last_head):
             o_rows, do_rows = rows_of_head(o, head), rows_of_head(do, head)
             batch_head = batch * HQ + tl.cast(head, tl.int64)
-            write_statistics(out, o_rows, do_rows, lse_ptr, rows, batch_head, start, NQ, BLOCK_N)
+            write_statistics(out, o_rows, do_rows, lse_ptr, dlse_ptr, rows, batch_head, start, NQ, BLOCK_N)
         if ROTATE:
             num_rot = rows.num_padded if PAD_TO else rows.num_rows
             q, q_rot = TensorView(q_ptr, q_strides), TensorView(q_rot_ptr, q_rot_strides)

@@ -25,8 +25,9 @@ class Tensors(NamedTuple):
     q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; sinks
     ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k ``(sequences + 1,)`` int32. Packed
     sequences follow one another along NQ and NK, with B = 1. q_norm and k_norm ``(D,)``: the weights of the norms.
-    Tensors that only the device reads (sinks to k_norm) are contiguous when they reach a launcher. raw_q and raw_k: the
-    caller's q and k, in a backward pass with norms in which q and k are the normed and rotated ones.
+    Tensors that only the device reads (sinks to k_norm, dlse) are contiguous when they reach a launcher. In a backward
+    pass only: raw_q and raw_k, the caller's q and k, if there are norms and q and k are the normed and rotated ones;
+    dlse ``(B, HQ, NQ)`` float32, the gradient of lse.
     """
 
     q: Any
@@ -43,6 +44,7 @@ class Tensors(NamedTuple):
     k_norm: Any = None
     raw_q: Any = None
     raw_k: Any = None
+    dlse: Any = None
 
     def given(self) -> list[Any]:
         """Return the tensors that are given, in their order."""
@@ -50,7 +52,7 @@ class Tensors(NamedTuple):
 
 
 # Fields of ``Tensors`` that only the device reads.
-READ_BY_THE_DEVICE = ("sinks", "kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "q_norm", "k_norm")
+READ_BY_THE_DEVICE = ("sinks", "kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "q_norm", "k_norm", "dlse")
 
 
 class Saving(enum.Enum):

@@ -159,7 +159,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend with rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
 
-    Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q), not differentiable.
+    Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q).
     Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
     of a group are folded into the rows.
 
@@ -197,7 +197,7 @@ def attend(
         o = _VisibleProduct.apply(weights, v, folded) if apart else torch.matmul(weights, v)
         o = rearrange(o, "b h (g n) d -> b (h g) n d", **rows)
     o = o.masked_fill(dead, 0)  # also stops a NaN in `do` of a dead row
-    lse = torch.logsumexp(scores.detach(), dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
     return o, lse
 
 
@@ -228,7 +228,7 @@ def attention(
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form of `normalise_tables`.
     Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
-    includes the sink if there is one and is not differentiable.
+    includes the sink if there is one.
 
     Norm and rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row
     without a visible key gives o = 0, lse = -inf and gradients 0. The values of such a row, and of k and v outside

@@ -88,7 +88,8 @@ class _Segments:
         q, k, v = self.queries(given.q, segment, heads), found.k, found.v
         keys, sinks = slice(*segment.keys), None if given.sinks is None else given.sinks[heads]
         cos, sin = self.tables[index]
-        tensors = given._replace(q=q, k=k[:, :, keys], v=v[:, :, keys], cos=cos, sin=sin, sinks=sinks)
+        dlse = None if given.dlse is None else self.queries(given.dlse, segment, heads)
+        tensors = given._replace(q=q, k=k[:, :, keys], v=v[:, :, keys], cos=cos, sin=sin, sinks=sinks, dlse=dlse)
         count = section[1] - section[0]
         problem = self.problem._replace(
             heads_q=count * group, heads_kv=count, len_q=segment.queries, len_k=segment.num_keys

@@ -31,8 +31,11 @@ def backward(
     call: Call, problem: Problem, tensors: Tensors, total: int, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Gradients:
     """Return gradients as ``gather.backward`` does."""
-    one, given, (do, o, lse) = _whole(call, problem, tensors, total, do, o, lse)
-    found = local.backward(local.plan_of(one), one, do, Saved(o, lse, given))
+    # Some ranks may have no gradient of lse, but all take part in the exchange.
+    dlse = torch.zeros_like(lse) if tensors.dlse is None else tensors.dlse
+    one, given, (do, o, of_rows) = _whole(call, problem, tensors, total, do, o, torch.stack((lse, dlse), -1))
+    lse, dlse = (x.contiguous() for x in of_rows.unbind(-1))
+    found = local.backward(local.plan_of(one), one, do, Saved(o, lse, given._replace(dlse=dlse)))
     length = problem.len_q * call.group.size
     whole = [found.dq, found.dk, found.dv]
     if total < length:

@@ -49,8 +49,11 @@ def backward(
             for name in ("sinks", "q_norm", "k_norm")
             if getattr(tensors, name) is not None
         }
-        again, _ = _reference(problem, tensors._replace(q=q, k=k, v=v, **weights))
-        dq, dk, dv, *others = torch.autograd.grad(again, [q, k, v, *weights.values()], do.to(wide))
+        again, given = list(_reference(problem, tensors._replace(q=q, k=k, v=v, **weights))), [do, tensors.dlse]
+        if tensors.dlse is None:
+            del again[1], given[1]
+        leaves = [q, k, v, *weights.values()]
+        dq, dk, dv, *others = torch.autograd.grad(again, leaves, [x.to(wide) for x in given], materialize_grads=True)
     key_dtype = wide if problem.sums_keys else problem.dtype
     dtypes = problem.dtype, key_dtype, key_dtype
     found = [x.to(dtype) if out is None else out.copy_(x) for x, dtype, out in zip((dq, dk, dv), dtypes, outs)]

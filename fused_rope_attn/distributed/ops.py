@@ -129,14 +129,13 @@ class _ContextParallel(torch.autograd.Function):
             o, lse = _forward.below_function(keyset, *cut, *flatten(problem, tensors))
         ctx.plain, ctx.cut, ctx.problem = keyset is None, cut, problem
         ctx.save_for_backward(o, lse, *tensors)
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    def backward(ctx, do, _):
+    def backward(ctx, do, dlse):
         o, lse, *saved = ctx.saved_tensors
-        tensors = Tensors(*saved)
+        tensors = Tensors(*saved)._replace(dlse=dlse)
         needs = Tensors(*ctx.needs_input_grad[3:])
         if do is None:
             # The other ranks may have a gradient, and wait for this rank's part in theirs.

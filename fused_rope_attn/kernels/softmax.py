@@ -49,10 +49,15 @@ def lse_in_base_2(lse):
 
 
 @triton.jit
-def output_delta(o, do, lse, READS_LENGTHS: tl.constexpr):
-    """delta = sum(o * do) of rows of o and dO (rows, columns), float32; ``lse`` is ``lse_in_base_2``'s."""
+def output_delta(o, do, lse, dlse, READS_LENGTHS: tl.constexpr):
+    """delta = sum(o * do) - dlse of rows of o and dO (rows, columns), float32, so that dS = P * (dP - delta).
+
+    ``lse`` is ``lse_in_base_2``'s. dlse: the gradient of lse (rows,), or None: the derivative of lse is P, too.
+    """
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if READS_LENGTHS:
+    if dlse is not None:
+        delta -= dlse
+    if READS_LENGTHS or dlse is not None:
         # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
         delta = tl.where(lse == float("inf"), 0.0, delta)
     return delta

@@ -43,6 +43,7 @@ class Case:
     norm_eps: float = 1e-6
     norm_dtype: torch.dtype = torch.float32
     seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
+    lse_gradient: bool = False  # lse has a gradient, too
 
     @property
     def rotary(self) -> int:
@@ -85,6 +86,7 @@ class Case:
             norms: self.norms is not None,
             f"{_SHORT[self.norm_dtype]}-norms": self.norms is not None and self.norm_dtype != torch.float32,
             "packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens or ()): self.seqlens,
+            "dlse": self.lse_gradient,
             f"seed={self.seed}": self.seed,
         }
         return " ".join(word for word, is_shown in words.items() if is_shown)
@@ -126,9 +128,7 @@ def norms_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-class Inputs(NamedTuple):
-    """q and do (B, HQ, NQ, D); k and v (B, HKV, NK, D); cos and sin in the form that the case asks for."""
-
+class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -137,15 +137,28 @@ class Inputs(NamedTuple):
     do: Tensor
 
 
+class Inputs(_Inputs):
+    """q and do (B, HQ, NQ, D); k and v (B, HKV, NK, D); cos and sin in the form that the case asks for. The gradient of
+    lse, ``dlse`` (B, HQ, NQ) float32, is no element, because few cases have one."""
+
+    dlse: Tensor | None = None
+
+    def with_dlse(self, dlse: Tensor | None) -> "Inputs":
+        """Set the gradient of lse, and return self."""
+        self.dlse = dlse
+        return self
+
+
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Normally distributed q, k, v and do with the case's strides, and its tables; equal for equal seed and device."""
+    """Normally distributed tensors with the case's strides, and its tables; equal for equal seed and device."""
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(case.seed)
     shape_q = (case.batch, case.heads_q, case.len_q, case.head_dim)
     shape_k = (case.batch, case.heads_kv, case.len_k, case.head_dim)
     q, k, v, do = (_random(shape, case.dtype, case.layout, generator) for shape in (shape_q, shape_k, shape_k, shape_q))
     cos, sin = _tables(case, generator)
-    return Inputs(q, k, v, cos, sin, do)
+    dlse = torch.randn(shape_q[:3], generator=generator, device=device) if case.lse_gradient else None
+    return Inputs(q, k, v, cos, sin, do).with_dlse(dlse)
 
 
 def _random(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, generator: torch.Generator) -> Tensor:

@@ -69,6 +69,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
             qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
             q_block, k_block, v_block, do_block = (x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs]))
             part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
+            part["dlse"] = None if inputs.dlse is None else inputs.dlse[qs].to(lse_dtype)
             if case.sinks:
                 part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
             o[qs], lse[qs], dq[qs], dk[kv], dv[kv], dsinks_part, *dweights_part = _reference_heads(
@@ -109,7 +110,9 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
         rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
         some_q, some_k = (x[:, :, rows_q] for x in (q, inputs.do)), (x[:, :, rows_k] for x in (k, inputs.v))
         (q_part, do_part), (k_part, v_part) = some_q, some_k
-        part = run_reference(Inputs(q_part, k_part, v_part, inputs.cos, inputs.sin, do_part), one, dtype)
+        dlse = None if inputs.dlse is None else inputs.dlse[:, :, rows_q]
+        part_inputs = Inputs(q_part, k_part, v_part, inputs.cos, inputs.sin, do_part).with_dlse(dlse)
+        part = run_reference(part_inputs, one, dtype)
         for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
             whole[:, :, rows] = cast(Tensor, x)
         if part.dsinks is not None:
@@ -135,6 +138,7 @@ def _reference_heads(
     rows: int,
     weights: list[Tensor],
     sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
     **bounds: Tensor | None,
 ) -> tuple[Any, ...]:
     """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, dq, dk, dv, dsinks or
@@ -180,10 +184,13 @@ def _reference_heads(
                 softcap=case.softcap,
                 sinks=leaves[3] if sinks is not None else None,
             )
-            dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(o_part, leaves, do[:, :, part])
+            outputs, upstream = [o_part], [do[:, :, part]]
+            if dlse is not None:
+                outputs, upstream = [*outputs, lse_part], [*upstream, dlse[:, :, part]]
+            dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(outputs, leaves, upstream)
             if dsinks is not None:
                 dsinks += sinks_part[0]
-            o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part
+            o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part.detach()
             dq_rot += dq_part
             dk_rot += dk_part
             dv += dv_part
@@ -245,7 +252,10 @@ def run_op(
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     if not grads:
         return Results(o, lse)
-    dq, dk, dv, *dweights = torch.autograd.grad(o, (q, k, v, *weights.values()), inputs.do)
+    outputs, upstream = [o], [inputs.do]
+    if inputs.dlse is not None:
+        outputs, upstream = [o, lse], [inputs.do, inputs.dlse]
+    dq, dk, dv, *dweights = torch.autograd.grad(outputs, (q, k, v, *weights.values()), upstream)
     results = Results(o.detach(), lse.detach(), dq, dk, dv)
     for name, gradient in zip(weights, dweights):
         setattr(results, name, gradient)

@@ -1,14 +1,16 @@
 """Attention and autograd: checkpointing, double backward, sinks alone, changed inputs, inference mode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import make_inputs
-from tests.support.attention import gradients, leaves
+from tests.support.attention import gradients, leaves, packed_case, run_and_compare
 from tests.support.internals import go_through_the_dispatcher
-from tests.support.marks import STRATEGIES, interpreted
+from tests.support.marks import STRATEGIES, both_strategies, cases, interpreted
 from tests.support.operators import MASKS, SMALL, assert_close, kernel_or_reference
 
 
@@ -84,6 +86,50 @@ def test_sinks_are_differentiable():
     weights = torch.exp(sinks.detach()[:, None] - lse)
     expected = -(weights * (o.detach() * do).sum(-1)).sum((0, 2))
     torch.testing.assert_close(sinks.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+DLSE = [
+    replace(SMALL, lse_gradient=True),
+    replace(SMALL, lse_gradient=True, causal=False, softcap=4.0, sinks=True, window=(20, 9)),
+    replace(SMALL, lse_gradient=True, norms=1.0, interleaved=True, kv_lens=(5,) * SMALL.batch),
+    packed_case(replace(SMALL, lse_gradient=True, sinks=True), (40, 3, 0, 20)),
+]
+
+
+@interpreted
+@both_strategies
+@pytest.mark.parametrize("plain", [True, False])
+@cases(*DLSE)
+def test_gradients_of_o_and_lse(case, plain, strategy, monkeypatch):
+    """dS = P * (dP - delta + dlse), in the kernels as in float64, in every pass that makes delta."""
+    if not plain:
+        go_through_the_dispatcher(monkeypatch)
+    run_and_compare(case, strategy=strategy)
+
+
+@kernel_or_reference("triton", "reference")
+def test_a_loss_of_lse_alone(backend):
+    """v has the gradient 0; a row that sees nothing takes any gradient of lse, and gives none."""
+    case = replace(SMALL, kv_lens=(5,) * SMALL.batch)
+    inputs = make_inputs(case)
+    lens = torch.full((case.batch,), 5, dtype=torch.int32)
+    for _ in range(2):  # the second call is a known one
+        q, k, v = leaves(inputs)
+        _, lse = rope_attention(q, k, v, inputs.cos, inputs.sin, True, kv_lens=lens, return_lse=True, backend=backend)
+        dlse = torch.where(lse == -torch.inf, torch.nan, 1.0)
+        assert bool(dlse.isnan().any())
+        dq, dk, dv = torch.autograd.grad(lse, (q, k, v), dlse, materialize_grads=True)
+        assert bool(torch.isfinite(dq).all()) and bool(dk.any()) and not bool(dv.any())
+
+
+@kernel_or_reference("triton", "reference")
+def test_double_backward_through_lse_raises(backend):
+    inputs = make_inputs(SMALL)
+    q, k, v = leaves(inputs)
+    _, lse = rope_attention(q, k, v, inputs.cos, inputs.sin, True, return_lse=True, backend=backend)
+    (dq,) = torch.autograd.grad(lse.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
+        torch.autograd.grad(dq.sum(), k)
 
 
 @kernel_or_reference("triton", "reference")

@@ -33,18 +33,13 @@ def test_gradcheck(options, interleaved):
             options[name] = torch.tensor(options[name], dtype=torch.int32)
 
     def run(q, k, v, sinks):
-        return reference.attention(
+        o, lse = reference.attention(
             q, k, v, cos, sin, causal, softmax_scale=0.6, rotary_dim=4, interleaved=interleaved, sinks=sinks, **options
-        )[0]
+        )
+        return o, lse.masked_fill(lse.isinf(), 0.0)
 
     assert torch.autograd.gradcheck(run, (q, k, v, sinks))
     assert torch.autograd.gradgradcheck(run, (q, k, v, sinks), fast_mode=True)  # along one random direction
-
-
-def test_lse_is_not_differentiable():
-    q, k, v = (x.requires_grad_() for x in qkv())
-    o, lse = reference.attention(q, k, v, *tables(7, 8), softmax_scale=1.0, rotary_dim=8)
-    assert o.requires_grad and not lse.requires_grad
 
 
 def test_what_overflows_where_nothing_is_visible_stays_there():

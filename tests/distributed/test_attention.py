@@ -31,6 +31,8 @@ ROWS = [
     ((0, 1, 2), replace(PLAIN, norms=1.0, window=(9, 0)), {"total_len": 40}),
     ((0, 1), replace(PLAIN, norms=0.0, causal=False), {"method": "all_to_all"}),
     ((0, 1), PLAIN, {"total_len": 13, "method": "all_to_all"}),
+    ((0, 1, 2), replace(PLAIN, lse_gradient=True, window=(10, 0), sinks=True), {}),
+    ((1, 3), replace(PLAIN, lse_gradient=True, norms=1.0), {"method": "all_to_all"}),
     ((0, 1), replace(PLAIN, rotary_dim=8, interleaved=True, layout="odd", extra_rows=5), {"deterministic": True}),
 ]
 

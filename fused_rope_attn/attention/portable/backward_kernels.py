@@ -54,7 +54,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     scale = ScoreScale(qk_scale, cap_scale, PRECISION)
     size, HQ = tl.cast(num_heads, tl.int64) * GROUP_SIZE * NQ, HKV * GROUP_SIZE
     inputs = BackwardInputs(
-        q, k, v, do, None, stats_ptr, size, HQ, GROUP_SIZE, NQ, NK, row_format, scale, USE_TMA, ALL_TMA=False
+        q, k, v, do, None, None, stats_ptr, size, HQ, GROUP_SIZE, NQ, NK, row_format, scale, USE_TMA, ALL_TMA=False
     )
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
@@ -89,7 +89,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     scale = ScoreScale(qk_scale, cap_scale, PRECISION)
     size = tl.cast(num_heads, tl.int64) * NQ
     inputs = BackwardInputs(
-        q, k, v, do, None, stats_ptr, size, HQ, GROUP_SIZE, NQ, NK, row_format, scale, USE_TMA, ALL_TMA=False
+        q, k, v, do, None, None, stats_ptr, size, HQ, GROUP_SIZE, NQ, NK, row_format, scale, USE_TMA, ALL_TMA=False
     )
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
@@ -100,19 +100,19 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
 
 
 @triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_batches", "num_sequences", "window"])
-def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dq_ptr,
-                      dk_ptr, dv_ptr, dsinks_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides,
-                      k_strides, v_strides, do_strides, o_strides, dq_strides, dk_strides, dv_strides, cos_strides,
-                      sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset, window,
-                      num_batches, HQ, HKV, GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr, R: tl.constexpr,
-                      DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr, DQ_BLOCK_M: tl.constexpr,
-                      DQ_BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
-                      PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
-                      USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
+def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos_ptr, sin_ptr, q_norm_ptr,
+                      k_norm_ptr, dq_ptr, dk_ptr, dv_ptr, dsinks_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr,
+                      cu_k_ptr, q_strides, k_strides, v_strides, do_strides, o_strides, dq_strides, dk_strides,
+                      dv_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps,
+                      norm_offset, window, num_batches, HQ, HKV, GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr,
+                      R: tl.constexpr, DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr,
+                      DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                      INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
+                      PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """The whole backward pass: first programs of ``dkdv_kernel``, which take longer, then those of ``dq_kernel``.
 
-    Both compute lse and delta of the rows that they read from forward's o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32.
+    Both compute lse and delta of the rows that they read from forward's o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32,
+    and dlse like lse or None.
     Grid: the sum of both kernels'. The rest as there, with num_batches = B.
     """
     masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
@@ -122,7 +122,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, cos_ptr, sin_
     scale = ScoreScale(qk_scale, cap_scale, PRECISION)
     o = TensorView(o_ptr, o_strides)
     inputs = BackwardInputs(
-        q, k, v, do, o, lse_ptr, None, HQ, GROUP_SIZE, NQ, NK, row_format, scale, USE_TMA, ALL_TMA=USE_TMA
+        q, k, v, do, o, dlse_ptr, lse_ptr, None, HQ, GROUP_SIZE, NQ, NK, row_format, scale, USE_TMA, ALL_TMA=USE_TMA
     )
     dq, dk, dv = TensorView(dq_ptr, dq_strides), TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)

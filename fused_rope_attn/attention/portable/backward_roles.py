@@ -52,6 +52,7 @@ class BackwardInputs:
     v: TensorView
     do: TensorView
     o: TensorView | None  # None: the statistics hold delta
+    dlse_ptr: tl.tensor | None  # (B, HQ, NQ) float32, with o alone
     statistics_ptr: tl.tensor  # float32: with o lse (B, HQ, NQ), else ``preprocess_kernel``'s stats (2, B, HQ, NQ)
     num_statistics: tl.tensor  # B * HQ * NQ, int64
     HQ: tl.tensor
@@ -93,6 +94,7 @@ class HeadStatistics:
 
     lse_ptr: tl.tensor  # of the first row; float32 in base 2, +inf if a row saw nothing, or with ``o`` forward's lse
     delta_ptr: tl.tensor | None  # of the first row; float32
+    dlse_ptr: tl.tensor | None  # of the first row; float32, only with ``o``
     o: HeadTiles | None
     READS_LENGTHS: tl.constexpr
 
@@ -125,12 +127,15 @@ def query_tiles(inputs, origin, num_rows, first_row, READS_LENGTHS: tl.constexpr
 @triton.jit
 def statistics_of_head(inputs, origin, num_queries, first_row, READS_LENGTHS: tl.constexpr):
     """Return the ``HeadStatistics`` of the ``num_queries`` rows of one head that begin at ``origin``."""
-    lse_ptr = inputs.statistics_ptr + (origin.batch * inputs.HQ + origin.head) * inputs.NQ + origin.row
+    first = (origin.batch * inputs.HQ + origin.head) * inputs.NQ + origin.row
+    lse_ptr = inputs.statistics_ptr + first
     if inputs.o is None:
-        return HeadStatistics(lse_ptr, lse_ptr + inputs.num_statistics, o=None, READS_LENGTHS=READS_LENGTHS)
+        delta_ptr = lse_ptr + inputs.num_statistics
+        return HeadStatistics(lse_ptr, delta_ptr, dlse_ptr=None, o=None, READS_LENGTHS=READS_LENGTHS)
     else:
+        dlse_ptr = None if inputs.dlse_ptr is None else inputs.dlse_ptr + first
         o = head_tiles(inputs.o, origin, num_queries, inputs.format, first_row, READS_LENGTHS, inputs.ALL_TMA)
-        return HeadStatistics(lse_ptr, delta_ptr=None, o=o, READS_LENGTHS=READS_LENGTHS)
+        return HeadStatistics(lse_ptr, delta_ptr=None, dlse_ptr=dlse_ptr, o=o, READS_LENGTHS=READS_LENGTHS)
 
 
 @triton.jit
@@ -149,7 +154,10 @@ def load_delta(statistics, do, lse, start, offs, exists, CHECK_ROWS: tl.constexp
         return load_where(statistics.delta_ptr + start + offs, exists, 0.0)
     else:
         o = load_head_tile(statistics.o, start, offs, CHECK_ROWS)
-        return output_delta(o, do, lse, statistics.READS_LENGTHS)
+        dlse = None
+        if statistics.dlse_ptr is not None:
+            dlse = load_where(statistics.dlse_ptr + start + offs, exists, 0.0)
+        return output_delta(o, do, lse, dlse, statistics.READS_LENGTHS)
 
 
 @triton.jit
