@@ -122,6 +122,8 @@ class Job(LaunchJob):
                 shape = rotated_shape(problem)
                 raw = {"raw_q": q, "raw_k": k} if self.norms else {}
                 tensors = tensors._replace(q=q.new_empty(shape), k=k.new_empty(k.shape), **raw)
+            if "softcap" in self.masks:  # such calls have a gradient of lse, too
+                tensors = tensors._replace(dlse=lse)
             given = (do, o, lse, *tensors)
             prepare = backward.BackwardCall if self.is_hopper else backward.backward_call
             prepare(problem, given, self.config, self.rotated)(given)

@@ -188,6 +188,6 @@ def in_sections(ranks: tuple[int, ...], options: dict[str, Any], section_bytes: 
         given = {"sinks": sinks, "return_lse": True, **options}
         o, lse = rope_attention_cp(*shards, *tables, group=group, **given)
         gradients = torch.autograd.grad(o.square().sum(), (*shards, sinks))
-        found.append(dict(zip(("o", "lse", "dq", "dk", "dv", "dsinks"), (o.detach(), lse, *gradients))))
+        found.append(dict(zip(("o", "lse", "dq", "dk", "dv", "dsinks"), (o.detach(), lse.detach(), *gradients))))
     gather.SECTION_BYTES = usual
     return found[0], found[1]
