@@ -9,24 +9,23 @@ Not for use under ``TRITON_INTERPRET=1``: the interpreter replaces the compiler 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
-import pkgutil
 import re
 import struct
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
-from fused_rope_attn.runtime import driver
+from fused_rope_attn.runtime import device, driver
 from tools import uninitialised
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -49,27 +48,27 @@ THOROUGH = ("sm_90", "sm_86")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """The cost of one compilation. ``shared`` and ``spill`` (stack of one thread) are bytes, ``registers`` per thread;
-    ``serialised``: ptxas says that it made wgmma products wait for one another; ``unwritten``: the first
-    read of a register that nothing has written, "" if there is none; ``refusal``: why the package leaves the kernel's
-    launches to Triton, "" where it makes them itself."""
+    """The cost of one compilation.
+
+    registers, spill: of one thread, the spill in bytes of its stack. shared, limit: bytes of shared memory, and how many the
+    card gives a block. serialised: ptxas says that it made wgmma products wait for one another. unwritten: the first
+    read of a register that nothing has written, or "". refusal: why the package leaves the kernel's launches to Triton,
+    or "". constants: values of constexpr parameters and of specialised arguments by name.
+    """
 
     kernel: str
     arch: str
-    num_warps: int
-    num_stages: int
+    warps: int
+    stages: int
     registers: int
     spill: int
     serialised: bool
     unwritten: str
     refusal: str
     shared: int
-    shared_limit: int
+    limit: int
     seconds: float
-    constants: dict
-
-    def asdict(self) -> dict:
-        return asdict(self)
+    constants: dict[str, Any]
 
 
 class CompileOnlyDriver:
@@ -112,19 +111,6 @@ class CompileOnlyDriver:
 
         def __call__(self, *args, **kwargs):
             pass
-
-
-def _patch_everywhere(package: str, original, replacement) -> None:
-    """Rebind ``original`` in every module of ``package``, however it was imported there."""
-    root = importlib.import_module(package)
-    names = [package, *(m.name for m in pkgutil.walk_packages(root.__path__, package + "."))]
-    for name in names:
-        if ".integrations" in name:  # needs an extra, holds no kernel
-            continue
-        module = importlib.import_module(name)
-        for attribute, value in list(vars(module).items()):
-            if value is original:
-                setattr(module, attribute, replacement)
 
 
 @dataclass(frozen=True)
@@ -198,7 +184,7 @@ def _parameter_sizes(kind: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[CompiledKernel]]:
+def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
     """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills.
 
     The package's own question ``device.arch`` gets the same answer. Output printed within does not appear. A kernel
@@ -223,8 +209,8 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
             CompiledKernel(
                 kernel=metadata["name"],
                 arch=arch,
-                num_warps=metadata["num_warps"],
-                num_stages=metadata["num_stages"],
+                warps=metadata["num_warps"],
+                stages=metadata["num_stages"],
                 registers=usage.registers,
                 spill=usage.spill,
                 serialised="wgmma.mma_async instructions are serialized" in remarks,
@@ -232,7 +218,7 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
                 unwritten=_unwritten(metadata_group) if arch == "sm_90" else "",
                 refusal=_refusal(src, metadata, metadata_group),
                 shared=metadata["shared"],
-                shared_limit=limit,
+                limit=limit,
                 seconds=times.total / 1e6,
                 constants={
                     k: v if isinstance(v, (int, float, str, type(None))) else str(v) for k, v in constants.items()
@@ -240,23 +226,14 @@ def compiling_for(arch: str, package: str = "fused_rope_attn") -> Iterator[list[
             )
         )
 
-    device = importlib.import_module(package + ".runtime.device")
-    original_arch, original_sms = device.arch, device.num_sms
-    fake_arch, fake_sms = (lambda _device: arch), (lambda _device: 128)
-    _patch_everywhere(package, original_arch, fake_arch)
-    _patch_everywhere(package, original_sms, fake_sms)
-    runtime = triton.runtime.driver
     knobs = triton.knobs
-    previous, listener, dump = runtime._active, knobs.compilation.listener, knobs.nvidia.dump_ptxas_log
-    runtime.set_active(CompileOnlyDriver(arch))
-    knobs.compilation.listener = record
-    knobs.nvidia.dump_ptxas_log = True  # printed, so that what is printed meanwhile is read and not shown
-    try:
-        with contextlib.redirect_stdout(log):
-            yield compiled
-    finally:
-        knobs.nvidia.dump_ptxas_log = dump
-        knobs.compilation.listener = listener
-        runtime._active = previous
-        _patch_everywhere(package, fake_arch, original_arch)
-        _patch_everywhere(package, fake_sms, original_sms)
+    with (
+        mock.patch.multiple(device, arch=lambda _: arch, num_sms=lambda _: 128),
+        mock.patch.object(triton.runtime.driver, "_active", CompileOnlyDriver(arch)),
+        knobs.compilation.scope(),
+        knobs.nvidia.scope(),
+        contextlib.redirect_stdout(log),
+    ):
+        knobs.compilation.listener = record
+        knobs.nvidia.dump_ptxas_log = True  # printed, so that what is printed meanwhile is read and not shown
+        yield compiled

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import triton
@@ -296,32 +296,15 @@ def compile_job(job: LaunchJob) -> list[dict]:
     except Exception as error:  # any failure to compile is a row of the report
         reason = f"{type(error).__name__}: {error}".strip().splitlines()
         return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
-    return [
-        _row(
-            job,
-            kernel=kernel.kernel,
-            warps=kernel.num_warps,
-            stages=kernel.num_stages,
-            registers=kernel.registers,
-            spill=kernel.spill,
-            serialised=kernel.serialised,
-            unwritten=kernel.unwritten,
-            refusal=kernel.refusal,
-            shared=kernel.shared,
-            limit=kernel.shared_limit,
-            seconds=kernel.seconds,
-            verdict=_verdict(job, kernel),
-        )
-        for kernel in compiled
-    ]
+    return [_row(job, **asdict(kernel), verdict=_verdict(job, kernel)) for kernel in compiled]
 
 
 def _row(job: LaunchJob, **fields) -> dict:
-    return {"arch": job.arch, "job": job.label, **fields}
+    return {"job": job.label, "arch": job.arch} | fields
 
 
 def _verdict(job: LaunchJob, kernel: aot.CompiledKernel) -> str:
-    if kernel.shared > kernel.shared_limit:
+    if kernel.shared > kernel.limit:
         return "FAIL shared memory"
     if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
         return "FAIL wgmma serialised"

@@ -39,7 +39,7 @@ def toy(request, tmp_path_factory) -> dict[str, dict]:
 
 def test_limits_are_those_of_the_cards(toy):
     for row in toy.values():
-        assert row["shared_limit"] == SHARED_KB[row["arch"]] * 1024
+        assert row["limit"] == SHARED_KB[row["arch"]] * 1024
 
 
 def test_a_small_kernel_fits(toy):
@@ -47,8 +47,8 @@ def test_a_small_kernel_fits(toy):
     assert row["kernel"] == "product_kernel"
     assert 16 <= row["registers"] <= 255
     assert row["spill"] == 0
-    assert 0 < row["shared"] < row["shared_limit"]
-    assert row["num_warps"] == 4 and row["num_stages"] == 2
+    assert 0 < row["shared"] < row["limit"]
+    assert row["warps"] == 4 and row["stages"] == 2
 
 
 def test_specialisation_is_the_launchs(toy):

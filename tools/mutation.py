@@ -1,0 +1,219 @@
+"""Make one small change of a module at a time, and list those that no test notices.
+
+    python -m tools.mutation kernels/masks.py rotation/validation.py
+    python -m tools.mutation attention/planning.py --tests tests/attention/test_plan.py --session plan.sqlite
+
+cosmic-ray makes the changes (``<`` for ``<=``, 2 for 1, ``and`` for ``or``) in a copy of the checkout, and keeps their
+results in a session file, which ``cr-report`` and ``cr-html`` read. Its own ``exec`` starts Python for each change and
+imports torch and Triton again; here each test run is a fork of a process that has imported them.
+
+Exits with 1 if a change survives that equivalent_mutants.txt does not list, or if a listed one is killed. Needs
+``pip install '.[mutation]'`` and no GPU: device code runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import functools
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "fused_rope_attn"
+EQUIVALENTS = Path(__file__).with_name("equivalent_mutants.txt")
+# The tests that failed last run first. pyproject.toml sets an option of pytest_timeout; other plugins load slowly.
+PYTEST = ("-x", "-q", "--ff", "--tb=no", "--assert=plain", "-p", "no:logging", "-p", "pytest_timeout")
+PRELOADED = ("torch", "triton.language", "triton.experimental.gluon.nvidia.hopper", "pytest", "numpy", "hypothesis")
+MEMORY = 8 << 30  # bytes of data that a test run may allocate
+LEAST_LIMIT = 20.0  # seconds before a run is stopped; slow tests get ten times what they take without a change
+# Nobody compares numbers by identity, and dtypes, classes and functions are equal where they are identical.
+SPARED_OPERATORS = r"ComparisonOperator_((?!Is)\w+_Is|Is_Eq$|IsNot_NotEq$)"
+
+
+def mirrors_of(module: str) -> list[str]:
+    """Return the tests that mirror a module: ``tests/folder/test_module*.py``, or else all of ``tests/folder``."""
+    folder = ROOT / "tests" / Path(module).parent
+    found = sorted(folder.glob(f"test_{Path(module).stem}*.py"))
+    return [str(path.relative_to(ROOT)) for path in found or [folder]]
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """Return the reason of each listed change by (module, lines before, lines after).
+
+    The list has blocks of a reason ("# "), a module, and the lines before ("- ") and after ("+ ") each change.
+    """
+    found = {}
+    for block in EQUIVALENTS.read_text(encoding="utf-8").split("\n\n"):
+        reason = module = before = ""
+        for line in block.splitlines():
+            kind, rest = line[:2], line[2:].strip()
+            if kind == "# ":
+                reason = f"{reason} {rest}".strip()
+            elif kind == "- ":
+                before = rest
+            elif kind == "+ ":
+                found[module, before, rest] = reason
+            else:
+                module = line.strip()
+    return found
+
+
+def _spared(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (operators as a pattern, expression) of changes that no test of behaviour can see."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.returns:
+            yield "", node.returns
+        elif isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation:
+            yield "", node.annotation
+        elif isinstance(node, ast.keyword) and node.arg == "stacklevel":
+            yield "", node.value
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            yield "", node.value
+        elif isinstance(node, ast.Compare) and any(isinstance(getattr(x, "value", 0), str) for x in node.comparators):
+            yield "Eq_[LG]t", node  # strings are names here, which have no order
+
+
+@functools.cache
+def is_spared(source: str, operator: str, start: tuple[int, int], end: tuple[int, int]) -> bool:
+    """Return whether cosmic-ray's ``operator`` at a place of a module's ``source`` asks for no test."""
+    if re.search(SPARED_OPERATORS, operator):
+        return True
+    if operator.endswith("RemoveDecorator"):
+        # The interpreter calls a device function without its decorator as it is; only the compiler refuses it.
+        return source.splitlines()[start[0] - 1].strip() in ("@triton.jit", "@record")
+    return any(
+        re.search(pattern, operator) and (x.lineno, x.col_offset) <= start and end <= (x.end_lineno, x.end_col_offset)
+        for pattern, x in _spared(ast.parse(source))
+    )
+
+
+def _run_pytest(tests: list[str], log: Path, writes_bytecode: bool) -> None:
+    """Run in a process of its own, and end it with pytest's exit code."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    # Python knows an old .pyc by the second and the size of its source, and many changed modules share both.
+    sys.dont_write_bytecode = not writes_bytecode
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import pytest
+
+    sys.exit(int(pytest.main([*PYTEST, *tests])))
+
+
+class Runner:
+    """Runs tests in forks of a process that has imported what no change touches."""
+
+    def __init__(self, log: Path, preloaded: tuple[str, ...]):
+        self.log = log
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(list(preloaded))
+
+    def passes(self, tests: list[str], limit: float, writes_bytecode: bool = False) -> bool:
+        """Return whether all tests pass within ``limit`` seconds."""
+        process = self.context.Process(target=_run_pytest, args=(tests, self.log, writes_bytecode))
+        process.start()
+        process.join(limit)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        return process.exitcode == 0
+
+
+def run_session(db, runner: Runner, tests_by_module: dict[Path, list[str]]) -> None:
+    """Test the changes of a session that have no result yet."""
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+    from tqdm import tqdm
+
+    limits: dict[Path, float] = {}
+    for item in tqdm(list(db.pending_work_items), disable=None):
+        (change,) = item.mutations
+        module, tests = change.module_path, tests_by_module[change.module_path]
+        if is_spared(module.read_text("utf-8"), change.operator_name, change.start_pos, change.end_pos):
+            db.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
+            continue
+        if module not in limits:
+            start = time.monotonic()
+            if not runner.passes(tests, 600.0, writes_bytecode=True):
+                raise RuntimeError(f"{' '.join(tests)} must pass without a change:\n{runner.log.read_text()[-3000:]}")
+            limits[module] = max(LEAST_LIMIT, 10 * (time.monotonic() - start))
+        with use_mutation(module, get_operator(change.operator_name)(), change.occurrence) as (source, changed):
+            outcome = TestOutcome.SURVIVED if runner.passes(tests, limits[module]) else TestOutcome.KILLED
+        diff = "\n".join(difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0))
+        db.set_result(item.job_id, WorkResult(WorkerOutcome.NORMAL, runner.log.read_text()[-3000:], outcome, diff))
+
+
+def report(db) -> int:
+    """Print the changes that ask for something, and how many there are of each outcome; return how many ask."""
+    counts: Counter[tuple[str, str]] = Counter()
+    listed = equivalents()
+    for item, result in db.completed_work_items:
+        if result.test_outcome is None:
+            continue
+        (change,) = item.mutations
+        module = str(change.module_path.relative_to(PACKAGE))
+        lines = result.diff.splitlines()[3:]
+        before, after = (" ".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
+        is_listed = (module, before, after) in listed
+        outcome = "killed" if result.is_killed else "equivalent" if is_listed else "survived"
+        counts[module, outcome] += 1
+        if is_listed == result.is_killed:
+            note = ", but listed as equivalent" if is_listed else ""
+            print(f"{outcome}{note}: {module}:{change.start_pos[0]} {change.operator_name}\n- {before}\n+ {after}\n")
+            counts["", "asks"] += 1
+    asks = counts.pop(("", "asks"), 0)
+    for (module, outcome), count in sorted(counts.items()):
+        print(f"{module}: {count} {outcome}")
+    return asks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.mutation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("modules", nargs="+", help=f"files of {PACKAGE}, such as kernels/masks.py")
+    parser.add_argument("--tests", nargs="+", help="as pytest takes them (default: those that mirror the module)")
+    parser.add_argument("--session", type=Path, help="file of results to keep; one of the same source is continued")
+    options = parser.parse_args(arguments)
+    modules = {Path(PACKAGE, name): options.tests or mirrors_of(name) for name in options.modules}
+    for module in modules:
+        if not (ROOT / module).is_file():
+            parser.error(f"a module must be a file of {PACKAGE}, such as kernels/masks.py, but is {str(module)!r}")
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import use_db
+
+    os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        session = (options.session or Path(folder, "session.sqlite")).absolute()
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "results")
+        tree = shutil.copytree(ROOT, Path(folder, "tree"), ignore=ignored)
+        os.chdir(tree)
+        sys.path[0] = str(tree)  # of the forks
+        uses_models = any(name.startswith("integrations") for name in options.modules)
+        runner = Runner(Path(folder, "log"), PRELOADED + ("transformers",) * uses_models)
+        with use_db(session) as db:
+            if not db.num_work_items:
+                init(modules, db, {})
+            try:
+                run_session(db, runner, modules)
+            finally:
+                asks = report(db)
+    return 1 if asks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
