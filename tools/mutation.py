@@ -35,7 +35,7 @@ PACKAGE = "fused_rope_attn"
 EQUIVALENTS = Path(__file__).with_name("equivalent_mutants.txt")
 # The tests that failed last run first. pyproject.toml sets an option of pytest_timeout; other plugins load slowly.
 PYTEST = ("-x", "-q", "--ff", "--tb=no", "--assert=plain", "-p", "no:logging", "-p", "pytest_timeout")
-PRELOADED = ("torch", "triton.language", "triton.experimental.gluon.nvidia.hopper", "pytest", "numpy", "hypothesis")
+PRELOADED = ("torch", "triton.experimental.gluon.nvidia.hopper", "pytest", "numpy", "hypothesis", "transformers")
 MEMORY = 8 << 30  # bytes of data that a test run may allocate
 LEAST_LIMIT = 20.0  # seconds before a run is stopped; slow tests get ten times what they take without a change
 # Nobody compares numbers by identity, and dtypes, classes and functions are equal where they are identical.
@@ -116,10 +116,10 @@ def _run_pytest(tests: list[str], log: Path, writes_bytecode: bool) -> None:
 class Runner:
     """Runs tests in forks of a process that has imported what no change touches."""
 
-    def __init__(self, log: Path, preloaded: tuple[str, ...]):
+    def __init__(self, log: Path):
         self.log = log
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(list(preloaded))
+        self.context.set_forkserver_preload(list(PRELOADED))
 
     def passes(self, tests: list[str], limit: float, writes_bytecode: bool = False) -> bool:
         """Return whether all tests pass within ``limit`` seconds."""
@@ -203,8 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
         tree = shutil.copytree(ROOT, Path(folder, "tree"), ignore=ignored)
         os.chdir(tree)
         sys.path[0] = str(tree)  # of the forks
-        uses_models = any(name.startswith("integrations") for name in options.modules)
-        runner = Runner(Path(folder, "log"), PRELOADED + ("transformers",) * uses_models)
+        runner = Runner(Path(folder, "log"))
         with use_db(session) as db:
             if not db.num_work_items:
                 init(modules, db, {})

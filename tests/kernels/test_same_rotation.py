@@ -46,9 +46,9 @@ from tools.rotation_jobs import rotation_jobs
 inline, prepass = (portable_configs.forward("sm_90", 2, 64, strategy, True, "short", False, False)
                    for strategy in ("inline", "prepass"))
 hopper = hopper_configs.forward(128, True, "long", False, False).config
-jobs = [Job("sm_90", "forward", torch.float16, 64, config, norms=norms)
-        for config in (inline, prepass) for norms in (False, True)]
-jobs += [Job("sm_90", "forward", torch.float16, 128, hopper, rotated=True, norms=norms) for norms in (False, True)]
+call = {"arch": "sm_90", "direction": "forward", "dtype": torch.float16}
+jobs = [Job(**call, head_dim=64, config=config, norms=norms) for config in (inline, prepass) for norms in (False, True)]
+jobs += [Job(**call, head_dim=128, config=hopper, rotated=True, norms=norms) for norms in (False, True)]
 jobs += [job for job in rotation_jobs("sm_90") if job.norm != "backward"][:7] + write_jobs("sm_90")[:2]
 for job in jobs:
     assert all(row["verdict"] in ("ok", "spills") for row in compile_job(job)), job.label
