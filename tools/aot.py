@@ -50,10 +50,10 @@ THOROUGH = ("sm_90", "sm_86")
 class CompiledKernel:
     """The cost of one compilation.
 
-    registers, spill: of one thread, the spill in bytes of its stack. shared, limit: bytes of shared memory, and how many the
-    card gives a block. serialised: ptxas says that it made wgmma products wait for one another. unwritten: the first
-    read of a register that nothing has written, or "". refusal: why the package leaves the kernel's launches to Triton,
-    or "". constants: values of constexpr parameters and of specialised arguments by name.
+    registers, spill: of one thread (NVIDIA) or lane (AMD), the spill in bytes of stack or scratch. shared, limit: bytes
+    of shared memory, and how many the card gives a block. serialised: ptxas says that it made wgmma products wait for
+    one another. unwritten: the first read of a register that nothing has written, or "". refusal: why the package
+    leaves the kernel's launches to Triton, or "". constants: values of constexpr parameters and specialised arguments.
     """
 
     kernel: str
@@ -113,39 +113,24 @@ class CompileOnlyDriver:
             pass
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Registers of one thread (NVIDIA) or lane (AMD), and bytes of stack or scratch: its spills."""
+def usage_of(files: dict[str, str], target: GPUTarget) -> tuple[int, int]:
+    """Return (registers, spill) as ``CompiledKernel`` has them.
 
-    registers: int
-    spill: int
-
-
-def usage_of(files: dict[str, str], target: GPUTarget) -> Usage:
-    """``files`` maps each artefact's name to its path, as Triton's compilation listener passes it."""
+    ``files`` maps each artefact's name to its path, as Triton's compilation listener passes it.
+    """
     by_suffix = {name.rsplit(".", 1)[1]: Path(path) for name, path in files.items()}
     if target.backend == "cuda":
-        return _nvidia(by_suffix["cubin"])
-    return _amd(by_suffix["amdgcn"].read_text())
+        command = [str(CUOBJDUMP), "-res-usage", str(by_suffix["cubin"])]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        kernels = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", report)
+        if not kernels:
+            raise RuntimeError(f"cuobjdump reported no kernel for {by_suffix['cubin'].name}:\n{report}")
+        return max(int(kernel[0]) for kernel in kernels), max(int(kernel[1]) + int(kernel[2]) for kernel in kernels)
 
-
-def _nvidia(cubin: Path) -> Usage:
-    command = [str(CUOBJDUMP), "-res-usage", str(cubin)]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    kernels = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", report)
-    if not kernels:
-        raise RuntimeError(f"cuobjdump reported no kernel for {cubin.name}:\n{report}")
-    return Usage(
-        registers=max(int(registers) for registers, _, _ in kernels),
-        spill=max(int(stack) + int(local) for _, stack, local in kernels),
-    )
-
-
-def _amd(assembly: str) -> Usage:
     def field(name: str) -> int:
-        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)), default=0)
+        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", by_suffix["amdgcn"].read_text())), default=0)
 
-    return Usage(registers=field("vgpr_count"), spill=field("private_segment_fixed_size"))
+    return field("vgpr_count"), field("private_segment_fixed_size")
 
 
 def _unwritten(files: dict[str, str]) -> str:
@@ -202,7 +187,7 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
         log.truncate()
         if cache_hit:  # another launcher, or another process, has compiled and reported it
             return
-        usage = usage_of(metadata_group, target)
+        registers, spill = usage_of(metadata_group, target)
         names = src.fn.arg_names
         constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in src.constants.items()}
         compiled.append(
@@ -211,8 +196,8 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
                 arch=arch,
                 warps=metadata["num_warps"],
                 stages=metadata["num_stages"],
-                registers=usage.registers,
-                spill=usage.spill,
+                registers=registers,
+                spill=spill,
                 serialised="wgmma.mma_async instructions are serialized" in remarks,
                 # The fault is known of sm_90 alone, and so is the meaning of instructions to the search.
                 unwritten=_unwritten(metadata_group) if arch == "sm_90" else "",

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +34,8 @@ PACKAGE = "fused_rope_attn"
 EQUIVALENTS = Path(__file__).with_name("equivalent_mutants.txt")
 # The tests that failed last run first. pyproject.toml sets an option of pytest_timeout; other plugins load slowly.
 PYTEST = ("-x", "-q", "--ff", "--tb=no", "--assert=plain", "-p", "no:logging", "-p", "pytest_timeout")
-PRELOADED = ("torch", "triton.experimental.gluon.nvidia.hopper", "pytest", "numpy", "hypothesis", "transformers")
+PRELOADED = ["torch._dynamo.trace_rules", "triton.experimental.gluon.nvidia.hopper"]
+PRELOADED += ["pytest", "pytest_timeout", "hypothesis", "transformers"]
 MEMORY = 8 << 30  # bytes of data that a test run may allocate
 LEAST_LIMIT = 20.0  # seconds before a run is stopped; slow tests get ten times what they take without a change
 # Nobody compares numbers by identity, and dtypes, classes and functions are equal where they are identical.
@@ -70,41 +70,39 @@ def equivalents() -> dict[tuple[str, str, str], str]:
     return found
 
 
-def _spared(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (operators as a pattern, expression) of changes that no test of behaviour can see."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.returns:
-            yield "", node.returns
-        elif isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation:
-            yield "", node.annotation
-        elif isinstance(node, ast.keyword) and node.arg == "stacklevel":
-            yield "", node.value
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            yield "", node.value
-        elif isinstance(node, ast.Compare) and any(isinstance(getattr(x, "value", 0), str) for x in node.comparators):
-            yield "Eq_[LG]t", node  # strings are names here, which have no order
-
-
 @functools.cache
+def _spared(source: str) -> list[tuple[str, ast.expr]]:
+    """Return (operators as a pattern, expression) of changes that no test of behaviour can see."""
+    found: list[tuple[str, ast.expr | None]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            found.append(("", node.returns))
+        elif isinstance(node, (ast.arg, ast.AnnAssign)):
+            found.append(("", node.annotation))
+        elif isinstance(node, ast.keyword) and node.arg == "stacklevel":
+            found.append(("", node.value))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            found.append(("", node.value))
+        elif isinstance(node, ast.Compare) and any(isinstance(getattr(x, "value", 0), str) for x in node.comparators):
+            found.append(("Eq_[LG]t", node))  # strings are names here, which have no order
+    return [(pattern, x) for pattern, x in found if x is not None]
+
+
 def is_spared(source: str, operator: str, start: tuple[int, int], end: tuple[int, int]) -> bool:
     """Return whether cosmic-ray's ``operator`` at a place of a module's ``source`` asks for no test."""
-    if re.search(SPARED_OPERATORS, operator):
-        return True
     if operator.endswith("RemoveDecorator"):
         # The interpreter calls a device function without its decorator as it is; only the compiler refuses it.
         return source.splitlines()[start[0] - 1].strip() in ("@triton.jit", "@record")
-    return any(
+    return re.search(SPARED_OPERATORS, operator) is not None or any(
         re.search(pattern, operator) and (x.lineno, x.col_offset) <= start and end <= (x.end_lineno, x.end_col_offset)
-        for pattern, x in _spared(ast.parse(source))
+        for pattern, x in _spared(source)
     )
 
 
-def _run_pytest(tests: list[str], log: Path, writes_bytecode: bool) -> None:
+def _run_pytest(tests: list[str], log: Path) -> None:
     """Run in a process of its own, and end it with pytest's exit code."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    # Python knows an old .pyc by the second and the size of its source, and many changed modules share both.
-    sys.dont_write_bytecode = not writes_bytecode
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -119,11 +117,14 @@ class Runner:
     def __init__(self, log: Path):
         self.log = log
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(list(PRELOADED))
+        self.context.set_forkserver_preload(PRELOADED)
+        first = self.context.Process(target=int)  # waits for these imports, so that no test run does
+        first.start()
+        first.join()
 
-    def passes(self, tests: list[str], limit: float, writes_bytecode: bool = False) -> bool:
+    def passes(self, tests: list[str], limit: float) -> bool:
         """Return whether all tests pass within ``limit`` seconds."""
-        process = self.context.Process(target=_run_pytest, args=(tests, self.log, writes_bytecode))
+        process = self.context.Process(target=_run_pytest, args=(tests, self.log))
         process.start()
         process.join(limit)
         if process.exitcode is None:
@@ -140,7 +141,7 @@ def run_session(db, runner: Runner, tests_by_module: dict[Path, list[str]]) -> N
     from tqdm import tqdm
 
     limits: dict[Path, float] = {}
-    for item in tqdm(list(db.pending_work_items), disable=None):
+    for number, item in enumerate(tqdm(list(db.pending_work_items), disable=None)):
         (change,) = item.mutations
         module, tests = change.module_path, tests_by_module[change.module_path]
         if is_spared(module.read_text("utf-8"), change.operator_name, change.start_pos, change.end_pos):
@@ -148,10 +149,11 @@ def run_session(db, runner: Runner, tests_by_module: dict[Path, list[str]]) -> N
             continue
         if module not in limits:
             start = time.monotonic()
-            if not runner.passes(tests, 600.0, writes_bytecode=True):
+            if not runner.passes(tests, 600.0):
                 raise RuntimeError(f"{' '.join(tests)} must pass without a change:\n{runner.log.read_text()[-3000:]}")
             limits[module] = max(LEAST_LIMIT, 10 * (time.monotonic() - start))
         with use_mutation(module, get_operator(change.operator_name)(), change.occurrence) as (source, changed):
+            os.utime(module, (number, number))  # Python knows a .pyc by the second and the size of its source
             outcome = TestOutcome.SURVIVED if runner.passes(tests, limits[module]) else TestOutcome.KILLED
         diff = "\n".join(difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0))
         db.set_result(item.job_id, WorkResult(WorkerOutcome.NORMAL, runner.log.read_text()[-3000:], outcome, diff))
