@@ -3,9 +3,7 @@
     python -m tools.compile_kernels                              every row of the tables, features where they differ
     python -m tools.compile_kernels --arch sm_90 --filter backward
     python -m tools.compile_kernels --full                       every feature for every card, float16, all masks
-    python -m tools.compile_kernels --arch sm_90 --filter hopper         the sm_90 backend alone
-    python -m tools.compile_kernels --arch sm_90 --filter packed         packed sequences, alone and with other masks
-    python -m tools.compile_kernels --arch sm_90 --filter decode         the generation step alone
+    python -m tools.compile_kernels --arch sm_90 --filter hopper         one backend; "decode": the generation step
     python -m tools.compile_kernels --arch sm_90 --filter "forward inline float32" --tile 32x32w8s1 --tile 64x32w8s2
 
 Fails, with exit status 1, where a kernel does not compile, needs more shared memory than the card gives a block,
@@ -30,6 +28,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import triton
+from tqdm import tqdm
 
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.arguments import rotated_shape
@@ -39,7 +38,7 @@ from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from tools import aot
 from tools.corope_jobs import corope_jobs
 from tools.decode_jobs import decode_jobs, write_jobs
-from tools.jobs import LaunchJob, int32, meta
+from tools.jobs import LaunchJob, feature_options, int32, meta
 from tools.rotation_jobs import rotation_jobs
 from verification.table import format_table
 
@@ -90,10 +89,7 @@ class Job(LaunchJob):
         packed = "packed" in self.masks
         batch, length, heads_q, heads_kv = 1 if packed else 2, 1000, 8, 1 if self.gqa else 8
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        q, k, v = (
-            meta(batch, length, heads, self.head_dim, dtype=self.dtype).transpose(1, 2)
-            for heads in (heads_q, heads_kv, heads_kv)
-        )
+        q, k, v = (self.heads(batch, length, heads) for heads in (heads_q, heads_kv, heads_kv))
         # Full-width tables where they are read at another stride than half-width ones.
         cos = sin = meta(length, rotary_dim if self.interleaved else rotary_dim // 2)
         sinks = meta(heads_q) if "sinks" in self.masks else None
@@ -103,14 +99,10 @@ class Job(LaunchJob):
         problem = describe(
             tensors,
             causal=self.causal,
-            softmax_scale=self.head_dim**-0.5,
             rotary_dim=rotary_dim,
             interleaved=self.interleaved,
-            window=(100, -1) if "window" in self.masks else None,
-            softcap=30.0 if "softcap" in self.masks else 0.0,
             max_seqlen=500 if packed else 0,
-            norm_eps=1e-6 if self.norms else None,
-            norm_offset=0.0 if self.norms else None,
+            **feature_options("window" in self.masks, "softcap" in self.masks, self.norms),
         ).for_launch()
         problem = problem._replace(sums_keys=self.sums)
         if self.direction == "forward":
@@ -207,16 +199,8 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
         config = portable_configs.forward(arch, 2, 24, "inline", True, "tiny", True, True)
-        narrow = Job(
-            arch=arch,
-            direction="forward",
-            dtype=torch.float16,
-            head_dim=24,
-            config=config,
-            gqa=True,
-            interleaved=True,
-            masks=("kv_starts",),
-        )
+        call = {"direction": "forward", "dtype": torch.float16, "head_dim": 24, "config": config}
+        narrow = Job(**call, arch=arch, gqa=True, interleaved=True, masks=("kv_starts",))
         jobs += [narrow, replace(narrow, causal=False)]
     return jobs
 
@@ -277,12 +261,17 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     return list(dict.fromkeys(jobs))
 
 
-def with_tile(job: Job, text: str) -> Job:
-    """Return the same job with every tile replaced; ``text`` as the labels write them, such as ``128x64w8s3``."""
+def tile_of(text: str) -> configs.Tile:
+    """Read a tile as the labels write it, such as ``128x64w8s3``."""
     match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?", text)
     if match is None:
-        raise ValueError(f"a tile is block_m x block_n, warps, stages[, registers], as in 128x64w8s3, not {text!r}")
-    tile = configs.Tile(*(int(group) for group in match.groups() if group))
+        expected = "block_m x block_n, warps, stages[, registers], as in 128x64w8s3"
+        raise argparse.ArgumentTypeError(f"a tile is {expected}, not {text!r}")
+    return configs.Tile(*(int(group) for group in match.groups() if group))
+
+
+def with_tile(job: Job, tile: configs.Tile) -> Job:
+    """Return the same job with every tile replaced."""
     tiles = {"tile": tile} if job.direction == "forward" else {"dkdv": tile, "dq": tile}
     return replace(job, config=replace(job.config, **tiles))
 
@@ -321,16 +310,12 @@ def run(jobs: list[LaunchJob], processes: int) -> list[dict]:
     """Compile in ``processes`` processes with an empty cache of their own; rows in the order of ``jobs``."""
     if processes <= 1:
         return [row for job in jobs for row in compile_job(job)]
-    rows: dict[LaunchJob, list[dict]] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # The slow ones first: the last process to finish should have little left.
         order = sorted(jobs, key=lambda job: ("forward" in job.title, -job.head_dim))
         pending = {pool.submit(compile_job, job): job for job in order}
-        for done, future in enumerate(as_completed(pending), 1):
-            rows[pending[future]] = future.result()
-            print(f"\r{done}/{len(jobs)} {pending[future].arch} {pending[future].label:<70}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+        rows = {pending[future]: future.result() for future in tqdm(as_completed(pending), total=len(jobs))}
     return [row for job in jobs for row in rows[job]]
 
 
@@ -339,7 +324,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", choices=configs.ARCHS, help="may be repeated; all by default")
     parser.add_argument("--filter", default="", help="only jobs whose label contains this, such as 'backward prepass'")
     parser.add_argument("--full", action="store_true", help="also what the default spares: see CONTRIBUTING.md")
-    parser.add_argument("--tile", action="append", help="try this one instead of the table's; may be repeated")
+    parser.add_argument(
+        "--tile", action="append", type=tile_of, help="try this one instead of the table's; may be repeated"
+    )
     parser.add_argument("--list", action="store_true", help="name the jobs and compile nothing")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
@@ -354,10 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.tile:
         # The tiles of a rotation are bytes, and the sm_90 backend has more to a configuration than a tile.
         jobs = [job for job in jobs if isinstance(job, Job) and not job.is_hopper]
-        try:
-            jobs = list(dict.fromkeys(with_tile(job, tile) for job in jobs for tile in options.tile))
-        except ValueError as error:
-            parser.error(f"--tile: {error}")
+        jobs = list(dict.fromkeys(with_tile(job, tile) for job in jobs for tile in options.tile))
     if options.list:
         print("\n".join(f"{job.arch} {job.label}" for job in jobs))
         return 0

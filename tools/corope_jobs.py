@@ -23,10 +23,7 @@ class CoRopeJob(LaunchJob):
     def launch(self) -> None:
         from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
 
-        q, k, v = (
-            meta(2, 1000, heads, self.head_dim, dtype=self.dtype).transpose(1, 2)
-            for heads in (2 * self.group_size, 2, 2)
-        )
+        q, k, v = (self.heads(2, 1000, heads) for heads in (2 * self.group_size, 2, 2))
         options = {"base": 1e4, "softmax_scale": 0.1}
         if self.direction == "forward":
             corope_forward(q, k, v, **options)

@@ -10,7 +10,7 @@ from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.generation import configs
 from tools import aot
-from tools.jobs import LaunchJob, int32, meta
+from tools.jobs import LaunchJob, feature_options, int32, meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class DecodeJob(LaunchJob):
 
         pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)
         cache_dtype = torch.float8_e4m3fn if self.float8 else self.dtype
-        q, k, v = (meta(2, self.len_q, n, self.head_dim, dtype=self.dtype).transpose(1, 2) for n in (8, 2, 2))
-        caches = (meta(pages, rows, 2, self.head_dim, dtype=cache_dtype).transpose(1, 2) for _ in range(2))
+        q, k, v = (self.heads(2, self.len_q, n) for n in (8, 2, 2))
+        caches = (self.heads(pages, rows, 2, cache_dtype) for _ in range(2))
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         cos = sin = meta(1000, rotary_dim // 2)
         tensors = StepTensors(
@@ -69,13 +69,9 @@ class DecodeJob(LaunchJob):
             tensors,
             cache_is_rotated=self.of_rotated,
             causal=True,
-            softmax_scale=0.1,
             rotary_dim=rotary_dim,
             interleaved=self.interleaved,
-            window=(100, -1) if self.masked else None,
-            softcap=30.0 if self.masked else 0.0,
-            norm_eps=1e-6 if self.norms else None,
-            norm_offset=0.0 if self.norms else None,
+            **feature_options(self.masked, self.masked, self.norms),
         )
         call = StepCall if isinstance(self.config, configs.DecodeConfig) else GatheredCall
         call(problem.for_launch(), tensors, self.config)(tensors)
@@ -99,8 +95,8 @@ class WriteJob(LaunchJob):
 
         pages, rows = (300, 16) if self.packed else (2, 1000)
         cache_dtype = torch.float8_e4m3fn if self.float8 else self.dtype
-        new = [meta(2 - self.packed, 500, 8, self.head_dim, dtype=self.dtype).transpose(1, 2) for _ in range(2)]
-        caches = [meta(pages, rows, 8, self.head_dim, dtype=cache_dtype).transpose(1, 2) for _ in range(2)]
+        new = [self.heads(2 - self.packed, 500, 8) for _ in range(2)]
+        caches = [self.heads(pages, rows, 8, cache_dtype) for _ in range(2)]
         cos = sin = meta(1000, self.head_dim // 2)
         block_table, new_lens, cu_seqlens = (int32(2, 62), None, int32(3)) if self.packed else (None, int32(2), None)
         scales = [meta(8) if self.float8 else None for _ in range(2)]

@@ -44,6 +44,10 @@ class LaunchJob:
         """Call the launcher on tensors without memory."""
         raise NotImplementedError
 
+    def heads(self, batch: int, length: int, heads: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return (batch, heads, length, head_dim), stored with the heads of a token next to each other."""
+        return meta(batch, length, heads, self.head_dim, dtype=dtype or self.dtype).transpose(1, 2)
+
 
 def _word(name: str, value: Any) -> str:
     if name in _NUMBERS:
@@ -56,6 +60,17 @@ def _word(name: str, value: Any) -> str:
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def feature_options(window: bool, softcap: bool, norms: bool) -> dict[str, Any]:
+    """Return the options of a call of attention that has these features."""
+    return {
+        "softmax_scale": 0.1,
+        "window": (100, -1) if window else None,
+        "softcap": 30.0 if softcap else 0.0,
+        "norm_eps": 1e-6 if norms else None,
+        "norm_offset": 0.0 if norms else None,
+    }
 
 
 def int32(*shape: int) -> torch.Tensor:
