@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
@@ -86,14 +85,8 @@ class CompileOnlyDriver:
     def get_current_device(self) -> int:
         return list(TARGETS).index(self._arch)
 
-    def set_current_device(self, device: int) -> None:
-        pass
-
     def get_current_stream(self, device: int) -> int:
         return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
 
     class utils:
         @staticmethod

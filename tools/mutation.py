@@ -38,7 +38,7 @@ PRELOADED = ["torch._dynamo.trace_rules", "triton.experimental.gluon.nvidia.hopp
 PRELOADED += ["pytest", "pytest_timeout", "hypothesis", "transformers"]
 MEMORY = 8 << 30  # bytes of data that a test run may allocate
 LEAST_LIMIT = 20.0  # seconds before a run is stopped; slow tests get ten times what they take without a change
-# Nobody compares numbers by identity, and dtypes, classes and functions are equal where they are identical.
+# No code compares numbers by identity, and dtypes, classes and functions are equal where they are identical.
 SPARED_OPERATORS = r"ComparisonOperator_((?!Is)\w+_Is|Is_Eq$|IsNot_NotEq$)"
 
 
@@ -49,24 +49,20 @@ def mirrors_of(module: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found or [folder]]
 
 
-def equivalents() -> dict[tuple[str, str, str], str]:
-    """Return the reason of each listed change by (module, lines before, lines after).
+def equivalents() -> set[tuple[str, str, str]]:
+    """Return the listed changes as (module, lines before, lines after).
 
     The list has blocks of a reason ("# "), a module, and the lines before ("- ") and after ("+ ") each change.
     """
-    found = {}
-    for block in EQUIVALENTS.read_text(encoding="utf-8").split("\n\n"):
-        reason = module = before = ""
-        for line in block.splitlines():
-            kind, rest = line[:2], line[2:].strip()
-            if kind == "# ":
-                reason = f"{reason} {rest}".strip()
-            elif kind == "- ":
-                before = rest
-            elif kind == "+ ":
-                found[module, before, rest] = reason
-            else:
-                module = line.strip()
+    found, module, before = set(), "", ""
+    for line in EQUIVALENTS.read_text(encoding="utf-8").splitlines():
+        kind, rest = line[:2], line[2:].strip()
+        if kind == "- ":
+            before = rest
+        elif kind == "+ ":
+            found.add((module, before, rest))
+        elif line and kind != "# ":
+            module = line
     return found
 
 

@@ -51,14 +51,12 @@ class RotationJob(LaunchJob):
         ends = int32(9) if self.positions == "packed" else None
         options = RotationOptions(rotary_dim, self.interleaved, self.inverse, self.layout)
         tensors = RotationTensors(xs, [torch.empty_like(x) for x in xs], cos, cos, ids, ends)
-        if not self.norm:
-            launch_rotation(options, tensors, self.config)
-            return
-        tensors = tensors._replace(weights=[meta(self.head_dim) for _ in xs[:2]])
-        if self.norm == "forward":
-            launch_rotation(options, tensors, self.config)
-        else:
+        if self.norm:
+            tensors = tensors._replace(weights=[meta(self.head_dim) for _ in xs[:2]])
+        if self.norm == "backward":
             launch_norm_gradient(options, tensors, xs[:2], (True, True)[: len(xs)], self.config)
+        else:
+            launch_rotation(options, tensors, self.config)
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
