@@ -44,6 +44,11 @@ def test_gradients_that_one_rank_has_not(ranks):
     same(ranks.results(features.only_some_use_it, MEMBERS, ranks=MEMBERS))
 
 
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+def test_lse_that_one_rank_uses(ranks, method):
+    same(ranks.results(features.only_some_use_lse, (0, 1), method, ranks=(0, 1)))
+
+
 def test_only_values_need_gradients(ranks):
     for found in ranks.results(features.only_values_need_gradients, MEMBERS, ranks=MEMBERS):
         assert found["dv"].isfinite().all() and found["dv"].abs().sum() > 0

@@ -112,6 +112,23 @@ def only_some_use_it(ranks: tuple[int, ...]) -> tuple[Tensors, Tensors]:
     return found[0], found[1]
 
 
+def only_some_use_lse(ranks: tuple[int, ...], method: str) -> tuple[Tensors, Tensors]:
+    """Gradients where rank 0's loss has lse, and the others' have lse times 0, or do not have it."""
+    group, shards, tables = _inputs(ranks)
+    found = []
+    for unused in (False, True):
+        q, k, v = (x.detach().requires_grad_() for x in shards)
+        o, lse = rope_attention_cp(q, k, v, *tables, group=group, method=method, return_lse=True)
+        loss = o.square().sum()
+        if group.rank() == 0:
+            loss = loss + lse.square().sum()
+        elif not unused:
+            loss = loss + (lse * 0).sum()
+        loss.backward()
+        found.append({"dq": q.grad, "dk": k.grad, "dv": v.grad})
+    return found[0], found[1]
+
+
 def only_values_need_gradients(ranks: tuple[int, ...]) -> Tensors:
     group, shards, tables = _inputs(ranks)
     q, k, v = (x.detach() for x in shards)
