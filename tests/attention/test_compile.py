@@ -101,6 +101,7 @@ def test_compile_with_masks_equals_eager():
             sinks=sinks,
             kv_starts=starts,
             kv_lens=lens,
+            return_lse=True,
             backend="triton",
         )
 
@@ -108,6 +109,7 @@ def test_compile_with_masks_equals_eager():
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
         q, k, v = leaves(inputs)
         sinks = MASKS["sinks"].clone().requires_grad_()
-        o = function(q, k, v, sinks, MASKS["kv_starts"], MASKS["kv_lens"])
-        results.append([o.detach(), *torch.autograd.grad(o, (q, k, v, sinks), inputs.do)])
+        o, lse = function(q, k, v, sinks, MASKS["kv_starts"], MASKS["kv_lens"])
+        upstream = inputs.do, torch.ones_like(lse)
+        results.append([o.detach(), *torch.autograd.grad((o, lse), (q, k, v, sinks), upstream)])
     assert_close(*results, 0.0)
