@@ -8,7 +8,7 @@ results in a session file, which ``cr-report`` and ``cr-html`` read. Its own ``e
 imports torch and Triton again; here each test run is a fork of a process that has imported them.
 
 Exits with 1 if a change survives that equivalent_mutants.txt does not list, or if a listed one is killed. Needs
-``pip install '.[mutation]'`` and no GPU: device code runs in Triton's interpreter.
+``pip install '.[test]'`` and no GPU: device code runs in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import ops
-from fused_rope_attn.attention.ops import Attention, DifferentiableCall
+from fused_rope_attn.attention.ops import Attention, DifferentiableCall, Unpack
 from fused_rope_attn.attention.problem import Options, Outputs, Problem, Saved, Tensors, flatten
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Replay
@@ -81,13 +81,7 @@ class EagerCall(DifferentiableCall):
             tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
         return Saved(o, lse, tensors._replace(q=q_rot, k=k_rot), is_rotated=True)
 
-    def backward(
-        self,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        kept: Sequence[torch.Tensor],
-        unpack: Callable[[Sequence], Saved],
-    ) -> Sequence:
+    def backward(self, do: torch.Tensor, dlse: torch.Tensor | None, kept: Sequence, unpack: Unpack) -> Sequence:
         # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
         if type(do) is not torch.Tensor or torch.is_grad_enabled() or in_forward_mode():
             return super().backward(do, dlse, kept, unpack)

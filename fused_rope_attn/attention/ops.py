@@ -201,6 +201,10 @@ def needs_gradient(tensors: Tensors) -> bool:
     return any(x is not None and x.requires_grad for x in (tensors.sinks, tensors.q_norm, tensors.k_norm))
 
 
+# Makes a ``Saved`` of the tensors that autograd has kept of it.
+Unpack = Callable[[Sequence[torch.Tensor]], Saved]
+
+
 class DifferentiableCall:
     """A call as ``Attention`` differentiates it."""
 
@@ -217,13 +221,7 @@ class DifferentiableCall:
     def forward(self, tensors: Tensors) -> Saved:
         raise NotImplementedError
 
-    def backward(
-        self,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        kept: Sequence[torch.Tensor],
-        unpack: Callable[[Sequence], Saved],
-    ) -> Sequence:
+    def backward(self, do: torch.Tensor, dlse: torch.Tensor | None, kept: Sequence, unpack: Unpack) -> Sequence:
         """Return ``Gradients`` through the dispatcher. kept: the tensors of a ``Saved``, which ``unpack`` returns."""
         o, lse, tensors, is_rotated = unpack(kept)
         tensors = tensors._replace(dlse=dlse)

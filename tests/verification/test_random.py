@@ -173,44 +173,25 @@ def test_a_wrong_result_is_found_shrunk_and_repeated(wrong_tables, capsys, tmp_p
     assert command.main(words[3:]) == 0
 
 
-def test_a_call_that_exceeded_the_limit_of_dv():
-    """Scores of 30 in float32: the backward pass sums them in another order than the forward pass."""
-    call = parse(
-        'AttentionCheck(1, 1, 1, 86, 86, 40, rotary_dim=40, dtype=float32, softmax_scale=1, tables="yarn", '
-        'table_batch=True, seed=115, kv_starts=(23,), memory=("skipped", "odd", "one head", "bnhd"), hides_nan=True, '
-        'variants=(("triton", "prepass"),))',
-        KINDS,
-    )
-    assert not run_check(call, INTERPRETER).failures
+FOUND = {
+    # Scores of 30 in float32: the backward pass sums them in another order than the forward pass.
+    "dv beyond its limit": "AttentionCheck(1, 1, 1, 86, 86, 40, rotary_dim=40, dtype=float32, softmax_scale=1, "
+    'tables="yarn", table_batch=True, seed=115, kv_starts=(23,), memory=("skipped", "odd", "one head", "bnhd"), '
+    'hides_nan=True, variants=(("triton", "prepass"),))',
+    # Its scores are products of float32, and its weights have 16 bits.
+    "a second opinion of Co-RoPE": 'CoRopeCheck(2, 1, 1, 2, 2, 32, seed=54166, memory=("odd", "bhnd", "bhnd", "bnhd"))',
+    # A position before 0, less a left bound of 2**31 - 1, is no int32: NaN was put into keys that are seen.
+    "the widest window of a step": "DecodeCheck(2, 2, 1, 8, 23, 16, rotary_dim=16, window=(2147483647, -1), seed=1, "
+    "lengths=(2, 20), append=False)",
+    # The interpreter's conversion turned -0 into 0.
+    "small negative values in float8": "WriteCheck(3, 1, 1, 88, 37, 24, rotary_dim=24, dtype=float32, extra_rows=8, "
+    'seed=3134, form="bshd", lengths=(10, 0, 0), float8="head", new=(11, 42, 35), packed=True)',
+}
 
 
-def test_a_second_opinion_of_co_rope_in_float16():
-    """Its scores are products of float32, and its weights have 16 bits."""
-    call = parse(
-        'CoRopeCheck(2, 1, 1, 2, 2, 32, seed=54166, memory=("odd", "bhnd", "bhnd", "bnhd"))',
-        KINDS,
-    )
-    assert not run_check(call, INTERPRETER).failures
-
-
-def test_the_widest_window_of_a_step_hides_no_row():
-    """Queries before position 0, less a left bound of 2**31 - 1, are no int32: NaN was put into keys that are seen."""
-    call = parse(
-        "DecodeCheck(2, 2, 1, 8, 23, 16, rotary_dim=16, window=(2147483647, -1), seed=1, lengths=(2, 20), "
-        "append=False)",
-        KINDS,
-    )
-    assert not run_check(call, INTERPRETER).failures
-
-
-def test_a_small_negative_value_keeps_its_sign_in_float8():
-    """The interpreter's conversion turned -0 into 0."""
-    call = parse(
-        'WriteCheck(3, 1, 1, 88, 37, 24, rotary_dim=24, dtype=float32, extra_rows=8, seed=3134, form="bshd", '
-        'lengths=(10, 0, 0), float8="head", new=(11, 42, 35), packed=True)',
-        KINDS,
-    )
-    assert not run_check(call, INTERPRETER).failures
+@pytest.mark.parametrize("call", FOUND.values(), ids=FOUND)
+def test_calls_that_failed_once(call):
+    assert not run_check(parse(call, KINDS), INTERPRETER).failures
 
 
 def test_only_repeats_a_call_of_a_seed(capsys):

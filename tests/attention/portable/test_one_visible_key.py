@@ -46,12 +46,9 @@ def test_large_scores(strategy, factor, logit):
     assert bool(((out.lse.double() - exact).abs() <= 2.0**-21 * exact.abs() + 1e-5 * factor**2).all())
 
 
-def inputs_of_seed(case, sum_of_q):
-    """Return the inputs, or skip: builds of torch differ in the numbers that they draw from a seed."""
-    inputs = make_inputs(case)
-    if abs(float(inputs.q.double().sum()) - sum_of_q) > 1e-3:
-        pytest.skip("this build of torch draws other numbers from the seed")
-    return inputs
+def is_as_found(inputs, sum_of_q):
+    """Return whether these are the numbers that random verification found; builds of torch draw others from a seed."""
+    return abs(float(inputs.q.double().sum()) - sum_of_q) < 1e-3
 
 
 def test_a_sink_and_one_key_need_a_second_opinion():
@@ -72,11 +69,12 @@ def test_a_sink_and_one_key_need_a_second_opinion():
         kv_starts=(1, 29, 11),
         kv_lens=(8, 52, 59),
     )
-    inputs = inputs_of_seed(case, sum_of_q=210.290)
+    inputs = make_inputs(case)
     out, exact = run_op(inputs, case, backend="triton", strategy="inline"), run_reference(inputs, case, torch.float64)
     eager = run_reference(inputs, case)
     rule = {"grad": True, "dtype": F16, "zero": noise_of_zero("dq", case, inputs)}
-    assert not compare("dq", out.dq, exact.dq, eager.dq, **rule).ok
+    if is_as_found(inputs, sum_of_q=210.290):
+        assert not compare("dq", out.dq, exact.dq, eager.dq, **rule).ok
     found = compare("dq", out.dq, exact.dq, eager.dq, **rule, draws=draws_of("dq", inputs, case))
     assert found.ok and found.row_ratio < 1.0
     # A wrong delta does not pass for a rounded one: here that of the neighbouring row.
@@ -91,9 +89,9 @@ def test_the_second_opinion_with_as_many_keys_as_columns(name):
     case = Case(
         1, 8, 8, 64, 64, 64, dtype=F16, rotary_dim=48, window=(0, 0), softcap=15.0, sinks=True, norms=1.0, seed=41
     )
-    inputs = inputs_of_seed(case, sum_of_q=236.875)
+    inputs = make_inputs(case)
     out, exact = run_op(inputs, case, backend="triton"), run_reference(inputs, case, torch.float64)
     rule = {"grad": True, "dtype": F16, "zero": noise_of_zero(name, case, inputs)}
     three = (getattr(x, name) for x in (out, exact, run_reference(inputs, case)))
     found = compare(name, *three, **rule, draws=draws_of(name, inputs, case))
-    assert found.ok and found.row_ratio < 1.25
+    assert found.ok and (found.row_ratio < 1.25 or not is_as_found(inputs, sum_of_q=236.875))
