@@ -43,7 +43,9 @@ def gguf_file():
 @functools.cache
 def tokenizer():
     path = gguf_file()
-    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    found = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    found.pad_token = found.pad_token or found.eos_token
+    return found
 
 
 @functools.cache
@@ -89,29 +91,46 @@ def test_loss(device):
 
 
 def test_gradients(device):
-    """Compare the gradients of one step: on a GPU those in bfloat16 are as close to float32 as without the patch."""
-    tokens = text(device, 1, 256 if device == "cpu" else 1024)
+    """Compare the gradients of one step: on a GPU those in bfloat16 are as close to float32 as without the patch.
 
-    def gradients(patched, dtype=None):
+    There are four windows, because in one window a weight's error is a matter of luck. A weight is compared with the
+    worse of the unpatched model's two attentions, sdpa and eager, because they too differ by luck.
+    """
+    windows = text(device, 1, 256) if device == "cpu" else text(device, 4, 1024)
+
+    def gradients(patched, dtype=None, attention="sdpa"):
         model = make(device, patched, dtype).train()
-        model(tokens, labels=tokens, use_cache=False).loss.backward()
-        if patched:
-            assert_served(model)
-        return {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+        model.set_attn_implementation(attention)
+        for window in windows:
+            model.zero_grad()
+            model(window[None], labels=window[None], use_cache=False).loss.backward()
+            if patched:
+                assert_served(model)
+            yield {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
 
     def distance(found, expected):
-        return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+        """Return, for each weight, the root of the mean square of its relative errors in the windows."""
+        squares = dict.fromkeys(expected[0], 0.0)
+        for found_grads, expected_grads in zip(found, expected, strict=True):
+            for name, g in expected_grads.items():
+                squares[name] += ((found_grads[name] - g).norm() / g.norm()).item() ** 2 / len(expected)
+        return {name: square**0.5 for name, square in squares.items()}
 
     if device == "cpu":
-        worst = max(distance(gradients(True), gradients(False)).values())
+        worst = max(distance(gradients(True), list(gradients(False))).values())
         print(f"cpu: gradients at most {worst:.1e} apart")
         assert worst <= 1e-4
         return
-    exact = gradients(False, torch.float32)
-    plain, fused = (distance(gradients(patched), exact) for patched in (False, True))
-    worst = max(fused[name] / plain[name] for name in exact)
+    exact = list(gradients(False, torch.float32))
+    plain, eager, fused = (distance(found, exact) for found in (
+        gradients(False), gradients(False, attention="eager"), gradients(True)
+    ))  # fmt: skip
     print(f"{device}: error of gradients {max(plain.values()):.1e} unpatched, {max(fused.values()):.1e} patched")
-    assert sum(fused.values()) <= 1.05 * sum(plain.values()) and worst <= 1.5
+    for label, found in (("patched", fused), ("eager", eager)):
+        worst = sorted(found, key=lambda name: found[name] / plain[name])[-3:]
+        print(f"{label} to sdpa:", *(f"{name} {found[name]:.2e} to {plain[name]:.2e};" for name in worst))
+    assert sum(fused.values()) <= 1.05 * sum(plain.values())
+    assert max(fused[name] / max(plain[name], eager[name]) for name in fused) <= 1.5
 
 
 def test_greedy_text(device):
