@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib.util
 import os
+import statistics
 from pathlib import Path
 from pydoc_data import topics
 
@@ -93,12 +94,14 @@ def test_loss(device):
 def test_gradients(device):
     """Compare the gradients of one step: on a GPU those in bfloat16 are as close to float32 as without the patch.
 
-    There are four windows, because in one window a weight's error is a matter of luck. A weight is compared with the
-    worse of the unpatched model's two attentions, sdpa and eager, because they too differ by luck.
+    There are 24 windows, because in one window a weight's error is a matter of luck: one norm's was 3 times that of
+    sdpa, and in the next window half of it. A weight is compared with the worse of the unpatched model's two
+    attentions, sdpa and eager, because they too differ by luck.
     """
-    windows = text(device, 1, 256) if device == "cpu" else text(device, 4, 1024)
+    windows = text(device, 1, 256) if device == "cpu" else text(device, 24, 1024)
 
     def gradients(patched, dtype=None, attention="sdpa"):
+        """Yield the gradients of all weights in each window."""
         model = make(device, patched, dtype).train()
         model.set_attn_implementation(attention)
         for window in windows:
@@ -106,31 +109,30 @@ def test_gradients(device):
             model(window[None], labels=window[None], use_cache=False).loss.backward()
             if patched:
                 assert_served(model)
-            yield {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
+            yield {name: parameter.grad.float() for name, parameter in model.named_parameters()}
 
     def distance(found, expected):
-        """Return, for each weight, the root of the mean square of its relative errors in the windows."""
-        squares = dict.fromkeys(expected[0], 0.0)
-        for found_grads, expected_grads in zip(found, expected, strict=True):
-            for name, g in expected_grads.items():
-                squares[name] += ((found_grads[name] - g).norm() / g.norm()).item() ** 2 / len(expected)
-        return {name: square**0.5 for name, square in squares.items()}
+        return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
 
     if device == "cpu":
-        worst = max(distance(gradients(True), list(gradients(False))).values())
+        worst = max(distance(next(gradients(True)), next(gradients(False))).values())
         print(f"cpu: gradients at most {worst:.1e} apart")
         assert worst <= 1e-4
         return
-    exact = list(gradients(False, torch.float32))
-    plain, eager, fused = (distance(found, exact) for found in (
-        gradients(False), gradients(False, attention="eager"), gradients(True)
-    ))  # fmt: skip
-    print(f"{device}: error of gradients {max(plain.values()):.1e} unpatched, {max(fused.values()):.1e} patched")
-    for label, found in (("patched", fused), ("eager", eager)):
-        worst = sorted(found, key=lambda name: found[name] / plain[name])[-3:]
-        print(f"{label} to sdpa:", *(f"{name} {found[name]:.2e} to {plain[name]:.2e};" for name in worst))
+    ways = [gradients(False), gradients(False, attention="eager"), gradients(True)]
+    errors = [[], [], []]
+    for exact, *found in zip(gradients(False, torch.float32), *ways, strict=True):
+        for grads, seen in zip(found, errors, strict=True):
+            seen.append(distance(grads, exact))
+    plain, eager, fused = (
+        {name: statistics.fmean(error[name] ** 2 for error in seen) ** 0.5 for name in exact} for seen in errors
+    )
+    worst = max(fused, key=lambda name: fused[name] / max(plain[name], eager[name]))
+    sums = ", ".join(f"{sum(found.values()):.2f}" for found in (plain, eager, fused))
+    print(f"{device}: errors of all gradients together with sdpa, eager and patched: {sums}; the worst of patched:")
+    print(f"{worst}, {plain[worst]:.1e}, {eager[worst]:.1e} and {fused[worst]:.1e}")
     assert sum(fused.values()) <= 1.05 * sum(plain.values())
-    assert max(fused[name] / max(plain[name], eager[name]) for name in fused) <= 1.5
+    assert fused[worst] <= 1.5 * max(plain[worst], eager[worst])
 
 
 def test_greedy_text(device):
