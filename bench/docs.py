@@ -24,12 +24,12 @@ class Block(NamedTuple):
 
     name: str
     page: str
-    file: str
+    files: tuple[str, ...]
     function: str
 
-    def content(self, rows: list[Row]) -> str:
-        """Return the content. ValueError where the rows lack something."""
-        return _function(self.function)(rows)
+    def content(self, rows: Mapping[str, list[Row]]) -> str:
+        """Return the content. ``rows``: those of each file. ValueError where they lack something."""
+        return _function(self.function)([row for file in self.files for row in rows[file]])
 
 
 def _function(path: str) -> Callable[..., Any]:
@@ -42,9 +42,14 @@ README, BENCHMARKS = "README.md", "docs/benchmarks.md"
 _ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
 _IN_README = ("readme:attention", "readme:llama", "readme:qwen", "bench:headline")
 BLOCKS: tuple[Block, ...] = tuple(
-    Block(name, README if name in _IN_README else BENCHMARKS, f"{file}.jsonl", function)
-    for name, file, function in (
-        ("readme:attention", _ATTENTION, "readme.attention"),
+    Block(
+        name,
+        README if name in _IN_README else BENCHMARKS,
+        tuple(f"{file}.jsonl" for file in files.split()),
+        function,
+    )
+    for name, files, function in (
+        ("readme:attention", f"{_ATTENTION} h100-2026-11-25-triton-3.9.0", "readme.attention"),
         ("readme:llama", "models-h200-2026-11-21", "readme.llama"),
         ("readme:qwen", "models-norms-h200-2026-11-23", "readme.qwen"),
         ("bench:headline", _ATTENTION, "attention.tables.headline"),
@@ -92,7 +97,7 @@ def main(argv: list[str]) -> int:
             print(*(f"wrote {shown(path)}" for path in plots.save(figures, RESULTS / "plots", mode)), sep="\n")
         if args.plots:
             return 0
-        rows = {block.file: read_file(RESULTS / block.file) for block in BLOCKS}
+        rows = {file: read_file(RESULTS / file) for block in BLOCKS for file in block.files}
         for page in dict.fromkeys(block.page for block in BLOCKS):
             old = (ROOT / page).read_text(encoding="utf-8")
             new = rewrite(page, old, rows)
@@ -125,6 +130,6 @@ def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
     def write(match: re.Match) -> str:
         block = blocks[match[1]]
         begin = f"<!-- {block.name}: written by `python -m bench docs`, not by hand -->"
-        return f"{begin}\n\n{block.content(rows[block.file])}\n\n<!-- {match[2]}:end -->"
+        return f"{begin}\n\n{block.content(rows)}\n\n<!-- {match[2]}:end -->"
 
     return _BLOCK.sub(write, text)

@@ -18,30 +18,29 @@ _UNPATCHED = {"sdpa": "SDPA", "liger": "Liger's rotation and SDPA", "liger_norm"
 
 
 def attention(rows: list[Row]) -> str:
-    """Show milliseconds of both passes for the heads of Llama 3 8B at 4K tokens, next to each rival that rotates."""
-    found = {(row["provider"], row["pass"]): row for row in timed(rows, mode="graph") if row["case"] == _CASE}
-    mine = [found[_OURS, part] for part in PASSES if (_OURS, part) in found]
-    if len(mine) != len(PASSES):
+    """Show milliseconds of both passes for the heads of Llama 3 8B at 4K tokens, on each card, beside its rivals."""
+    rows = [row for row in timed(rows, mode="graph") if row["case"] == _CASE]
+    cards: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        cards.setdefault(row["gpu"], {})[row["provider"], row["pass"]] = row
+    if not cards or any((_OURS, part) not in found for found in cards.values() for part in PASSES):
         raise ValueError(f"no CUDA-graph time of {_OURS} at {_CASE} in both passes")
-    lines = [["**`rope_attention`**", *(f"**{three_digits(ms)}**" for ms in _with_sum(mine))]]
-    for name, label in _RIVALS.items():
-        theirs = [found.get((name, part)) for part in PASSES]
-        if not any(theirs):
-            continue
-        cells = [_time(row["ms"], faster(row, own)) if row else "no such pass" for row, own in zip(theirs, mine)]
-        if all(theirs):
-            both = _with_sum(theirs)[-1]
-            cells.append(_time(both, both / _with_sum(mine)[-1]))
-        lines.append([label, *cells, *([""] * (len(PASSES) + 1 - len(cells)))])
-    row = mine[0]
+    lines = [["**`rope_attention`**"], *([label] for label in _RIVALS.values())]
+    for found in cards.values():
+        mine = [found[_OURS, part] for part in PASSES]
+        both = sum(row["ms"] for row in mine)
+        lines[0] += [f"**{three_digits(ms)}**" for ms in (*(row["ms"] for row in mine), both)]
+        for line, rival in zip(lines[1:], _RIVALS):
+            theirs = [found.get((rival, part)) for part in PASSES]
+            line += [_time(row["ms"], faster(row, own)) if row else "no such pass" for row, own in zip(theirs, mine)]
+            total = sum(row["ms"] for row in theirs) if all(theirs) else None
+            line.append(_time(total, total / both) if total else "")
+    row = rows[0]
     shape = f"B {row['batch']}, {row['heads_q']}/{row['heads_kv']} heads, {row['len_q']} tokens, D {row['head_dim']}"
-    header = [f"ms on an {row['gpu']} (theirs / ours)", *PASSES.values(), "forward + backward"]
-    return f"{markdown(header, lines)}\n\nHeads of Llama 3 8B ({shape}), causal, CUDA graphs. {provenance(mine)}"
-
-
-def _with_sum(rows: list[Row]) -> list[float]:
-    times = [row["ms"] for row in rows]
-    return [*times, sum(times)]
+    names = [gpu.replace("NVIDIA ", "").split()[0] for gpu in cards]
+    header = ["ms (theirs / ours)", *(f"{name} {part}" for name in names for part in (*PASSES.values(), "sum"))]
+    origins = " ".join(provenance([found[_OURS, part] for part in PASSES]) for found in cards.values())
+    return f"{markdown(header, lines)}\n\nHeads of Llama 3 8B ({shape}), causal, CUDA graphs. {origins}"
 
 
 def _time(ms: float, over_ours: float) -> str:

@@ -21,7 +21,7 @@ def _open(name):
 def toy(tmp_path, monkeypatch):
     """One page with one block, of rows of attention."""
     report.write_lines(tmp_path / "rows.jsonl", published())
-    block = docs.Block("bench:headline", "page.md", "rows.jsonl", "attention.tables.headline")
+    block = docs.Block("bench:headline", "page.md", ("rows.jsonl",), "attention.tables.headline")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "RESULTS", tmp_path)
     monkeypatch.setattr(docs, "BLOCKS", (block,))
@@ -45,7 +45,7 @@ def test_plots_are_those_that_pages_show(tmp_path, monkeypatch, capsys):
 
 
 def test_the_files_of_rows_that_pages_show_are_committed():
-    files = {block.file for block in docs.BLOCKS} | {f"{file}.jsonl" for file, _, _ in docs.PLOTS}
+    files = {file for block in docs.BLOCKS for file in block.files} | {f"{file}.jsonl" for file, _, _ in docs.PLOTS}
     assert files <= {path.name for path in docs.RESULTS.glob("*.jsonl")}
     assert all(report.read_file(docs.RESULTS / file) for file in files)
     assert {block.page for block in docs.BLOCKS} == set(_PAGES)
