@@ -13,7 +13,6 @@ import io
 import os
 import re
 import struct
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,11 @@ from typing import Any
 from unittest import mock
 
 import triton
-import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
 from fused_rope_attn.runtime import device, driver
 from tools import uninitialised
 
-CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 KB = 1024
 # arch -> (what Triton compiles for, shared memory that one block may use: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability", and AMD CDNA3 ISA, 64 KB of LDS a workgroup).
@@ -106,37 +103,29 @@ class CompileOnlyDriver:
             pass
 
 
-def usage_of(files: dict[str, str], target: GPUTarget) -> tuple[int, int]:
+def usage_of(files: dict[str, Path], remarks: str) -> tuple[int, int]:
     """Return (registers, spill) as ``CompiledKernel`` has them.
 
-    ``files`` maps each artefact's name to its path, as Triton's compilation listener passes it.
+    files: each artefact's path by its suffix. remarks: the output of ptxas.
     """
-    by_suffix = {name.rsplit(".", 1)[1]: Path(path) for name, path in files.items()}
-    if target.backend == "cuda":
-        command = [str(CUOBJDUMP), "-res-usage", str(by_suffix["cubin"])]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        kernels = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", report)
-        if not kernels:
-            raise RuntimeError(f"cuobjdump reported no kernel for {by_suffix['cubin'].name}:\n{report}")
-        return max(int(kernel[0]) for kernel in kernels), max(int(kernel[1]) + int(kernel[2]) for kernel in kernels)
-
-    def field(name: str) -> int:
-        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", by_suffix["amdgcn"].read_text())), default=0)
-
-    return field("vgpr_count"), field("private_segment_fixed_size")
+    if "amdgcn" in files:
+        text, patterns = (
+            files["amdgcn"].read_text(),
+            (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)"),
+        )
+    else:
+        text, patterns = remarks, (r"Used (\d+) registers", r"(\d+) bytes stack frame")
+    registers, spill = (max(map(int, re.findall(pattern, text))) for pattern in patterns)
+    return registers, spill
 
 
-def _unwritten(files: dict[str, str]) -> str:
-    cubin = next((Path(path) for name, path in files.items() if name.endswith(".cubin")), None)
-    if cubin is None:
-        return ""
+def _unwritten(cubin: Path) -> str:
     found = next(uninitialised.reads_of_nothing(uninitialised.disassemble(cubin)), None)
     return "" if found is None else f"{found[1]} at {found[0]}"
 
 
-def _refusal(src, metadata: dict, files: dict[str, str]) -> str:
+def _refusal(src, metadata: dict, ptx: str) -> str:
     """Say why ``runtime.driver`` would leave a kernel to Triton's launcher: the sizes of its parameters, or scratch."""
-    ptx = next((Path(path).read_text() for name, path in files.items() if name.endswith(".ptx")), "")
     entry = re.search(rf"\.entry\s+{re.escape(metadata['name'])}\(([^)]*)\)", ptx)
     declared = re.findall(
         r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?", entry[1] if entry else ""
@@ -180,7 +169,8 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
         log.truncate()
         if cache_hit:  # another launcher, or another process, has compiled and reported it
             return
-        registers, spill = usage_of(metadata_group, target)
+        files = {name.rpartition(".")[2]: Path(path) for name, path in metadata_group.items()}
+        registers, spill = usage_of(files, remarks)
         names = src.fn.arg_names
         constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in src.constants.items()}
         compiled.append(
@@ -193,8 +183,8 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
                 spill=spill,
                 serialised="wgmma.mma_async instructions are serialized" in remarks,
                 # The fault is known of sm_90 alone, and so is the meaning of instructions to the search.
-                unwritten=_unwritten(metadata_group) if arch == "sm_90" else "",
-                refusal=_refusal(src, metadata, metadata_group),
+                unwritten=_unwritten(files["cubin"]) if arch == "sm_90" else "",
+                refusal=_refusal(src, metadata, files["ptx"].read_text()) if target.backend == "cuda" else "",
                 shared=metadata["shared"],
                 limit=limit,
                 seconds=times.total / 1e6,

@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,8 +41,6 @@ COLUMNS = ("case", "part", "before", "after", "after / before")
 # Largest difference of two results, of the largest number among them: rounding to bfloat16 in another order.
 TOLERANCE = 2e-2
 ROUND_MS = 50.0  # of one provider in one round
-
-
 CASES = [in_dtype(x, torch.bfloat16) for x in CHECKS if x.size == "large" and x.function != "corope_attention"]
 # Calls that the host limits: eager, in microseconds.
 HOST_CASES = ("Small-512", "Small-1K", "decode Llama3-8B, 4096", "rotation Llama3-8B-4K, interleaved")
@@ -127,14 +126,17 @@ def compare(case: Call, packages: dict[str, ModuleType], backend: str, rounds: i
     return rows
 
 
-def compile_share(root: str, cases: list[Call], backend: str, share: int, shares: int) -> None:
-    """Run every call once, so that the process that times finds all kernels compiled."""
-    packages = (import_checkout(Path(root), f"{PACKAGE}_before"), importlib.import_module(PACKAGE))
-    for i, case in enumerate(cases):
-        for j, package in enumerate(packages):
-            if (2 * i + j) % shares == share:
-                for function in parts_of(case, package, backend).values():
-                    function()
+@functools.cache
+def import_both(before: Path) -> dict[str, ModuleType]:
+    """Import the packages of both checkouts, once in each process."""
+    return {"before": import_checkout(before, f"{PACKAGE}_before"), "after": importlib.import_module(PACKAGE)}
+
+
+def compile_case(before: Path, backend: str, case: Call) -> None:
+    """Run a call once with both packages, so that the process that times finds all kernels compiled."""
+    for package in import_both(before).values():
+        for function in parts_of(case, package, backend).values():
+            function()
     torch.cuda.synchronize()
 
 
@@ -168,19 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this comparison needs a GPU")
         return 2
-    context = multiprocessing.get_context("spawn")
-    workers = [
-        context.Process(target=compile_share, args=(str(options.before), cases, options.backend, i, options.jobs))
-        for i in range(options.jobs)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    packages = {
-        "before": import_checkout(options.before, f"{PACKAGE}_before"),
-        "after": importlib.import_module(PACKAGE),
-    }
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(functools.partial(compile_case, options.before, options.backend), cases))
+    packages = import_both(options.before)
     clock = GpuClock(torch.device("cuda"))
     facts = environment()
     table, failed = [], False

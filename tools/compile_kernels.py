@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
@@ -73,13 +73,6 @@ class Job(LaunchJob):
     def title(self) -> str:
         return f"hopper {self.direction}" if self.is_hopper else f"{self.direction} {self.config.strategy}"
 
-    @property
-    def tiles(self) -> list[str]:
-        if self.is_hopper:
-            return [_changed(self.config) or "defaults"]
-        tiles = [self.config.tile] if self.direction == "forward" else [self.config.dkdv, self.config.dq]
-        return [_tile_name(tile) for tile in tiles]
-
     def launch(self) -> None:
         if self.is_hopper:
             from fused_rope_attn.attention.hopper import backward, forward
@@ -119,18 +112,6 @@ class Job(LaunchJob):
             given = (do, o, lse, *tensors)
             prepare = backward.BackwardCall if self.is_hopper else backward.backward_call
             prepare(problem, given, self.config, self.rotated)(given)
-
-
-def _changed(config) -> str:
-    """Name the fields of a configuration that are not at their defaults: ``block_n=128,stages=2``."""
-    return ",".join(
-        f"{f.name}={getattr(config, f.name)}" for f in fields(config) if getattr(config, f.name) != f.default
-    )
-
-
-def _tile_name(tile: configs.Tile) -> str:
-    registers = f"r{tile.max_registers}" if tile.max_registers else ""
-    return f"{tile.block_m}x{tile.block_n}w{tile.num_warps}s{tile.num_stages}{registers}"
 
 
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
@@ -299,7 +280,7 @@ def _verdict(job: LaunchJob, kernel: aot.CompiledKernel) -> str:
         return "FAIL wgmma serialised"
     if kernel.unwritten:
         return f"FAIL reads a register that nothing has written: {kernel.unwritten}"
-    if kernel.refusal and aot.TARGETS[job.arch][0].backend == "cuda":
+    if kernel.refusal:
         return f"FAIL launch: {kernel.refusal}"
     if kernel.spill > SPILL_LIMIT:
         return f"FAIL spills more than {SPILL_LIMIT} bytes"

@@ -35,12 +35,6 @@ class DecodeJob(LaunchJob):
     def title(self) -> str:
         return "decode" if isinstance(self.config, configs.DecodeConfig) else "gathered chunk"
 
-    @property
-    def tiles(self) -> list[str]:
-        if not isinstance(self.config, configs.DecodeConfig):
-            return []
-        return [f"{self.config.block_n}w{self.config.num_warps}s{self.config.num_stages}"]
-
     def launch(self) -> None:
         from fused_rope_attn.generation.chunk_launch import GatheredCall
         from fused_rope_attn.generation.launch import StepCall
@@ -85,9 +79,7 @@ class WriteJob(LaunchJob):
     float8: bool = False
     of_rotated: bool = True
 
-    @property
-    def title(self) -> str:
-        return "write"
+    title = "write"
 
     def launch(self) -> None:
         from fused_rope_attn.generation.launch import WriteCall

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+from fused_rope_attn.attention.configs import Tile
 
 # Words of labels. Other features have their fields' names where they are True, and values as they are.
 _WITHOUT = {"causal": "full", "append": "read-only", "of_rotated": "raw"}
@@ -14,31 +16,23 @@ _NUMBERS = {"rotary_dim": "R{}", "len_q": "NQ{}", "page_size": "pages-of-{}", "g
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """A call for ``arch`` of tensors in ``dtype`` with ``head_dim`` columns; subclasses add features."""
+    """A call for ``arch`` of tensors in ``dtype`` with ``head_dim`` columns; subclasses add features and ``title``, the
+    name of the kernels."""
 
     arch: str
     dtype: torch.dtype
     head_dim: int
-
-    @property
-    def title(self) -> str:
-        """Name the kernels."""
-        raise NotImplementedError
-
-    @property
-    def tiles(self) -> list[str]:
-        """Name the configuration."""
-        return []
+    title: ClassVar[str]
 
     @property
     def label(self) -> str:
         words = [self.title, str(self.dtype).removeprefix("torch."), f"D{self.head_dim}"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("arch", "dtype", "head_dim", "config", "direction") or value == field.default:
-                continue
-            words.append(_word(field.name, value))
-        return " ".join([*words, *self.tiles])
+        features = changed(self, "arch", "dtype", "head_dim", "config", "direction")
+        words += [_word(name, value) for name, value in features.items()]
+        if hasattr(self, "config"):
+            config = changed(self.config, "strategy", "section_bytes").items()
+            words += [_tile_word(x) if isinstance(x, Tile) else f"{name}={x}" for name, x in config] or ["defaults"]
+        return " ".join(words)
 
     def launch(self) -> None:
         """Call the launcher on tensors without memory."""
@@ -47,6 +41,17 @@ class LaunchJob:
     def heads(self, batch: int, length: int, heads: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return (batch, heads, length, head_dim), stored with the heads of a token next to each other."""
         return meta(batch, length, heads, self.head_dim, dtype=dtype or self.dtype).transpose(1, 2)
+
+
+def changed(record: Any, *but: str) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not at their defaults, apart from those named."""
+    held = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
+    return {name: value for name, (value, default) in held.items() if value != default and name not in but}
+
+
+def _tile_word(tile: Tile) -> str:
+    registers = f"r{tile.max_registers}" if tile.max_registers else ""
+    return f"{tile.block_m}x{tile.block_n}w{tile.num_warps}s{tile.num_stages}{registers}"
 
 
 def _word(name: str, value: Any) -> str:

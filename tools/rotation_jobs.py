@@ -31,13 +31,7 @@ class RotationJob(LaunchJob):
     inverse: bool = False
     norm: str = ""
 
-    @property
-    def title(self) -> str:
-        return "rotation"
-
-    @property
-    def tiles(self) -> list[str]:
-        return [f"{self.config.tile_bytes >> 10}K/{self.config.run_bytes >> 10}Kw{self.config.num_warps}"]
+    title = "rotation"
 
     def launch(self) -> None:
         from fused_rope_attn.rotation.launch import launch_norm_gradient, launch_rotation
