@@ -36,7 +36,6 @@ _OPTIONS = (
 _AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (0, 2, 1, 3)}
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANY_ELEMENTS = 1 << 28  # copies of more would not fit the GPU
 
 
@@ -125,18 +124,11 @@ def label_of(*variant: str) -> str:
     return " ".join(word for word in variant if word != "auto") or "auto"
 
 
-def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-
-
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Return whether tensors are equal to the bit, NaN included."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    if not x.is_floating_point():
-        return torch.equal(x, y)
-    integer = _INTEGERS[x.element_size()]
-    return torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
+    return torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
 
 
 def copies(arguments: Mapping[str, Any]) -> dict[str, Tensor]:

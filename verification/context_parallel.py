@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -25,16 +26,14 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
 
     options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables.
     """
-    group = group_of(ranks)
     options = dict(options)
     inputs = testing.make_inputs(case, device)
     sharding = options.get("sharding", "zigzag")
-    local_tables = options.pop("local_tables", False)
-    q, k, v, do = (cp_shard(x, 2, group=group, sharding=sharding) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    shard = functools.partial(cp_shard, group=group_of(ranks), sharding=sharding)
+    q, k, v = (shard(x, 2).requires_grad_() for x in inputs[:3])
     cos, sin = inputs.cos, inputs.sin
-    if local_tables:
-        cos, sin = (cp_shard(x, x.ndim - 2, group=group, sharding=sharding) for x in (cos, sin))
+    if options.pop("local_tables", False):
+        cos, sin = (shard(x, x.ndim - 2) for x in (cos, sin))
     masks = testing.masks_of(case, device)
     norms = testing.norms_of(case, device)
     weights = {"dsinks": masks["sinks"], "dq_norm": norms.get("q_norm"), "dk_norm": norms.get("k_norm")}
@@ -42,43 +41,35 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
     given = {name: getattr(case, name) for name in ("softmax_scale", "rotary_dim", "interleaved")}
     given |= {name: masks[name] for name in ("window", "softcap", "sinks")} | {"return_lse": True} | norms | options
     if case.seqlens is None:
-        o, lse = rope_attention_cp(q, k, v, cos, sin, case.causal, group=group, **given)
+        o, lse = rope_attention_cp(q, k, v, cos, sin, case.causal, group=group_of(ranks), **given)
     else:
         given.pop("sharding", None)
-        limits = [0]
-        for length, _ in case.seqlens:
-            limits.append(limits[-1] + length)
-        plan = plan_varlen_cp(limits, group=group, sharding=sharding, total_tokens=case.len_q, device=device)
+        limits = [0, *itertools.accumulate(length for length, _ in case.seqlens)]
+        cut = {"group": group_of(ranks), "sharding": sharding, "total_tokens": case.len_q}
+        plan = plan_varlen_cp(limits, **cut, device=device)
         packed = (x[0].transpose(0, 1) for x in (q, k, v))
         o, lse = rope_attention_varlen_cp(*packed, cos, sin, plan, case.causal, **given)
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-    outputs, upstream = [o], [do]
-    if inputs.dlse is not None:
-        outputs, upstream = [o, lse], [do, cp_shard(inputs.dlse, 2, group=group, sharding=sharding)]
-    gradients = torch.autograd.grad(outputs, [q, k, v, *weights.values()], upstream)
+    upstream = [shard(x, 2) for x in (inputs.do, inputs.dlse) if x is not None]
+    gradients = torch.autograd.grad([o, lse][: len(upstream)], [q, k, v, *weights.values()], upstream)
     names = ("o", "lse", "dq", "dk", "dv", *weights)
     return {name: x.detach().cpu() for name, x in zip(names, (o, lse, *gradients))}
 
 
 def joined(parts: list[dict[str, torch.Tensor]], sharding: str = "zigzag") -> dict[str, torch.Tensor]:
     """All ranks' rows in the order of the sequence, and the sum of their parts of the sinks' gradient."""
-    size = len(parts)
+    ranks = [*range(len(parts))]  # the owner of each chunk
+    if sharding == "zigzag":
+        ranks += reversed(ranks)
+    elif sharding.startswith("dealt:"):
+        ranks = [int(rank) for rank in sharding.removeprefix("dealt:").split(",")]
     found = {}
     for name in parts[0]:
         if name in OF_WEIGHTS:
             found[name] = torch.stack([part[name].double() for part in parts]).sum(0)
-            continue
-        shards = [part[name] for part in parts]
-        if sharding == "zigzag":
-            halves = [x.chunk(2, dim=2) for x in shards]
-            order = [halves[r][0] for r in range(size)] + [halves[r][1] for r in reversed(range(size))]
-        elif sharding.startswith("dealt:"):
-            ranks = [int(rank) for rank in sharding.removeprefix("dealt:").split(",")]
-            chunks = [list(x.chunk(len(ranks) // size, dim=2)) for x in shards]
-            order = [chunks[rank].pop(0) for rank in ranks]
         else:
-            order = shards
-        found[name] = torch.cat(order, dim=2)
+            chunks = [iter(part[name].chunk(len(ranks) // len(parts), dim=2)) for part in parts]
+            found[name] = torch.cat([next(chunks[rank]) for rank in ranks], dim=2)
     return found
 
 
@@ -167,10 +158,7 @@ class CpCheck:
 
     def run(self, machine: Machine) -> Iterator[Finding]:
         device = machine.device.split(":")[0]
-        parts = pool_of(device).run(attend, self.case, self.members, device, self.given, ranks=self.members)
-        for error in (part for part in parts if isinstance(part, BaseException)):
-            yield Finding.raised("cp", error)
-            return
+        parts = pool_of(device).results(attend, self.case, self.members, device, self.given, ranks=self.members)
         shards = joined(parts, self.given.get("sharding", "zigzag"))
         for comparison in compared(self.case, shards, self.given.get("total_len"), device):
             yield Finding("cp", comparison)

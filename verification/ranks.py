@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -21,29 +20,24 @@ class Ranks:
     """``size`` processes with a default process group, which run functions of importable modules."""
 
     def __init__(self, size: int, backend: str = "gloo"):
-        context = mp.get_context("spawn")
         # Its port is one that is free, also where several pools begin at once.
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        port = self.store.port
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, backend, port, there), daemon=True)
-            process.start()
-            self.pipes.append(here)
-            self.processes.append(process)
+        context, given = mp.get_context("spawn"), (size, backend, self.store.port)
+        self.processes = [context.Pool(1, _begin, (rank, *given)) for rank in range(size)]
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
         """``function(*arguments)`` on these ranks, all by default: what each returned, or the exception it raised."""
-        chosen = range(len(self.pipes)) if ranks is None else ranks
-        for rank in chosen:
-            self.pipes[rank].send((function, arguments))
+        chosen = range(len(self.processes)) if ranks is None else ranks
+        pending = {rank: self.processes[rank].apply_async(function, arguments) for rank in chosen}
         results = []
-        for rank in chosen:
-            if not self.pipes[rank].poll(TIMEOUT):
+        for rank, call in pending.items():
+            try:
+                results.append(call.get(TIMEOUT))
+            except mp.TimeoutError:
                 self.close()
-                raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {TIMEOUT} s")
-            results.append(self.pipes[rank].recv())
+                raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {TIMEOUT} s") from None
+            except Exception as error:  # its cause is the traceback of the rank
+                results.append(error)
         return results
 
     def results(self, function: Callable[..., Any], *arguments: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
@@ -57,35 +51,15 @@ class Ranks:
     def close(self) -> None:
         for process in self.processes:
             process.terminate()
-        for process in self.processes:
-            process.join(10)
 
 
-def _serve(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
+def _begin(rank: int, size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    _make_groups(size)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(traceback.format_exc())
-            result = error
-        pipe.send(result)
-
-
-def _make_groups(size: int) -> None:
-    for members in GROUPS:
-        if max(members) < size:
-            _groups[members] = dist.new_group(list(members))
+    _groups.update({members: dist.new_group(list(members)) for members in GROUPS if max(members) < size})
 
 
 def group_of(members: tuple[int, ...]) -> Any:
