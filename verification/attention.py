@@ -29,7 +29,6 @@ MOST_SCORES = 1 << 33
 class AttentionCheck(Call):
     """A call of attention, which is packed where it has ``seqlens``. memory: of q, k, v and do."""
 
-    packed_heads: int = 0  # q, k and v are views of one tensor (B, N, packed_heads, D), as a fused projection makes it
     hides_nan: bool = False  # NaN in keys that no query sees, and in queries that see none
     max_seqlens: tuple[int, int] | None = None  # of packed sequences; None: those of the longest
     deterministic: bool = False
@@ -56,8 +55,6 @@ class AttentionCheck(Call):
                 tensors[name] = tensors[name].masked_fill(rows[:, None, :, None], math.nan)
         tensors = self.laid(tensors)
         tables = self.tables_of(inputs)
-        if self.packed_heads:
-            tensors |= self._fused(tensors)
         do = tensors.pop("do")
         masks = {name: x for name, x in testing.masks_of(self, device).items() if name in (*WEIGHTS, *_BOUNDS)}
         if self.seqlens is not None:
@@ -70,16 +67,6 @@ class AttentionCheck(Call):
         ends = torch.tensor(((0, 0), *self.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         found = {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
         return found | {f"max_seqlen_{name}": self.longest[i] for i, name in enumerate("qk")}
-
-    def _fused(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        packed = tensors["q"].new_empty(self.batch, self.len_k, self.packed_heads, self.head_dim)
-        views, first = {}, 0
-        for name in TENSORS[:3]:
-            last = first + self.packed_heads // 3
-            # The last heads of each third, so that the largest offsets are used.
-            views[name] = packed[:, :, last - tensors[name].shape[1] : last].transpose(1, 2).copy_(tensors[name])
-            first = last
-        return views
 
     def _unseen(self, device: str) -> dict[str, Tensor]:
         """Return the rows (1|B, N) of each tensor that no query or no key sees, as True."""

@@ -142,8 +142,8 @@ _LARGE = (
     _large("2K D 256 GQA with norms", 2, 8, 2, 2048, 256, norms=1.0),
     # 32-bit offsets: across heads, and within one head with rows that are 16640 elements apart
     _large("q, k, v of 2**31 + 2**24 elements", 129, 256, 256, 512, 128, size="huge", only=(torch.bfloat16,)),
-    _large("128K positions in a packed tensor of 2**31 + 2**25 elements", 1, 4, 2, 131072, 128, size="huge",
-           packed_heads=130, only=(torch.bfloat16, torch.float16)),
+    _large("128K positions in tensors of 2**31 + 2**25 elements", 1, 4, 2, 131072, 128, size="huge",
+           memory=("far", "far", "far", "bnhd"), only=(torch.bfloat16, torch.float16)),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from fused_rope_attn.generation.reference import stored
 # Layouts in which several elements share memory: no such tensor can be written, or hold NaN in some rows only.
 SHARED = ("one batch", "one head", "one token", "one number")
 LAYOUTS = (
-    "bnhd", "bhnd", "nbhd", "columns", "odd", "offset", "wide", "fused", "skipped", *SHARED,
+    "bnhd", "bhnd", "nbhd", "columns", "odd", "offset", "wide", "fused", "far", "skipped", *SHARED,
 )  # fmt: skip
 NOWHERE = 10**9 + 7  # an entry outside every pool, for pages that no call needs
 
@@ -31,41 +31,37 @@ def lay(x: Tensor, layout: str) -> Tensor:
     def gaps(*shape: int) -> Tensor:
         return torch.full(shape, math.nan, device=x.device).to(x.dtype)
 
-    if layout == "odd":  # one element in, so that no row is aligned, and no stride is even
-        view = gaps(b, n, h + 5, d + 3)[:, :, 2 : h + 2, 1 : d + 1].transpose(1, 2)
-    elif layout == "offset":  # even strides, at an address that is not
-        view = gaps(b * n * h * d + 1)[1:].view(b, n, h, d).transpose(1, 2)
-    elif layout == "wide":
-        view = gaps(b, n, h, 2 * d)[..., :d].transpose(1, 2)
-    elif layout == "fused":  # a third of a projection's output
-        view = gaps(b, n, 3 * h, d)[:, :, h : 2 * h].transpose(1, 2)
-    elif layout == "skipped":
-        view = gaps(b, 2 * n, h, d)[:, ::2].transpose(1, 2)
-    else:
-        views = {
-            "bhnd": lambda: store.contiguous(),
-            "bnhd": lambda: store.transpose(1, 2).contiguous().transpose(1, 2),
-            "nbhd": lambda: store.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-            "columns": lambda: store.mT.contiguous().mT,  # the columns of a row are not adjacent
-            "one batch": lambda: store[:1].contiguous().expand_as(store),
-            "one head": lambda: store[:, :1].contiguous().expand_as(store),
-            "one token": lambda: store[:, :, :1].contiguous().expand_as(store),
-            "one number": lambda: store.reshape(-1)[:1].expand_as(store) if store.numel() else store,
-        }
-        return views[layout]().view(x.dtype)
-    stored(view).copy_(store)
-    return view
+    # Written where they are, between gaps; the others are copies.
+    gapped = {
+        "odd": lambda: gaps(b, n, h + 5, d + 3)[:, :, 2 : h + 2, 1 : d + 1],  # unaligned rows, and no stride is even
+        "offset": lambda: gaps(b * n * h * d + 1)[1:].view(b, n, h, d),  # even strides, at an address that is not
+        "wide": lambda: gaps(b, n, h, 2 * d)[..., :d],
+        "fused": lambda: gaps(b, n, 3 * h, d)[:, :, h : 2 * h],  # a third of a projection's output
+        # The last heads of 130, so that offsets within 128K rows of D 128 take more than 31 bits.
+        "far": lambda: gaps(b, n, 130, d)[:, :, 130 - h :],
+        "skipped": lambda: gaps(b, 2 * n, h, d)[:, ::2],
+    }
+    if layout in gapped:
+        view = gapped[layout]().transpose(1, 2)
+        stored(view).copy_(store)
+        return view
+    views = {
+        "bhnd": lambda: store.contiguous(),
+        "bnhd": lambda: store.transpose(1, 2).contiguous().transpose(1, 2),
+        "nbhd": lambda: store.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+        "columns": lambda: store.mT.contiguous().mT,  # the columns of a row are not adjacent
+        "one batch": lambda: store[:1].contiguous().expand_as(store),
+        "one head": lambda: store[:, :1].contiguous().expand_as(store),
+        "one token": lambda: store[:, :, :1].contiguous().expand_as(store),
+        "one number": lambda: store.reshape(-1)[:1].expand_as(store) if store.numel() else store,
+    }
+    return views[layout]().view(x.dtype)
 
 
 def lay_table(x: Tensor, layout: str) -> Tensor:
-    """Return the values of a table (..., S, W) in memory that is "plain", "columns" (not adjacent), or "odd" (a part of
-    a wider one, unaligned)."""
-    if layout == "columns":
-        return x.mT.contiguous().mT
-    if layout == "odd":
-        wider = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype, device=x.device)
-        return wider[..., 1:-2].copy_(x)
-    return x.contiguous()
+    """Return the values of a table (..., S, W) in memory that is "plain", or as ``lay`` has it."""
+    more = 4 - x.ndim
+    return x.contiguous() if layout == "plain" else lay(x[(None,) * more], layout)[(0,) * more]
 
 
 def in_pages(

@@ -63,11 +63,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """One line for each dtype and backend, then one for each tensor that failed or was skipped."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.backend, row.dtype), []).append(row)
     lines = []
-    for (backend, dtype), members in groups.items():
+    for backend, dtype in dict.fromkeys((row.backend, row.dtype) for row in rows):
+        members = [row for row in rows if (row.backend, row.dtype) == (backend, dtype)]
         passed = sum(row.verdict == "ok" for row in members)
         worst = max(members, key=lambda row: (row.row_ratio == row.row_ratio, row.row_ratio))  # nan is no ratio
         where = f"{worst.tensor} of {worst.case}"
@@ -99,15 +97,9 @@ def where(environment: Mapping[str, Any]) -> str:
 def write_json(path: Path, environment: Mapping[str, Any], seconds: float, rows: Sequence[Row], **facts: Any) -> None:
     """``{"environment", "seconds", "failures", "rows"}`` and ``facts``; a number that is not finite becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "environment": environment,
-        "seconds": round(seconds, 1),
-        "failures": sum(row.verdict == "FAIL" for row in rows),
-        "rows": [_finite(asdict(row)) for row in rows],
-    }
-    path.write_text(json.dumps(content | facts, indent=1, allow_nan=False) + "\n")
+    failures = sum(row.verdict == "FAIL" for row in rows)
+    content = {"environment": environment, "seconds": round(seconds, 1), "failures": failures}
+    text = json.dumps(content | {"rows": [asdict(row) for row in rows]} | facts)
+    finite = json.loads(text, parse_constant=lambda constant: None)
+    path.write_text(json.dumps(finite, indent=1) + "\n")
     print(f"rows written to {path}")
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}

@@ -46,9 +46,7 @@ def batches(seed: int, count: int, machine: Machine) -> Iterator[list[tuple[int,
 
     step = strategies.calls_of_a_prototype(machine)
     for first in range(0, count, step):
-        family, prototype = strategies.drawn_prototype(seed, first, machine)
-        strategy = family.calls_of(prototype, machine)
-        yield [(i, strategies.draw(strategy, seed, "call", i)) for i in range(first, min(count, first + step))]
+        yield [(i, strategies.drawn_call(seed, i, machine)) for i in range(first, min(count, first + step))]
 
 
 def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int) -> Outcome | None:

@@ -58,31 +58,26 @@ SETTINGS = settings(
 def draw(strategy: st.SearchStrategy, *key: Any) -> Any:
     """Return one value of a strategy: the same for equal keys, which are numbers and strings."""
     drawn = []
-
-    @seed(" ".join(map(str, key)))
-    @SETTINGS
-    @given(strategy)
-    def collect(value: Any) -> None:
-        drawn.append(value)  # first the simplest one, then one at random
-
-    collect()
+    _run(strategy, lambda value: drawn.append(value), SETTINGS, key)  # first the simplest one, then one at random
     return drawn[-1]
+
+
+def _run(strategy: st.SearchStrategy, test: Callable[[Any], None], options: settings, key: tuple[Any, ...]) -> None:
+    """Run a test on values of a strategy, which depend on the key alone."""
+    seed(" ".join(map(str, key)))(options(given(strategy)(test)))()
 
 
 def minimise(strategy: st.SearchStrategy, fails: Callable[[Any], bool], *key: Any) -> Any | None:
     """Return the simplest value that hypothesis finds to fail, from the one that ``draw`` returns; None: none fails."""
     found = []
 
-    @seed(" ".join(map(str, key)))
-    @settings(SETTINGS, phases=[Phase.generate, Phase.shrink])
-    @given(strategy)
     def shrink(value: Any) -> None:
         if fails(value):
             found.append(value)
             raise AssertionError
 
     try:
-        shrink()
+        _run(strategy, shrink, settings(SETTINGS, phases=[Phase.generate, Phase.shrink]), key)
     except Exception:
         if not found:
             raise
@@ -345,10 +340,9 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
         len_q = min(len_q, len_k)  # more queries than keys are refused then: ``refusals``
     found = {"batch": batch, "heads_kv": heads_kv, "len_q": len_q, "len_k": len_k}
     found["window"] = _window(draw, p.window, len_k)
-    if p.kv_starts is not None:
-        found["kv_starts"] = _bounds(draw, batch, len_k, upper=False)
-    if p.kv_lens is not None:
-        found["kv_lens"] = _bounds(draw, batch, len_k, upper=True)
+    for name in ("kv_starts", "kv_lens"):
+        if getattr(p, name) is not None:
+            found[name] = _bounds(draw, batch, len_k, upper=name == "kv_lens")
     return found
 
 
@@ -536,8 +530,7 @@ def calls(machine: Machine, *names: str) -> st.SearchStrategy:
     """Calls of these families, or of all, for tests."""
 
     def drawn(draw: Draw) -> Any:
-        weights = {name: FAMILIES[name].weights[not machine.has_gpu] for name in names or FAMILIES}
-        family = FAMILIES[pick(draw, weights)]
+        family = draw(_families(machine, *names))
         return draw(family.calls_of(draw(family.prototypes(machine)), machine))
 
     return st.composite(drawn)()
@@ -550,26 +543,26 @@ def calls_of_a_prototype(machine: Machine) -> int:
 
 def drawn_call(run: int, index: int, machine: Machine) -> Any:
     """Return the call number ``index`` of a run with this seed."""
-    family, prototype = drawn_prototype(run, index, machine)
+    family, prototype = _drawn_prototype(run, index // calls_of_a_prototype(machine), machine)
     return draw(family.calls_of(prototype, machine), run, "call", index)
 
 
-def drawn_prototype(run: int, index: int, machine: Machine) -> tuple[Family, Any]:
-    """Return the family and the prototype of the call number ``index``."""
-    number = index // calls_of_a_prototype(machine)
-    family = FAMILIES[draw(_families(machine), run, "family", number)]
+@functools.lru_cache(1)
+def _drawn_prototype(run: int, number: int, machine: Machine) -> tuple[Family, Any]:
+    family = draw(_families(machine), run, "family", number)
     return family, draw(family.prototypes(machine), run, "prototype", number)
 
 
-def _families(machine: Machine) -> st.SearchStrategy:
-    weights = {name: family.weights[not machine.has_gpu] for name, family in FAMILIES.items()}
-    return st.composite(lambda draw: pick(draw, weights))()
+def _families(machine: Machine, *names: str) -> st.SearchStrategy:
+    weights = {name: FAMILIES[name].weights[not machine.has_gpu] for name in names or FAMILIES}
+    return st.composite(lambda draw: FAMILIES[pick(draw, weights)])()
 
 
 def shrunk_call(run: int, index: int, machine: Machine, fails: Callable[[Any], bool]) -> Any | None:
     """Return the simplest call found that fails, from call ``index``: first its sizes shrink, which compiles nothing
     new, then what kernels depend on. None: the call does not fail."""
-    family, prototype = drawn_prototype(run, index, machine)
+    number = index // calls_of_a_prototype(machine)
+    family, prototype = _drawn_prototype(run, number, machine)
     found = minimise(family.calls_of(prototype, machine), fails, run, "call", index)
     if found is None:
         return None
@@ -583,6 +576,5 @@ def shrunk_call(run: int, index: int, machine: Machine, fails: Callable[[Any], b
         call = replace(other, **sizes)
         return replace(found, legal=call) if is_illegal else call
 
-    number = index // calls_of_a_prototype(machine)
     simplest = minimise(family.prototypes(machine), lambda other: fails(of(other)), run, "prototype", number)
     return found if simplest is None else of(simplest)

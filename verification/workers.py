@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,9 +103,7 @@ class Worker:
 
     def __init__(self, machine: Machine):
         self.machine, self.process = machine, None
-        descriptor, name = tempfile.mkstemp(prefix="verification-")
-        os.close(descriptor)
-        self.log = Path(name)
+        self.log = tempfile.NamedTemporaryFile("r", prefix="verification-", errors="replace")
 
     def run(self, check: Any, longest: float = LONGEST_SECONDS) -> Outcome:
         self.begin(check)
@@ -116,7 +113,7 @@ class Worker:
         if self.process is None:
             context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
             self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(theirs, self.machine, str(self.log)))
+            self.process = context.Process(target=_serve, args=(theirs, self.machine, self.log.name))
             self.process.start()
             theirs.close()
         self.check, self.start = check, time.monotonic()
@@ -148,7 +145,7 @@ class Worker:
         if self.process is not None:
             self.process.join(timeout=max(0.0, deadline - time.monotonic()))
         self._end()
-        self.log.unlink(missing_ok=True)
+        self.log.close()
 
     def _end(self) -> None:
         if self.process is not None:
@@ -158,10 +155,10 @@ class Worker:
             self.process = None
 
     def _lost(self, why: str) -> Outcome:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        self.log.seek(0)
+        said = self.log.read().strip() or "it said nothing"
         self._end()
-        said = lines[-1][:300] if lines else "it said nothing"
-        return Outcome(self.check, (Finding.that("?", "process", False, f"the process {why}: {said}"),))
+        return Outcome(self.check, (Finding.that("?", "process", False, f"the process {why}: {said.splitlines()[-1][:300]}"),))
 
 
 def _serve(connection: Connection, machine: Machine, log: str) -> None:
