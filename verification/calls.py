@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 import fused_rope_attn
@@ -32,10 +33,9 @@ _OPTIONS = (
     "causal", "softmax_scale", "interleaved", "window", "softcap", "norm_eps", "return_lse", "deterministic", "inverse",
     "base",
 )  # fmt: skip
-# The axes of (B, H, N, D) in each layout; packed tokens have no batch.
-_AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (0, 2, 1, 3)}
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANY_ELEMENTS = 1 << 28  # copies of more would not fit the GPU
 
 
@@ -119,16 +119,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def label_of(*variant: str) -> str:
-    """Name a backend and a strategy; "auto" alone means both."""
-    return " ".join(word for word in variant if word != "auto") or "auto"
-
-
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Return whether tensors are equal to the bit, NaN included."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    return torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
+    integer = _INTEGERS[x.element_size()]
+    return torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
 
 
 def copies(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -150,6 +146,7 @@ def untouched(
     return Finding.that(backend, "inputs", not touched, f"{', '.join(touched)} changed")
 
 
+@dataclass
 class References:
     """float64 and eager results by name, and the second opinion: further draws of eager's rounding, made when a rule
     refuses a result (``testing.compare``).
@@ -159,43 +156,41 @@ class References:
     which float64 is. part: takes from a whole result what ``run`` computes of it.
     """
 
-    def __init__(
-        self,
-        run: Callable[[torch.dtype | None], Mapping[str, Tensor]],
-        device: str,
-        judged: Callable[[str], torch.dtype],
-        zero: Callable[[str], float] = lambda name: 1.0,
-        may_be_nan: bool = False,
-        part: Callable[[str, Tensor], Tensor] = lambda name, x: x,
-    ):
-        self._run, self._device, self._judged, self._zero, self._may_be_nan = run, device, judged, zero, may_be_nan
-        self._part, self.exact, self.eager = part, run(torch.float64), run(None)
+    run: Callable[[torch.dtype | None], Mapping[str, Tensor]]
+    device: str
+    judged: Callable[[str], torch.dtype]
+    zero: Callable[[str], float] = lambda name: 1.0
+    may_be_nan: bool = False
+    part: Callable[[str, Tensor], Tensor] = lambda name, x: x
+
+    def __post_init__(self) -> None:
+        self.exact, self.eager = self.run(torch.float64), self.run(None)
 
     @functools.cached_property
     def _drawn(self) -> list[Mapping[str, Tensor]]:
-        with testing.RandomRounding(torch.Generator(self._device).manual_seed(0)):
-            return [self._run(None) for _ in range(testing.DRAWS)]
+        with testing.RandomRounding(torch.Generator(self.device).manual_seed(0)):
+            return [self.run(None) for _ in range(testing.DRAWS)]
 
     def compare(self, name: str, x: Tensor) -> testing.Comparison:
         """Hold a result, or a part of one, against float64."""
-        nan = self.exact[name].isnan() if self._may_be_nan else None
+        nan = self.exact[name].isnan() if self.may_be_nan else None
 
         def numbers(y: Tensor) -> Tensor:
             return y if nan is None else y.masked_fill(nan, 0)
 
         tensors = (numbers(y) for y in (x, self.exact[name], self.eager[name]))
-        options = {"grad": name.startswith("d"), "dtype": self._judged(name), "zero": self._zero(name)}
+        options = {"grad": name.startswith("d"), "dtype": self.judged(name), "zero": self.zero(name)}
         return testing.compare(name, *tensors, **options, draws=lambda: (numbers(y[name]) for y in self._drawn))
 
     def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
         """Hold a whole result against float64. What is not compared must at least be written, and be numbers."""
-        part = self._part(name, x)
-        dtype = torch.float32 if name == "lse" else self._judged(name)
+        part = self.part(name, x)
+        dtype = torch.float32 if name == "lse" else self.judged(name)
         is_right = (part.shape, x.dtype) == (self.exact[name].shape, dtype)
         yield Finding.that(label, f"form of {name}", is_right, f"{tuple(x.shape)}, {x.dtype}")
         if part.numel() < x.numel() and name != "lse":
             yield Finding.that(label, f"rest of {name}", bool(torch.isfinite(x).all()), "not finite everywhere")
-        if self._may_be_nan:
+        if self.may_be_nan:
             is_same = torch.equal(part.isnan(), self.exact[name].isnan())
             yield Finding.that(label, f"NaN of {name}", is_same, "NaN in other places")
         yield Finding(label, self.compare(name, part))
@@ -261,6 +256,7 @@ class Call(testing.Case):
     return_lse: bool = True
     wanted: tuple[str, ...] = ()
     variants: tuple[tuple[str, str], ...] = (("auto", "auto"),)
+    function: ClassVar[str]  # the public one, of ``FUNCTIONS``
     backend: ClassVar[str] = ""  # of its rows in the table; "" for those of its variants
     writes: ClassVar[tuple[str, ...]] = ()  # the arguments that the function writes
     outputs: ClassVar[tuple[str, ...]] = ("o", "lse")
@@ -269,11 +265,6 @@ class Call(testing.Case):
     def order(self) -> str:
         """Name the layout of q in the call."""
         return self.form if self.seqlens is None else "thd"
-
-    @property
-    def function(self) -> str:
-        """Name the public function, one of ``FUNCTIONS``."""
-        raise NotImplementedError
 
     def make(self, device: str) -> Made:
         """Return the data of the call."""
@@ -324,21 +315,24 @@ class Call(testing.Case):
         found |= {"norm_offset": self.norms or 0.0, "layout": self.order} | others
         return {name: value for name, value in found.items() if name in parameters}
 
+    @property
+    def _axes(self) -> tuple[str, str]:
+        """The axes of (B, H, N, D), and those of the call; packed tokens have no batch."""
+        return "1 h t d" if self.order == "thd" else "b h s d", " ".join(self.order)
+
     def as_passed(self, name: str, x: Any) -> Any:
         """Return a tensor (B, H, N, D), or the gradient of lse, as the function has it, and anything else as it is."""
         if name == "lse" and self.order == "thd":
             return x[0]
         if not isinstance(x, Tensor) or x.ndim != 4:
             return x
-        x = x.permute(_AXES[self.order])
-        return x[0] if self.order == "thd" else x
+        return rearrange(x, " -> ".join(self._axes))
 
     def back(self, x: Tensor) -> Tensor:
         """Undo ``as_passed``; a vector becomes one row, and lse (H, N) gets its batch."""
-        if x.ndim < 3 or (x.ndim == 3 and self.order != "thd"):
-            return x[None] if x.ndim == 1 or self.order == "thd" else x
-        axes = _AXES[self.order]
-        return (x[None] if self.order == "thd" else x).permute([axes.index(axis) for axis in range(4)])
+        if x.ndim == len(self.order):
+            return rearrange(x, " -> ".join(reversed(self._axes)))
+        return x[None] if x.ndim == 1 or self.order == "thd" else x
 
     def call(self, made: Made, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Return a function that runs a variant, and its arguments by name, as a user passes them."""
@@ -372,28 +366,21 @@ class Call(testing.Case):
         made = self.make(machine.device)
         references = self.references(made, machine.device)
         for variant in self.variants:
-            label = label_of(*variant)
+            label = " ".join(word for word in variant if word != "auto") or "auto"
             function, given = self.call(made, variant)
-            obstacle = self.obstacle(machine.arch, variant)
+            before, obstacle = copies(given), self.obstacle(machine.arch, variant)
             if obstacle is not None:
-                before, words = copies(given), (obstacle[1].split(",")[0],)
-                yield refusal(label, "refusal", function, given, obstacle[:1], words)
+                yield refusal(label, "refusal", function, given, obstacle[:1], (obstacle[1].split(",")[0],))
                 yield untouched(label, given, before)
                 continue
             try:
-                yield from self._held(label, function, given, made, references)
+                with testing.poison_empty():
+                    out = self.results(function, given, made)
+                for name, x in out.items():
+                    yield from references.findings(label, name, x)
+                yield from self.further(Ran(label, function, given, before, made, out, references))
+                yield untouched(label, given, before, but=self.writes)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 yield Finding.raised(label, error)
-
-    def _held(
-        self, label: str, function: Callable[..., Any], given: dict[str, Any], made: Made, references: References
-    ) -> Iterator[Finding]:
-        before = copies(given)
-        with testing.poison_empty():
-            out = self.results(function, given, made)
-        for name, x in out.items():
-            yield from references.findings(label, name, x)
-        yield from self.further(Ran(label, function, given, before, made, out, references))
-        yield untouched(label, given, before, but=self.writes)

@@ -44,26 +44,16 @@ class Mutation:
     is_seen_on_gpu: bool = True
 
 
-def _rotates(a: Arguments) -> bool:
-    return "inverse" in a
+def _has(name: str, other: str = "") -> Condition:
+    """Return whether the function has an argument, and the call passes the other one."""
+    return lambda a: name in a and a.get(other or name) is not None
+
+
+_rotates, _chooses, _writes_cache = _has("inverse"), _has("backend"), _has("k_cache", "k")
 
 
 def _attends(a: Arguments) -> bool:
     return "q" in a and not _rotates(a)
-
-
-def _chooses(a: Arguments) -> bool:
-    """Return whether the call chooses its backend."""
-    return "backend" in a
-
-
-def _writes_cache(a: Arguments) -> bool:
-    return "k_cache" in a and a["k"] is not None
-
-
-def _has(name: str, other: str = "") -> Condition:
-    """Return whether the function has an argument, and the call passes the other one."""
-    return lambda a: name in a and a.get(other or name) is not None
 
 
 def _first(a: Arguments) -> str:
@@ -86,10 +76,6 @@ def _other_float(x: Tensor) -> torch.dtype:
 def _elsewhere(x: Tensor) -> Tensor:
     """Put a tensor on another device."""
     return x.cpu() if x.is_cuda else torch.empty_like(x, device="meta")
-
-
-def _longer(x: Tensor) -> Tensor:
-    return torch.cat((x, x.new_zeros(1)))
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -158,11 +144,6 @@ def _can_have_out(a: Arguments) -> bool:
     return _rotates(a) and a[_first(a)].numel() > 1
 
 
-def _tangent(name: str) -> Change:
-    """Differentiate in forward mode."""
-    return lambda a: {name: forward_ad.make_dual(a[name].clone(), torch.ones_like(a[name]))}
-
-
 _TENSORS = (
     "x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", *ENDS, "sinks", "kv_starts", "kv_lens", "position_ids",
     *NORMS, "block_table", *SCALES,
@@ -184,7 +165,7 @@ _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception
     (("k", "v"), "of another dtype", lambda x: x.to(_other_float(x)), TypeError),
     ((*_BOUNDS, *ENDS), "of int64", lambda x: x.long(), TypeError),
     ((*_BOUNDS, *ENDS, *NORMS), "of rank 2", lambda x: x[None], ValueError),
-    ((*_BOUNDS, *NORMS), "too long", _longer, ValueError),
+    ((*_BOUNDS, *NORMS), "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError),
     (("block_table", *SCALES), "of another dtype", lambda x: x.double(), TypeError),
     (("block_table", *SCALES), "too long", lambda x: torch.cat((x, x, x)), ValueError),
     (("block_table",), "of rank 1", lambda x: x.flatten(), ValueError),
@@ -223,11 +204,11 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
     ("q_norm is left out", _has("q_norm", "k_norm"), lambda a: {"q_norm": None}, ValueError, ("q_norm",)),
     ("k_norm is left out", _has("k_norm", "q_norm"), lambda a: {"k_norm": None}, ValueError, ("k_norm",)),
     ("v is left out", _writes_cache, lambda a: {"v": None}, ValueError, ("v",)),
-    *((f"a tangent of {x}", lambda a, x=x: a.get(x) is not None and a.get("out") is None, _tangent(x),
-         NotImplementedError, _FUNCTIONS)
+    *((f"a tangent of {x}", lambda a, x=x: a.get(x) is not None and a.get("out") is None,
+         lambda a, x=x: {x: forward_ad.make_dual(a[x].clone(), torch.ones_like(a[x]))}, NotImplementedError, _FUNCTIONS)
         for x in ("x", "q", "k", "sinks", *NORMS)
     ),
-    *((f"{x} requires a gradient", lambda a: "k_cache" in a, lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
+    *((f"{x} requires a gradient", _has("k_cache"), lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
         for x in ("q", *CACHES)
     ),
     # If two caches differ, the message may name either, because both may be in q's dtype or in float8.

@@ -158,7 +158,9 @@ class Worker:
         self.log.seek(0)
         said = self.log.read().strip() or "it said nothing"
         self._end()
-        return Outcome(self.check, (Finding.that("?", "process", False, f"the process {why}: {said.splitlines()[-1][:300]}"),))
+        return Outcome(
+            self.check, (Finding.that("?", "process", False, f"the process {why}: {said.splitlines()[-1][:300]}"),)
+        )
 
 
 def _serve(connection: Connection, machine: Machine, log: str) -> None:
