@@ -14,8 +14,8 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,69 +42,27 @@ TARGETS: dict[str, tuple[GPUTarget, int]] = {
 THOROUGH = ("sm_90", "sm_86")
 
 
-@dataclass(frozen=True)
-class CompiledKernel:
-    """The cost of one compilation.
-
-    registers, spill: of one thread (NVIDIA) or lane (AMD), the spill in bytes of stack or scratch. shared, limit: bytes
-    of shared memory, and how many the card gives a block. serialised: ptxas says that it made wgmma products wait for
-    one another. unwritten: the first read of a register that nothing has written, or "". refusal: why the package
-    leaves the kernel's launches to Triton, or "". constants: values of constexpr parameters and specialised arguments.
-    """
-
-    kernel: str
-    arch: str
-    warps: int
-    stages: int
-    registers: int
-    spill: int
-    serialised: bool
-    unwritten: str
-    refusal: str
-    shared: int
-    limit: int
-    seconds: float
-    constants: dict[str, Any]
-
-
-class CompileOnlyDriver:
-    """The part of Triton's driver interface (3.6 to 3.9) that compiling and launching touch; launches do nothing.
+def compile_only_driver(arch: str) -> SimpleNamespace:
+    """Return the part of Triton's driver (3.6 to 3.9) that compiling and launching touch; launches do nothing.
 
     Each arch is a device of its own, because a JITFunction keeps its compiled kernels and its target by device index.
     """
-
-    def __init__(self, arch: str):
-        self._arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return TARGETS[self._arch][0]
-
-    def get_current_device(self) -> int:
-        return list(TARGETS).index(self._arch)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    class utils:
-        @staticmethod
-        def get_device_properties(device: int) -> dict:
-            # No limit here: too large a kernel shall be reported with its size, not end the run.
-            return {"max_shared_mem": 1 << 31, "multiprocessor_count": 128}
-
-        @staticmethod
-        def load_binary(name, binary, shared, device):
-            return None, None, 0, 0, 1 << 10  # module, function, registers, spills, threads of a block
-
-    class launcher_cls:
-        def __init__(self, src, metadata):
-            pass
-
-        def __call__(self, *args, **kwargs):
-            pass
+    # No limit here: too large a kernel shall be reported with its size, not end the run.
+    properties = {"max_shared_mem": 1 << 31, "multiprocessor_count": 128}
+    loaded = None, None, 0, 0, 1 << 10  # module, function, registers, spills, threads of a block
+    return SimpleNamespace(
+        get_current_target=lambda: TARGETS[arch][0],
+        get_current_device=lambda: list(TARGETS).index(arch),
+        get_current_stream=lambda device: 0,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: properties, load_binary=lambda name, binary, shared, device: loaded
+        ),
+        launcher_cls=lambda src, metadata: lambda *args, **kwargs: None,
+    )
 
 
 def usage_of(files: dict[str, Path], remarks: str) -> tuple[int, int]:
-    """Return (registers, spill) as ``CompiledKernel`` has them.
+    """Return (registers, spill) as the records of ``compiling_for`` have them.
 
     files: each artefact's path by its suffix. remarks: the output of ptxas.
     """
@@ -151,8 +109,14 @@ def _parameter_sizes(kind: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
-    """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills.
+def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
+    """Within the context every Triton launch compiles for ``arch`` and runs nothing; yields the list it fills, with a
+    record of each kernel:
+
+    registers, spill: of one thread (NVIDIA) or lane (AMD), the spill in bytes of stack or scratch. shared, limit: bytes
+    of shared memory, and how many the card gives a block. serialised: ptxas says that it made wgmma products wait for
+    one another. unwritten: the first read of a register that nothing has written, or "". refusal: why the package
+    leaves the kernel's launches to Triton, or "". constants: values of constexpr parameters and specialised arguments.
 
     The package's own question ``device.arch`` gets the same answer. Output printed within does not appear. A kernel
     that is in Triton's cache already does not appear again. Raises RuntimeError under Triton's interpreter.
@@ -160,7 +124,7 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise RuntimeError("ahead-of-time compilation needs the compiler: unset TRITON_INTERPRET")
     target, limit = TARGETS[arch]
-    compiled: list[CompiledKernel] = []
+    compiled: list[dict[str, Any]] = []
     log = io.StringIO()
 
     def record(*, src, metadata, metadata_group, times, cache_hit):
@@ -172,32 +136,35 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
         files = {name.rpartition(".")[2]: Path(path) for name, path in metadata_group.items()}
         registers, spill = usage_of(files, remarks)
         names = src.fn.arg_names
-        constants = {".".join([names[path[0]], *map(str, path[1:])]): value for path, value in src.constants.items()}
+        constants = {
+            ".".join([names[path[0]], *map(str, path[1:])]): x
+            if isinstance(x, (int, float, str, type(None)))
+            else str(x)
+            for path, x in src.constants.items()
+        }
         compiled.append(
-            CompiledKernel(
-                kernel=metadata["name"],
-                arch=arch,
-                warps=metadata["num_warps"],
-                stages=metadata["num_stages"],
-                registers=registers,
-                spill=spill,
-                serialised="wgmma.mma_async instructions are serialized" in remarks,
+            {
+                "kernel": metadata["name"],
+                "arch": arch,
+                "warps": metadata["num_warps"],
+                "stages": metadata["num_stages"],
+                "registers": registers,
+                "spill": spill,
+                "serialised": "wgmma.mma_async instructions are serialized" in remarks,
                 # The fault is known of sm_90 alone, and so is the meaning of instructions to the search.
-                unwritten=_unwritten(files["cubin"]) if arch == "sm_90" else "",
-                refusal=_refusal(src, metadata, files["ptx"].read_text()) if target.backend == "cuda" else "",
-                shared=metadata["shared"],
-                limit=limit,
-                seconds=times.total / 1e6,
-                constants={
-                    k: v if isinstance(v, (int, float, str, type(None))) else str(v) for k, v in constants.items()
-                },
-            )
+                "unwritten": _unwritten(files["cubin"]) if arch == "sm_90" else "",
+                "refusal": _refusal(src, metadata, files["ptx"].read_text()) if target.backend == "cuda" else "",
+                "shared": metadata["shared"],
+                "limit": limit,
+                "seconds": times.total / 1e6,
+                "constants": constants,
+            }
         )
 
     knobs = triton.knobs
     with (
         mock.patch.multiple(device, arch=lambda _: arch, num_sms=lambda _: 128),
-        mock.patch.object(triton.runtime.driver, "_active", CompileOnlyDriver(arch)),
+        mock.patch.object(triton.runtime.driver, "_active", compile_only_driver(arch)),
         knobs.compilation.scope(),
         knobs.nvidia.scope(),
         contextlib.redirect_stdout(log),

@@ -24,7 +24,8 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -143,13 +144,16 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
             )
             jobs.append(job)
             if full:
-                jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
-                jobs.append(replace(job, head_dim=job.head_dim - 8))
+                jobs += _variants(job)
                 if row.causal is None:
                     jobs.append(replace(job, causal=False))
-                if row.element_size == 2:
-                    jobs.append(replace(job, dtype=torch.float16))
     return list(dict.fromkeys(jobs))
+
+
+def _variants(job: Job) -> list[Job]:
+    """Return the job with interleaved pairs, with a head dimension that is no power of two, and in float16."""
+    found = [replace(job, interleaved=True, rotary_dim=job.head_dim // 2), replace(job, head_dim=job.head_dim - 8)]
+    return found + ([replace(job, dtype=torch.float16)] if job.dtype == torch.bfloat16 else [])
 
 
 # The pairs that models combine, and the most that one kernel can hold.
@@ -213,11 +217,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             job = Job(**BF16, arch=arch, direction=direction, head_dim=key[0], config=config, causal=key[1])
             if key[0] not in dims and not key[1] and not full and replace(job, causal=True) in jobs:
                 continue
-            jobs.append(job)
-            if full:
-                jobs.append(replace(job, dtype=torch.float16))
-                jobs.append(replace(job, interleaved=True, rotary_dim=job.head_dim // 2))
-                jobs.append(replace(job, head_dim=job.head_dim - 8))
+            jobs += [job, *(_variants(job) if full else ())]
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
             # Other widths have the masks that take most registers, and packed sequences alone; the wide backward
             # has the former.
@@ -227,10 +227,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             if head_dim in dims and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 call = {"head_dim": head_dim, "config": config, "causal": causal, "masks": masks}
-                job = Job(**BF16, arch=arch, direction=direction, **call)
-                jobs.append(job)
-                if full:
-                    jobs.append(replace(job, dtype=torch.float16))
+                dtypes = (torch.bfloat16, torch.float16) if full else (torch.bfloat16,)
+                jobs += [Job(arch=arch, direction=direction, dtype=dtype, **call) for dtype in dtypes]
     # Calls of a training step; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= hopper_configs.HEAD_DIM]
@@ -266,25 +264,25 @@ def compile_job(job: LaunchJob) -> list[dict]:
     except Exception as error:  # any failure to compile is a row of the report
         reason = f"{type(error).__name__}: {error}".strip().splitlines()
         return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
-    return [_row(job, **asdict(kernel), verdict=_verdict(job, kernel)) for kernel in compiled]
+    return [_row(job, **kernel, verdict=_verdict(job, kernel)) for kernel in compiled]
 
 
 def _row(job: LaunchJob, **fields) -> dict:
     return {"job": job.label, "arch": job.arch} | fields
 
 
-def _verdict(job: LaunchJob, kernel: aot.CompiledKernel) -> str:
-    if kernel.shared > kernel.limit:
+def _verdict(job: LaunchJob, kernel: dict[str, Any]) -> str:
+    if kernel["shared"] > kernel["limit"]:
         return "FAIL shared memory"
-    if kernel.serialised and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
+    if kernel["serialised"] and isinstance(job, Job) and job.is_hopper:  # the portable kernels take what they get
         return "FAIL wgmma serialised"
-    if kernel.unwritten:
-        return f"FAIL reads a register that nothing has written: {kernel.unwritten}"
-    if kernel.refusal:
-        return f"FAIL launch: {kernel.refusal}"
-    if kernel.spill > SPILL_LIMIT:
+    if kernel["unwritten"]:
+        return f"FAIL reads a register that nothing has written: {kernel['unwritten']}"
+    if kernel["refusal"]:
+        return f"FAIL launch: {kernel['refusal']}"
+    if kernel["spill"] > SPILL_LIMIT:
         return f"FAIL spills more than {SPILL_LIMIT} bytes"
-    return "spills" if kernel.spill else "ok"
+    return "spills" if kernel["spill"] else "ok"
 
 
 def run(jobs: list[LaunchJob], processes: int) -> list[dict]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict
 
 import torch
 import triton
@@ -34,7 +33,7 @@ def compile_case(arch: str, name: str, column_stride: int = 1, pdl: bool = False
         kernel = product_kernel[(4,)](x, y, x.stride(), 4 * block, BLOCK=block, PDL=pdl, **options)
     (record,) = compiled
     text = kernel.asm.get("ptx", "") + kernel.asm.get("amdgcn", "")
-    return {"case": name, **asdict(record), "waits": "griddepcontrol.wait" in text}
+    return {"case": name, **record, "waits": "griddepcontrol.wait" in text}
 
 
 if __name__ == "__main__":
