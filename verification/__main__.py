@@ -35,8 +35,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", action="append", choices=BACKENDS, help="may be repeated; default: all that run here")
     add("--strategy", action="append", choices=STRATEGIES, help="may be repeated; default: all (hopper: prepass)")
     add("--dtype", action="append", choices=DTYPES, help="may be repeated; default: all that the device computes")
-    add("--small", action="store_true", help="only the small cases (all that there are without a GPU)")
-    add("--large", action="store_true", help="only the large cases")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--small", action="store_true", help="only the small cases (all that there are without a GPU)")
+    sizes.add_argument("--large", action="store_true", help="only the large cases")
     add("--filter", default="", metavar="TEXT", help="only cases whose name contains this")
     add("--jobs", type=int, metavar="N", help="processes; 0: all in this one (debuggers, compute-sanitizer)")
     add("--json", metavar="FILE", help="default: out/verification.json (out/random.json with --random); '' for none")
@@ -71,8 +72,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.backend = [name for name in BACKENDS if name != "hopper" or on_hopper]
     if options.large and not on_gpu:
         parser.error("--large: the large cases need a GPU")
-    if options.small and options.large:
-        parser.error("--small and --large exclude each other")
     if options.dtype is None:
         options.dtype = list(DTYPES) if on_gpu else ["float16", "float32"]
     if "bfloat16" in options.dtype and not on_gpu and options.backend != ["reference"]:

@@ -15,14 +15,12 @@ from torch.autograd import forward_ad
 from fused_rope_attn import testing
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, copies, refusal, untouched
-from verification.decode import DecodeCheck, WriteCheck
-from verification.rotation import RopeCheck
+from verification.decode import CACHES, DecodeCheck, WriteCheck
+from verification.rotation import NORMS, RopeCheck
 
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
 Change = Callable[[Arguments], Arguments]
-CACHES = ("k_cache", "v_cache")
-NORMS = ("q_norm", "k_norm")
 SCALES = ("k_scale", "v_scale")
 ENDS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens")
 

@@ -18,7 +18,7 @@ from verification import report
 from verification.calls import Machine, literal, parse
 from verification.refusals import KINDS, IllegalCheck
 from verification.table import format_table
-from verification.workers import Here, Outcome, Worker, run_check, run_checks
+from verification.workers import Outcome, Worker, prepare_process, run_check, run_checks
 
 _LONGEST_DETAIL = 300
 # The number of failures that are shrunk, the seconds for each, and the seconds after which an attempt is given up.
@@ -55,13 +55,13 @@ def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int)
 
     subjects = {finding.found.tensor for finding in outcome.failures}
     deadline, known = time.monotonic() + SHRINK_SECONDS, {outcome.check: outcome}
-    worker = Worker(machine) if jobs else Here(machine)
+    worker = Worker(machine)
 
     def fails(check: Any) -> bool:
         if check not in known:
             if time.monotonic() > deadline:
                 return False
-            known[check] = worker.run(check, ATTEMPT_SECONDS)
+            known[check] = worker.run(check, ATTEMPT_SECONDS) if jobs else run_check(check, machine)
         return any(finding.found.tensor in subjects for finding in known[check].failures)
 
     try:
@@ -80,7 +80,7 @@ def run_call(options: argparse.Namespace) -> int:
         from verification import strategies
 
         check = strategies.drawn_call(options.seed, options.only, machine)
-    Here(machine)
+    prepare_process(machine)
     outcome = run_check(check, machine)
     print(command_of(check, machine), "\n")
     columns = ("backend", "found", "share", "verdict")

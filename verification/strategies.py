@@ -2,7 +2,7 @@
 
 A call is drawn in two steps: a prototype, which fixes what compiled kernels depend on, and a call of this prototype,
 which adds sizes and data. A run makes many calls of a prototype, because each prototype compiles for seconds on a GPU.
-``calls(machine)`` does both steps. The first of several choices is the simplest, to which a failing call shrinks.
+``drawn_call`` does both steps. The first of several choices is the simplest, to which a failing call shrinks.
 """
 
 from __future__ import annotations
@@ -88,17 +88,12 @@ def pick(draw: Draw, weights: Mapping[Any, float]) -> Any:
     """Draw one of the keys, by weight in hundredths of all, or a value of the key if it is a strategy."""
     total = sum(weights.values())
     borders = list(itertools.accumulate(max(1, round(100 * weight / total)) for weight in weights.values()))
-    value = list(weights)[bisect(borders, draw(_below(borders[-1])))]
+    value = list(weights)[bisect(borders, draw(st.integers(0, borders[-1] - 1)))]
     return draw(value) if isinstance(value, st.SearchStrategy) else value
 
 
-@functools.cache
-def _below(count: int) -> st.SearchStrategy:
-    return st.integers(0, count - 1)
-
-
 def chance(draw: Draw, probability: float) -> bool:
-    return draw(_below(100)) >= 100 * (1 - probability)
+    return draw(st.integers(0, 99)) >= 100 * (1 - probability)
 
 
 def _number(draw: Draw, least: int, most: int) -> int:
@@ -526,16 +521,6 @@ FAMILIES = {
 }
 
 
-def calls(machine: Machine, *names: str) -> st.SearchStrategy:
-    """Calls of these families, or of all, for tests."""
-
-    def drawn(draw: Draw) -> Any:
-        family = draw(_families(machine, *names))
-        return draw(family.calls_of(draw(family.prototypes(machine)), machine))
-
-    return st.composite(drawn)()
-
-
 def calls_of_a_prototype(machine: Machine) -> int:
     """A prototype compiles for seconds on a GPU; in the interpreter it costs nothing."""
     return 30 if machine.has_gpu else 3
@@ -549,11 +534,12 @@ def drawn_call(run: int, index: int, machine: Machine) -> Any:
 
 @functools.lru_cache(1)
 def _drawn_prototype(run: int, number: int, machine: Machine) -> tuple[Family, Any]:
-    family = draw(_families(machine), run, "family", number)
+    family = draw(families(machine), run, "family", number)
     return family, draw(family.prototypes(machine), run, "prototype", number)
 
 
-def _families(machine: Machine, *names: str) -> st.SearchStrategy:
+def families(machine: Machine, *names: str) -> st.SearchStrategy:
+    """Draw one of these families, or of all, by their weights."""
     weights = {name: FAMILIES[name].weights[not machine.has_gpu] for name in names or FAMILIES}
     return st.composite(lambda draw: FAMILIES[pick(draw, weights)])()
 

@@ -33,7 +33,6 @@ class Outcome:
     check: Any
     findings: tuple[Finding, ...]
     skipped: str = ""
-    seconds: float = 0.0
     is_fatal: bool = False  # the process cannot go on, because the GPU's context is broken
 
     @property
@@ -43,7 +42,7 @@ class Outcome:
 
 def run_check(check: Any, machine: Machine) -> Outcome:
     """Run one check. Nothing is raised: a check that raises has failed."""
-    start, findings, skipped, is_fatal = time.perf_counter(), [], "", False
+    findings, skipped, is_fatal = [], "", False
     try:
         with warnings.catch_warnings():
             # NumPy warns of the rows and columns of a tile that are outside the tensor, in Triton's interpreter.
@@ -61,7 +60,7 @@ def run_check(check: Any, machine: Machine) -> Outcome:
         if not is_fatal and torch.cuda.memory_reserved() > _KEPT_BYTES:
             gc.collect()
             torch.cuda.empty_cache()
-    return Outcome(check, tuple(findings), skipped, time.perf_counter() - start, is_fatal)
+    return Outcome(check, tuple(findings), skipped, is_fatal)
 
 
 def _gpu_is_alive() -> bool:
@@ -82,20 +81,6 @@ def prepare_process(machine: Machine) -> None:
         from verification.interpreter import remember_builtins
 
         remember_builtins()
-
-
-class Here:
-    """Run checks in this process, for debuggers and compute-sanitizer."""
-
-    def __init__(self, machine: Machine):
-        self.machine = machine
-        prepare_process(machine)
-
-    def run(self, check: Any, longest: float = LONGEST_SECONDS) -> Outcome:
-        return run_check(check, self.machine)
-
-    def stop(self) -> None:
-        pass
 
 
 class Worker:
@@ -184,14 +169,15 @@ def run_checks(
 ) -> Iterator[tuple[int, Outcome]]:
     """Run batches of numbered checks, each batch in one process, and yield every number and outcome at once.
 
-    jobs: processes; 0 runs one check after the other in this one. deadline: of ``time.monotonic()``, when all stops.
+    jobs: processes; 0 runs one check after the other in this one, for debuggers and compute-sanitizer. deadline: of
+    ``time.monotonic()``, when all stops.
     """
     if jobs == 0:
-        here = Here(machine)
+        prepare_process(machine)
         for number, check in itertools.chain.from_iterable(batches):
             if time.monotonic() > deadline:
                 return
-            yield number, here.run(check)
+            yield number, run_check(check, machine)
         return
     workers, waiting = [Worker(machine) for _ in range(jobs)], iter(batches)
     rest: dict[Worker, list[tuple[int, Any]]] = {worker: [] for worker in workers}  # of its batch

@@ -4,20 +4,27 @@ from collections.abc import Callable
 from typing import Any
 
 from hypothesis import Phase, Verbosity, given, settings
+from hypothesis import strategies as st
 
 from verification.calls import Machine
 from verification.search import command_of
-from verification.strategies import SETTINGS, calls
+from verification.strategies import SETTINGS, families
 from verification.workers import run_check
 
 INTERPRETER = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
 
 
-def random_calls(count: int, *families: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def random_calls(count: int, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a test of one ``call``: run it on ``count`` calls of ``strategies.FAMILIES``, the same each time."""
     phases = [Phase.generate, Phase.shrink]
     chosen = settings(SETTINGS, max_examples=count, derandomize=True, phases=phases, verbosity=Verbosity.normal)
-    return lambda test: chosen(given(call=calls(INTERPRETER, *families))(test))
+    return lambda test: chosen(given(call=_calls(*names))(test))
+
+
+@st.composite
+def _calls(draw: Callable[[st.SearchStrategy], Any], *names: str) -> Any:
+    family = draw(families(INTERPRETER, *names))
+    return draw(family.calls_of(draw(family.prototypes(INTERPRETER)), INTERPRETER))
 
 
 def assert_right(call: Any) -> None:
