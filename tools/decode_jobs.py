@@ -150,10 +150,8 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:
-                jobs.append(replace(job, len_q=16))
-                jobs.append(replace(job, append=False))
+                jobs += [replace(job, len_q=16), replace(job, append=False), replace(job, interleaved=True)]
                 jobs.append(replace(job, masked=True, rotary_dim=row.head_dim // 2, head_dim=row.head_dim - 8))
-                jobs.append(replace(job, interleaved=True))
                 if row.element_size == 2:
                     jobs.append(replace(job, dtype=torch.float16))
     return list(dict.fromkeys(jobs))

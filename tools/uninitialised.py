@@ -12,14 +12,13 @@ This reads the disassembly of sm_90 binaries, needs no GPU, and follows every pa
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import triton.backends.nvidia
+import triton
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,6})\*/\s+(?:(@!?U?P[\dT]+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L_\w+):")
@@ -123,16 +122,14 @@ def reads_of_nothing(sass: str) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def disassemble(cubin: Path) -> str:
-    """Return the output of nvdisasm for a binary: Triton's own, or the CUDA toolkit's.
+    """Return the output of nvdisasm for a binary: of Triton's own, or of that in ``TRITON_NVDISASM_PATH``.
 
     Raises:
         RuntimeError: if neither is installed.
     """
-    bundled = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
-    command = str(bundled) if bundled.exists() else shutil.which("nvdisasm")
-    if command is None:
-        raise RuntimeError("nvdisasm was found neither in the package triton nor on the PATH")
-    return subprocess.run([command, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def main(paths: list[str]) -> int:

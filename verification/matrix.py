@@ -18,22 +18,24 @@ from verification.rotation import RopeCheck
 SIZES = ("small", "large", "huge")
 
 # 80 queries over 80 keys: several tiles of every configuration in use for the interpreter, with a tail.
-_BASE = AttentionCheck(batch=1, heads_q=2, heads_kv=2, len_q=80, len_k=80, head_dim=32)
+_BASE = AttentionCheck(1, 2, 2, 80, 80, 32)
 
 
-def _small(name: str, **changes) -> AttentionCheck:
-    return replace(_BASE, name=name, **changes)
+def _small(name: str, heads: int = 2, length: int = 80, **changes) -> AttentionCheck:
+    """Return a case of as many queries as keys, and of as many heads of both, but for the changes."""
+    sizes = {"heads_q": heads, "heads_kv": heads, "len_q": length, "len_k": length}
+    return replace(_BASE, name=name, **(sizes | changes))
 
 
 _SMALL = (
     _small("causal"),
     _small("not causal", causal=False),
-    _small("batch of 2, 3 heads", batch=2, heads_q=3, heads_kv=3, len_q=33, len_k=33),
+    _small("batch of 2, 3 heads", batch=2, heads=3, length=33),
     _small("identical reruns", deterministic=True, heads_q=4),
     # lengths
-    _small("one token", len_q=1, len_k=1),
-    _small("63 tokens", len_q=63, len_k=63),
-    _small("one past a tile: 129", heads_q=1, heads_kv=1, len_q=129, len_k=129),
+    _small("one token", length=1),
+    _small("63 tokens", length=63),
+    _small("one past a tile: 129", heads=1, length=129),
     _small("one query, 100 keys", len_q=1, len_k=100),
     _small("33 queries, 100 keys", len_q=33, len_k=100),
     _small("33 queries, 100 keys, not causal", len_q=33, len_k=100, causal=False),
@@ -42,25 +44,23 @@ _SMALL = (
     _small("no keys", len_q=40, len_k=0),
     _small("empty batch", batch=0),
     # heads
-    _small("GQA 6 over 2", heads_q=6, heads_kv=2, len_q=50, len_k=50),
-    _small("MQA 5 over 1, not causal", heads_q=5, heads_kv=1, len_q=50, len_k=50, causal=False),
+    _small("GQA 6 over 2", heads_q=6, heads_kv=2, length=50),
+    _small("MQA 5 over 1, not causal", heads_q=5, heads_kv=1, length=50, causal=False),
     # head and rotary dimensions
-    *(_small(f"D {head_dim}", heads_q=1, heads_kv=1, len_q=66, len_k=66, head_dim=head_dim)
-        for head_dim in (16, 24, 64, 80, 96, 128, 192, 256)
-    ),
+    *(_small(f"D {d}", heads=1, length=66, head_dim=d) for d in (16, 24, 64, 80, 96, 128, 192, 256)),
     _small("R 2 of D 32", rotary_dim=2),
-    _small("R 16 of D 64", head_dim=64, rotary_dim=16, heads_q=1, heads_kv=1),
-    _small("R 26 of D 40", head_dim=40, rotary_dim=26, heads_q=1, heads_kv=1),
-    _small("R 96 of D 128", head_dim=128, rotary_dim=96, heads_q=1, heads_kv=1, len_q=40, len_k=40),
+    _small("R 16 of D 64", head_dim=64, rotary_dim=16, heads=1),
+    _small("R 26 of D 40", head_dim=40, rotary_dim=26, heads=1),
+    _small("R 96 of D 128", head_dim=128, rotary_dim=96, heads=1, length=40),
     _small("interleaved", interleaved=True),
     _small("interleaved, R 26 of D 40, GQA", interleaved=True, head_dim=40, rotary_dim=26, heads_q=4),
-    _small("interleaved D 128", interleaved=True, head_dim=128, heads_q=1, heads_kv=1, len_q=40, len_k=40),
+    _small("interleaved D 128", interleaved=True, head_dim=128, heads=1, length=40),
     # tables
-    _small("per-batch tables", batch=2, heads_q=1, heads_kv=1, table_batch=True),
+    _small("per-batch tables", batch=2, heads=1, table_batch=True),
     _small("full-width table, halves", full_width=True),
     _small("full-width table, interleaved", full_width=True, interleaved=True),
-    _small("full-width per-batch table, R 16 of D 64", batch=2, heads_q=1, heads_kv=1, head_dim=64, rotary_dim=16,
-           full_width=True, table_batch=True, len_q=40, len_k=40),
+    _small("full-width per-batch table, R 16 of D 64", batch=2, heads=1, head_dim=64, rotary_dim=16, full_width=True,
+           table_batch=True, length=40),
     _small("tables in float16", table_dtype=torch.float16, only=(torch.float16,)),
     _small("tables in bfloat16", table_dtype=torch.bfloat16, only=(torch.bfloat16,)),
     _small("YaRN tables, not unit-norm", tables="yarn"),
@@ -69,9 +69,8 @@ _SMALL = (
     # memory
     _small("contiguous (B, H, N, D)", layout="bhnd"),
     _small("odd strides, unaligned", layout="odd"),
-    _small("odd strides, unaligned, interleaved, GQA", layout="odd", interleaved=True, heads_q=4, batch=2, len_q=40,
-           len_k=40),
-    _small("expanded batch, stride 0", layout="expanded", batch=2, heads_q=1, heads_kv=1),
+    _small("odd strides, unaligned, interleaved, GQA", layout="odd", interleaved=True, heads_q=4, batch=2, length=40),
+    _small("expanded batch, stride 0", layout="expanded", batch=2, heads=1),
     # scale
     _small("scale 0", softmax_scale=0.0),
     _small("negative scale", softmax_scale=-0.3),
@@ -91,7 +90,7 @@ _SMALL = (
     _small("norms", norms=0.0),
     _small("norms, offset 1, interleaved, R 26 of D 40, GQA", norms=1.0, interleaved=True, head_dim=40, rotary_dim=26,
            heads_q=4),
-    _small("norms of D 256", norms=1.0, head_dim=256, heads_q=1, heads_kv=1, len_q=40, len_k=40),
+    _small("norms of D 256", norms=1.0, head_dim=256, heads=1, length=40),
     _small("norms + kv_starts + window + sinks", norms=0.0, batch=2, kv_starts=(0, 41), window=(20, 0), sinks=True),
     _small("norms, packed sequences", norms=0.0, seqlens=((50, 50), (0, 0), (30, 30))),
     _small("packed sequences, an empty one", seqlens=((50, 50), (0, 0), (30, 30))),

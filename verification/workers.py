@@ -56,20 +56,14 @@ def run_check(check: Any, machine: Machine) -> Outcome:
     except Exception as error:
         findings.append(Finding.raised(check.backend or "reference", error))
     if machine.has_gpu:
-        is_fatal = not _gpu_is_alive()
-        if not is_fatal and torch.cuda.memory_reserved() > _KEPT_BYTES:
-            gc.collect()
-            torch.cuda.empty_cache()
+        try:
+            torch.cuda.synchronize()
+            if torch.cuda.memory_reserved() > _KEPT_BYTES:
+                gc.collect()
+                torch.cuda.empty_cache()
+        except Exception:
+            is_fatal = True  # after an illegal access or a device assertion no process can use its GPU
     return Outcome(check, tuple(findings), skipped, is_fatal)
-
-
-def _gpu_is_alive() -> bool:
-    """Return whether this process can still use its GPU: after an illegal access or a device assertion it cannot."""
-    try:
-        torch.cuda.synchronize()
-        return True
-    except Exception:
-        return False
 
 
 def prepare_process(machine: Machine) -> None:
