@@ -257,18 +257,14 @@ def with_tile(job: Job, tile: configs.Tile) -> Job:
 
 def compile_job(job: LaunchJob) -> list[dict]:
     """Run the launcher of ``job`` under the compile-only driver; one dict for each kernel that it compiled."""
-    start = time.perf_counter()
+    start, row = time.perf_counter(), {"job": job.label, "arch": job.arch}
     try:
         with aot.compiling_for(job.arch) as compiled:
             job.launch()
     except Exception as error:  # any failure to compile is a row of the report
         reason = f"{type(error).__name__}: {error}".strip().splitlines()
-        return [_row(job, verdict=f"FAIL {reason[0][:200]}", seconds=time.perf_counter() - start)]
-    return [_row(job, **kernel, verdict=_verdict(job, kernel)) for kernel in compiled]
-
-
-def _row(job: LaunchJob, **fields) -> dict:
-    return {"job": job.label, "arch": job.arch} | fields
+        return [row | {"verdict": f"FAIL {reason[0][:200]}", "seconds": time.perf_counter() - start}]
+    return [row | kernel | {"verdict": _verdict(job, kernel)} for kernel in compiled]
 
 
 def _verdict(job: LaunchJob, kernel: dict[str, Any]) -> str:

@@ -41,14 +41,10 @@ class Instruction(NamedTuple):
     falls_through: bool
 
 
-def _operands(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
-    return [part.strip() for part in re.split(r",(?![^\[({]*[\])}])", text) if part.strip()]
-
-
 def _registers(name: str, text: str) -> tuple[frozenset[int], frozenset[int]]:
     """Return the uniform registers that an instruction reads and writes."""
-    operands = _operands(text)
+    outside_brackets = r",(?![^\[({]*[\])}])"
+    operands = [part.strip() for part in re.split(outside_brackets, text) if part.strip()]
     base, *modifiers = name.split(".")
     result, writes = None, frozenset[int]()
     if _WRITES.match(base) and not _NO_RESULT.match(base):

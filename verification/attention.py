@@ -71,10 +71,9 @@ class AttentionCheck(Call):
     def _unseen(self, device: str) -> dict[str, Tensor]:
         """Return the rows (1|B, N) of each tensor that no query or no key sees, as True."""
         if self.seqlens is not None:
-            ends = [sum(pair[i] for pair in self.seqlens) for i in range(2)]
-            past_q, past_k = (
-                torch.arange(n, device=device)[None] >= end for n, end in zip((self.len_q, self.len_k), ends)
-            )
+            end_q, end_k = (sum(lengths) for lengths in zip((0, 0), *self.seqlens))
+            past_q = torch.arange(self.len_q, device=device)[None] >= end_q
+            past_k = torch.arange(self.len_k, device=device)[None] >= end_k
             return {"q": past_q, "do": past_q, "k": past_k, "v": past_k}
         bounds = {name: x for name, x in testing.masks_of(self, device).items() if name in _BOUNDS}
         position, low, high = reference.visible_range(

@@ -201,20 +201,20 @@ def refusal(
     subject: str,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
-    errors: tuple[type[BaseException], ...],
+    expected: type[BaseException],
     words: tuple[str, ...],
 ) -> Finding:
-    """State that ``function(**arguments)`` raises one of exactly these errors, and that the message names the fault: it
+    """State that ``function(**arguments)`` raises exactly the expected error, and that the message names the fault: it
     begins with one of ``words``, or has it in quotes."""
-    expected = " or ".join(error.__name__ for error in errors)
+    wanted = f"{expected.__name__} was expected"
     try:
         function(**arguments)
     except Exception as error:
         message = str(error)
         told = any(re.match(rf"{re.escape(word)}(\W|$)", message) or f"'{word}'" in message for word in words)
-        detail = f"{expected} that names {' or '.join(words)} was expected, but {type(error).__name__} came: {message}"
-        return Finding.that(backend, subject, type(error) in errors and told, detail[:600])
-    return Finding.that(backend, subject, False, f"{expected} was expected, but the call went through")
+        detail = f"{wanted}, that names {' or '.join(words)}, but {type(error).__name__} came: {message}"
+        return Finding.that(backend, subject, type(error) is expected and told, detail[:600])
+    return Finding.that(backend, subject, False, f"{wanted}, but the call went through")
 
 
 class Ran(NamedTuple):
@@ -241,7 +241,7 @@ class Made(NamedTuple):
 class Call(testing.Case):
     """A call of one public function, as data; a subclass says how its tensors are made, and what is right.
 
-    size: "small" (in the interpreter, too), "large", or "huge" (alone on a GPU). memory: a layout of ``memory.LAYOUTS``
+    size: "small" (in the interpreter, too), "large", or "huge" (alone on a GPU). memory: a layout of ``memory.lay``
     for each tensor that ``make`` lays; None: what ``layout`` says. wanted: the arguments that require a gradient, where
     the call has them. variants: (backend, strategy) pairs that run it.
     """
@@ -370,7 +370,7 @@ class Call(testing.Case):
             function, given = self.call(made, variant)
             before, obstacle = copies(given), self.obstacle(machine.arch, variant)
             if obstacle is not None:
-                yield refusal(label, "refusal", function, given, obstacle[:1], (obstacle[1].split(",")[0],))
+                yield refusal(label, "refusal", function, given, obstacle[0], (obstacle[1].split(",")[0],))
                 yield untouched(label, given, before)
                 continue
             try:

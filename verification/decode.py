@@ -29,7 +29,7 @@ class DecodeCheck(Call):
     """A step: q (B, HQ, len_q, D) and caches (B, HKV, len_k, D) with ``lengths`` keys, one for each batch entry.
 
     memory: of q, the new k and v, k_cache and v_cache; None: ``layout`` is that of the caches, one of
-    ``memory.LAYOUTS``. page_size: rows of a page; the caches are pools then. float8: "tensor" or "head", what has a
+    ``memory.lay``. page_size: rows of a page; the caches are pools then. float8: "tensor" or "head", what has a
     scale of its own, of caches in float8_e4m3fn.
     """
 

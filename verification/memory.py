@@ -13,14 +13,11 @@ from fused_rope_attn.generation.reference import stored
 
 # Layouts in which several elements share memory: no such tensor can be written, or hold NaN in some rows only.
 SHARED = ("one batch", "one head", "one token", "one number")
-LAYOUTS = (
-    "bnhd", "bhnd", "nbhd", "columns", "odd", "offset", "wide", "fused", "far", "skipped", *SHARED,
-)  # fmt: skip
 NOWHERE = 10**9 + 7  # an entry outside every pool, for pages that no call needs
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """Return the values of x (B, H, N, D) in memory as ``layout``, of ``LAYOUTS``, says; (B, H, N, D) again.
+    """Return the values of x (B, H, N, D) in memory as ``layout`` says; (B, H, N, D) again.
 
     NaN fills the memory between the elements. In the layouts of ``SHARED`` the values are those of x's first batch
     entry, head, token or element.

@@ -319,7 +319,7 @@ class IllegalCheck:
                 yield from nothing_comes_of(f"nothing of {mutation.name}", function, illegal)
             else:
                 subject = f"refusal of {mutation.name}"
-                yield refusal("refused", subject, function, illegal, (mutation.error,), mutation.words)
+                yield refusal("refused", subject, function, illegal, mutation.error, mutation.words)
             if not (unseen and illegal.get("out") is not None):  # else it wrote where it was told to
                 yield untouched("refused", illegal, before)
 

@@ -212,13 +212,8 @@ def _near_border(draw: Draw, most: int) -> int:
 
 def _fitted(machine: Machine, batch: int, heads_kv: int, group: int, len_q: int, len_k: int) -> tuple[int, ...]:
     """Return (B, HKV, NQ, NK), made smaller until their scores take a reasonable time."""
-
-    def is_affordable() -> bool:
-        if machine.has_gpu:
-            return batch * heads_kv * group * len_q * len_k <= MOST_SCORES
-        return batch * heads_kv * group * -(-len_q // TILE) * -(-len_k // TILE) <= MOST_TILES
-
-    while not is_affordable():
+    tile, most = (1, MOST_SCORES) if machine.has_gpu else (TILE, MOST_TILES)
+    while batch * heads_kv * group * -(-len_q // tile) * -(-len_k // tile) > most:
         if batch > 1:
             batch -= 1
         elif heads_kv > 1:
@@ -386,12 +381,9 @@ def _decode_call(draw: Draw, p: DecodeCheck, machine: Machine) -> DecodeCheck:
         batch = _number(draw, 5, 40)
     most = pick(draw, {700: 10, 5000: 3, 20000: 1}) if on_gpu else 70
     capacity = _in_pages(p, _number(draw, p.len_q, pick(draw, {most: 2, 40: 1})))
-
-    def is_affordable() -> bool:
-        # In the interpreter each row of the output has a program of its own.
-        return heads_kv * batch * capacity < 300_000 if on_gpu else batch * heads_kv * group * p.len_q <= 16
-
-    while batch * heads_kv > 1 and not is_affordable():
+    # In the interpreter each row of the output has a program of its own.
+    cost, most_cost = (capacity, 299_999) if on_gpu else (group * p.len_q, 16)
+    while batch * heads_kv > 1 and batch * heads_kv * cost > most_cost:
         batch, heads_kv = (batch - 1, heads_kv) if batch > 1 else (batch, heads_kv - 1)
     free = capacity - p.len_q if p.append else capacity
     usual = {st.integers(0, free): 8, st.integers(free // 2, free): 6, free: 2, 0: 1}

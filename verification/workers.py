@@ -121,13 +121,12 @@ class Worker:
     def stop(self, deadline: float = 0.0) -> None:
         """End the process, until ``deadline`` of ``time.monotonic()`` in good order."""
         self.close()
-        if self.process is not None:
-            self.process.join(timeout=max(0.0, deadline - time.monotonic()))
-        self._end()
+        self._end(max(0.0, deadline - time.monotonic()))
         self.log.close()
 
-    def _end(self) -> None:
+    def _end(self, patience: float = 0.0) -> None:
         if self.process is not None:
+            self.process.join(patience)
             self.process.kill()
             self.process.join()
             self.connection.close()
