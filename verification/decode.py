@@ -21,7 +21,6 @@ from verification.calls import Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool, same_float8
 
 CACHES = ("k_cache", "v_cache")
-STORES = (*CACHES, "block_table", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class DecodeCheck(Call):
         return Made(given | self.norms_of(device), {})
 
     def _stores(self, inputs: testing.Inputs, needed: Tensor, gone: Tensor | None = None) -> dict[str, Any]:
-        """Return ``STORES``. needed: (B, pages), True for pages that must be in the pool. gone: (B, S_max), rows that
-        hold NaN."""
+        """Return the caches, their block table and their scales. needed: (B, pages), True for pages that must be in the
+        pool. gone: (B, S_max), rows that hold NaN."""
         caches, generator = inputs[1:3], torch.Generator(needed.device).manual_seed(self.seed)
         if gone is not None and not any(self._cache_layout(name) in SHARED for name in CACHES):
             caches = [x.masked_fill(gone[:, None, :, None], math.nan) for x in caches]
@@ -80,7 +79,7 @@ class DecodeCheck(Call):
         if self.page_size is not None:
             caches, table = in_pages(caches, self.page_size, needed, generator)
         caches = [lay(x, self._cache_layout(name)) for x, name in zip(caches, CACHES)]
-        return dict(zip(STORES, (*caches, table, *scales)))
+        return dict(zip((*CACHES, "block_table", "k_scale", "v_scale"), (*caches, table, *scales)))
 
     def _cache_layout(self, name: str) -> str:
         return self.layout if self.memory is None else self.memory[-2:][CACHES.index(name)]
