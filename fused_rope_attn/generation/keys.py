@@ -203,13 +203,13 @@ def from_row(rows, start, num_rows):
 @triton.jit
 def load_raw(rows, offs, rotation):
     """Load new keys for a cache of raw keys: normed if ``rotation`` has a norm, and not rotated."""
-    x = load_tile(rows, offs, CHECK_ROWS=True)
     norm = rotation.norm
     if norm is None:
-        return x
+        return load_tile(rows, offs, CHECK_ROWS=True)
     else:
         columns = tl.arange(0, rows.format.BLOCK_D)
-        first, second = load_pairs(rows, offs, rotation)
+        first, second = load_pairs(rows, offs, rotation)  # first, as in ``load_rotated_columns``
+        x = load_tile(rows, offs, CHECK_ROWS=True)
         weight = load_norm_weights(norm, columns, columns < norm.D)[None, :]
         return x.to(tl.float32) * weight * pair_inverse_rms(first, second, norm)
 

@@ -285,39 +285,41 @@ def load_rotated_tile(tiles, rotation, start, offs, position_offset, sign=1.0, C
 def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE: tl.constexpr = None):
     """Load as ``load_rotated`` does, in the order of memory instead of pair order; rows from ``num_rows`` on are zero.
 
-    It reads everything twice, once for each member of a pair. It is for a few rows that meet keys in the order of
-    memory.
+    Each column loads both members of its pair. It is for a few rows that meet keys in the order of memory.
     """
     R: tl.constexpr = rotation.R
+    norm = rotation.norm
+    if norm is not None:
+        # Loaded as pairs too, because their squares are summed in that order; and loaded first, because Triton gives
+        # the product of a row and its factor the layout of the later load, and the sum's layout has whole rows in each
+        # thread.
+        pairs1, pairs2 = load_pairs(rows, offs, rotation)
+        sign = pair_inverse_rms(pairs1, pairs2, norm) * sign
     columns = tl.arange(0, rows.format.BLOCK_D)
     if rotation.INTERLEAVED:
         is_second = columns % 2 == 1
-        partners = tl.where(is_second, columns - 1, columns + 1)
         pairs = columns // 2
+        columns1, columns2 = 2 * pairs, 2 * pairs + 1
     else:
         is_second = columns >= R // 2
-        partners = tl.where(is_second, columns - R // 2, columns + R // 2)
         pairs = tl.where(is_second, columns - R // 2, columns)
+        columns1, columns2 = pairs, pairs + R // 2
     is_rotated = columns < R
-    partners = tl.where(is_rotated, partners, columns)
+    columns1, columns2 = tl.where(is_rotated, columns1, columns), tl.where(is_rotated, columns2, columns)
     pairs = tl.where(is_rotated, pairs, R // 2)  # a pair past the last one: angle 0
     mask = (offs[:, None] < rows.num_rows) & (columns[None, :] < rows.format.D)
-    x = tl.load(row_pointers(rows, offs, columns), mask=mask, other=0.0)
-    partner = tl.load(row_pointers(rows, offs, partners), mask=mask, other=0.0)
+    first = tl.load(row_pointers(rows, offs, columns1), mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(row_pointers(rows, offs, columns2), mask=mask, other=0.0).to(tl.float32)
     cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, pairs=pairs)
-    x, partner = x.to(tl.float32), partner.to(tl.float32)
-    norm = rotation.norm
     if norm is not None:
         D: tl.constexpr = rows.format.D
-        # Loaded as pairs too, because their squares are summed in that order.
-        pairs1, pairs2 = load_pairs(rows, offs, rotation)
-        sign = pair_inverse_rms(pairs1, pairs2, norm) * sign
-        x *= load_norm_weights(norm, columns, columns < D)[None, :]
-        partner *= load_norm_weights(norm, partners, partners < D)[None, :]
+        first *= load_norm_weights(norm, columns1, columns1 < D)[None, :]
+        second *= load_norm_weights(norm, columns2, columns2 < D)[None, :]
+    # A pair's second member, rotated, is the first one of a rotation with sin and -cos in place of cos and sin.
     is_second = is_second[None, :]
-    first, second = tl.where(is_second, partner, x), tl.where(is_second, x, partner)
-    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-    return (tl.where(is_second, second, first) * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
+    cos, sin = tl.where(is_second, sin, cos), tl.where(is_second, -cos, sin)
+    x, _ = rotate(first, second, cos, sin, CONJUGATE=False)
+    return (x * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit
