@@ -1,7 +1,7 @@
 """``python -m bench docs``: write the generated tables and plots of the documents from committed rows.
 
 A block begins with ``<!-- PART:NAME ... -->`` and ends with ``<!-- PART:end -->``. ``BLOCKS`` says which page has which
-blocks, from which file of rows. Older files of rows are in the history of the repository.
+blocks, from which files of rows. Older files of rows are in the history of the repository.
 """
 
 from __future__ import annotations
@@ -10,76 +10,50 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from bench import plots
 from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
-from bench.report import Row, read_file, timed
+from bench.report import read_file, timed
 
-
-class Block(NamedTuple):
-    """Part of a page, made by ``function`` (a path below ``bench``) from the rows of ``file`` in ``bench/results``."""
-
-    name: str
-    page: str
-    files: tuple[str, ...]
-    function: str
-
-    def content(self, rows: Mapping[str, list[Row]]) -> str:
-        """Return the content. ``rows``: those of each file. ValueError where they lack something."""
-        return _function(self.function)([row for file in self.files for row in rows[file]])
-
-
-def _function(path: str) -> Callable[..., Any]:
-    """Return a function by its path below ``bench``."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"bench.{module}"), name)
-
-
-README, BENCHMARKS = "README.md", "docs/benchmarks.md"
 _ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
-_IN_README = ("readme:attention", "readme:llama", "readme:qwen", "bench:headline")
-BLOCKS: tuple[Block, ...] = tuple(
-    Block(
-        name,
-        README if name in _IN_README else BENCHMARKS,
-        tuple(f"{file}.jsonl" for file in files.split()),
-        function,
-    )
-    for name, files, function in (
-        ("readme:attention", f"{_ATTENTION} h100-2026-11-25-triton-3.9.0", "readme.attention"),
-        ("readme:llama", "models-h200-2026-11-21", "readme.llama"),
-        ("readme:qwen", "models-norms-h200-2026-11-23", "readme.qwen"),
-        ("bench:headline", _ATTENTION, "attention.tables.headline"),
-        ("bench:results", _ATTENTION, "attention.tables.results"),
-        ("bench:standing", _ATTENTION, "attention.tables.standing"),
-        ("oldest:standing", _OLDEST, "attention.tables.standing"),
-        ("host:results", "host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
-        ("energy:results", "energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
-        ("masks:results", "masks-h200-2026-11-21", "attention.tables.masks"),
-        ("norm:results", "norm-h200-2026-11-23-triton-3.9.0", "attention.tables.norm"),
-        ("norm:oldest", "norm-h200-2026-11-23-triton-3.6.0", "attention.tables.norm"),
-        ("decode:results", "decode-h200-2026-11-23-triton-3.9.0", "decode.tables.results"),
-        ("decode:stored", "decode-h200-2026-11-23-triton-3.9.0", "decode.tables.stored"),
-        ("rope:results", "rope-h200-2026-11-21", "rope.tables.results"),
-        ("rope:norms", "rope-norms-h200-2026-11-23", "rope.tables.results"),
-        ("models:results", "models-h200-2026-11-21", "models.tables.results"),
-        ("models:norms", "models-norms-h200-2026-11-23", "models.tables.results"),
-        ("models:serving", "serve-h200-2026-11-22", "models.tables.serving"),
-        ("cp:results", "cp-h200-2026-11-23", "cp.tables.results"),
-        ("corope:results", "corope-h200-2026-11-21", "attention.tables.corope"),
-    )
-)
-# Figures in ``bench/results/plots``: the file of rows, the function that draws them, and the mode of the rows.
-PLOTS = (
-    (_ATTENTION, "attention.plots.draw", "graph"),
-    ("energy-h200-2026-11-23-triton-3.9.0", "attention.plots.draw", "load"),
-    ("rope-h200-2026-11-21", "rope.tables.draw", "graph"),
-    ("cp-h200-2026-11-23", "cp.tables.draw", "eager"),
-)
-_PARTS = "|".join(dict.fromkeys(block.name.split(":")[0] for block in BLOCKS))
+# Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
+BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
+    "README.md": {
+        "readme:attention": (f"{_ATTENTION} h100-2026-11-25-triton-3.9.0", "readme.attention"),
+        "readme:llama": ("models-h200-2026-11-21", "readme.llama"),
+        "readme:qwen": ("models-norms-h200-2026-11-23", "readme.qwen"),
+        "bench:headline": (_ATTENTION, "attention.tables.headline"),
+    },
+    "docs/benchmarks.md": {
+        "bench:results": (_ATTENTION, "attention.tables.results"),
+        "bench:standing": (_ATTENTION, "attention.tables.standing"),
+        "oldest:standing": (_OLDEST, "attention.tables.standing"),
+        "host:results": ("host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
+        "energy:results": ("energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
+        "masks:results": ("masks-h200-2026-11-21", "attention.tables.masks"),
+        "norm:results": ("norm-h200-2026-11-23-triton-3.9.0", "attention.tables.norm"),
+        "norm:oldest": ("norm-h200-2026-11-23-triton-3.6.0", "attention.tables.norm"),
+        "decode:results": ("decode-h200-2026-11-23-triton-3.9.0", "decode.tables.results"),
+        "decode:stored": ("decode-h200-2026-11-23-triton-3.9.0", "decode.tables.stored"),
+        "rope:results": ("rope-h200-2026-11-21", "rope.tables.results"),
+        "rope:norms": ("rope-norms-h200-2026-11-23", "rope.tables.results"),
+        "models:results": ("models-h200-2026-11-21", "models.tables.results"),
+        "models:norms": ("models-norms-h200-2026-11-23", "models.tables.results"),
+        "models:serving": ("serve-h200-2026-11-22", "models.tables.serving"),
+        "cp:results": ("cp-h200-2026-11-23", "cp.tables.results"),
+        "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
+    },
+}
+# Figure in ``bench/results/plots`` -> the mode and the file of its rows, and the function that draws it.
+PLOTS = {
+    "overview_graph": ("graph", _ATTENTION, "attention.plots.overview"),
+    "speedup_all_graph": ("graph", _ATTENTION, "attention.plots.speedups"),
+    "energy_load": ("load", "energy-h200-2026-11-23-triton-3.9.0", "attention.plots.energy"),
+    "rope_wide_graph": ("graph", "rope-h200-2026-11-21", "rope.tables.draw"),
+    "context_parallel_eager": ("eager", "cp-h200-2026-11-23", "cp.tables.draw"),
+}
+_PARTS = "|".join(dict.fromkeys(name.split(":")[0] for blocks in BLOCKS.values() for name in blocks))
 _MARKER = re.compile(rf"<!-- (?:{_PARTS}):\w+")
 _BLOCK = re.compile(rf"<!-- (({_PARTS}):\w+)[^>]*-->\n(?:(?!<!-- ).)*<!-- \2:end -->", re.DOTALL)
 
@@ -92,15 +66,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     status = 0
     try:
-        for file, function, mode in PLOTS if args.plots else ():
-            figures = _function(function)(timed(read_file(RESULTS / f"{file}.jsonl"), mode=mode), mode)
-            print(*(f"wrote {shown(path)}" for path in plots.save(figures, RESULTS / "plots", mode)), sep="\n")
-        if args.plots:
-            return 0
-        rows = {file: read_file(RESULTS / file) for block in BLOCKS for file in block.files}
-        for page in dict.fromkeys(block.page for block in BLOCKS):
+        for name, (mode, file, function) in PLOTS.items() if args.plots else ():
+            path = RESULTS / "plots" / f"{name}.png"
+            made(function, file, mode).savefig(path)
+            print(f"wrote {shown(path)}")
+        for page in BLOCKS if not args.plots else ():
             old = (ROOT / page).read_text(encoding="utf-8")
-            new = rewrite(page, old, rows)
+            new = rewrite(page, old)
             pairs = zip(_BLOCK.finditer(old), _BLOCK.finditer(new))
             stale = ", ".join(before[1] for before, after in pairs if before[0] != after[0])
             if args.check and stale:
@@ -109,17 +81,26 @@ def main(argv: list[str]) -> int:
             elif not args.check:
                 (ROOT / page).write_text(new, encoding="utf-8")
                 print(f"{page}: " + (f"rewrote {stale}" if stale else "matches the rows"))
-    except (OSError, RuntimeError, ValueError) as error:
+    except ImportError as error:
+        return refuse("docs", f"plots need matplotlib: pip install matplotlib ({error})")
+    except (OSError, ValueError) as error:
         return refuse("docs", str(error))
     return status
 
 
-def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
-    """Return ``text`` with the content of every block of ``page`` replaced. ``rows``: those of each file.
+def made(function: str, files: str, mode: str | None = None) -> Any:
+    """Return what a function below ``bench`` makes from the rows of files; with ``mode`` from the timed ones of it."""
+    module, _, name = function.rpartition(".")
+    rows = [row for file in files.split() for row in read_file(RESULTS / f"{file}.jsonl")]
+    return getattr(importlib.import_module(f"bench.{module}"), name)(rows if mode is None else timed(rows, mode=mode))
+
+
+def rewrite(page: str, text: str) -> str:
+    """Return ``text`` with the content of every block of ``page`` replaced.
 
     ValueError: a block of ``page`` is missing, twice there, unknown or open, or the rows lack what it shows.
     """
-    blocks = {block.name: block for block in BLOCKS if block.page == page}
+    blocks = BLOCKS[page]
     found = [match[1] for match in _BLOCK.finditer(text)]
     if sorted(found) != sorted(blocks) or len(_MARKER.findall(text)) != 2 * len(found):
         raise ValueError(
@@ -128,8 +109,8 @@ def rewrite(page: str, text: str, rows: Mapping[str, list[Row]]) -> str:
         )
 
     def write(match: re.Match) -> str:
-        block = blocks[match[1]]
-        begin = f"<!-- {block.name}: written by `python -m bench docs`, not by hand -->"
-        return f"{begin}\n\n{block.content(rows)}\n\n<!-- {match[2]}:end -->"
+        files, function = blocks[match[1]]
+        begin = f"<!-- {match[1]}: written by `python -m bench docs`, not by hand -->"
+        return f"{begin}\n\n{made(function, files)}\n\n<!-- {match[2]}:end -->"
 
     return _BLOCK.sub(write, text)

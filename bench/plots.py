@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.names import length_name
 from bench.timing import EVEN
 
-_DPI, _WIDTH = 200, 6.5  # inches
+_WIDTH = 6.5  # inches
 _GREY = "#7d8590"
 _LOSS = "#d7263d"
 _STYLE = {
@@ -29,7 +28,9 @@ _STYLE = {
     "grid.alpha": 0.35,
     "legend.frameon": False,
     "legend.fontsize": 10,
-    "savefig.transparent": True,
+    "figure.dpi": 200,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
 } | dict.fromkeys(
     ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _GREY
 )
@@ -49,39 +50,18 @@ class Series(NamedTuple):
 Panels = Mapping[str, Sequence[Series]]
 
 
-def pyplot() -> Any:
-    """Return matplotlib.pyplot, drawing into memory. RuntimeError where it is absent."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RuntimeError("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save(figures: Mapping[str, Any], directory: Path, mode: str) -> list[Path]:
-    """Write every figure that is not None as ``NAME_MODE.png``, close it, and return the files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, figure in figures.items():
-        if figure is not None:
-            files.append(directory / f"{name}_{mode}.png")
-            figure.savefig(files[-1], dpi=_DPI, transparent=True)
-            pyplot().close(figure)
-    return files
-
-
 @contextmanager
 def _grid(panels: Panels, title: str, height: float) -> Iterator[tuple[Any, Any]]:
     """Yield (figure, axes), ``height`` inches for each line of panels; then add titles and one legend."""
-    plt = pyplot()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     lines = math.ceil(len(panels) / 2)
     labels = len({one.label for series in panels.values() for one in series})
     size = _WIDTH, height * lines + 0.8 + 0.25 * labels / 2
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(lines, 2, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(lines, 2, sharey=True, squeeze=False)
         yield figure, axes
         for axis, name in zip(axes.flat, panels):
             axis.set_title(name)
@@ -92,9 +72,7 @@ def _grid(panels: Panels, title: str, height: float) -> Iterator[tuple[Any, Any]
 
 
 def lines(panels: Panels, title: str, ylabel: str, level: float | None = None) -> Any:
-    """Draw a line for each series over lengths; None without any. level: where a horizontal line is drawn."""
-    if not any(panels.values()):
-        return None
+    """Draw a line for each series over lengths. level: where a horizontal line is drawn."""
     with _grid(panels, title, 2.2) as (figure, axes):
         for axis, series in zip(axes.flat, panels.values()):
             for one in series:
@@ -117,13 +95,11 @@ def lines(panels: Panels, title: str, ylabel: str, level: float | None = None) -
 
 
 def ratios(panels: Panels, title: str, xlabel: str) -> Any:
-    """Draw a point for each ratio of theirs over ours, a line for each case; None without any.
+    """Draw a point for each ratio of theirs over ours, a line for each case.
 
     The side of 1 on which ours is slower is shaded. The ratios of a bold series are also written at the right.
     """
     cases = list(dict.fromkeys(case for series in panels.values() for one in series for case, _ in one.points))
-    if not cases:
-        return None
     values = [value for series in panels.values() for one in series for _, value in one.points]
     low, high = min(0.85, 0.9 * min(values)), max(1.2, 1.1 * max(values))
     with _grid(panels, title, 0.6 + 0.24 * len(cases)) as (figure, axes):

@@ -31,27 +31,17 @@ _ROLES = ("rival", "bare")
 _SHOWN = ("hf_sdpa", "liger_flash", "liger_cudnn", "liger_fa4", "bare_cudnn", "bare_fa4")
 
 
-def draw(rows: list[Row], mode: str) -> dict[str, Any]:
-    """Return ``overview``, TFLOP/s of one family, and ``speedup_all``, every case; of rows under load ``energy``."""
-    if mode == "load":
-        return {"energy": energy(rows)}
-    rows = [row for row in rows if "tflops" in row]
-    return {"overview": overview(rows, mode), "speedup_all": speedups(rows, mode)}
-
-
-def overview(rows: list[Row], mode: str) -> Any:
-    """Draw TFLOP/s over N of the family with the most lengths; None without two lengths of both passes."""
+def overview(rows: list[Row]) -> Any:
+    """Draw TFLOP/s over N of the family with the most lengths."""
     families: dict[str, list[Row]] = {}
     for row in rows:
         families.setdefault(row["family"], []).append(row)
-    members = max(families.values(), key=lambda found: len({row["len_q"] for row in found}), default=[])
-    if len({row["len_q"] for row in members}) < 2 or not all(timed(members, part) for part in PASSES):
-        return None
+    members = max(families.values(), key=lambda found: len({row["len_q"] for row in found}))
     row = members[0]
     heads = str(row["heads_q"]) if row["heads_q"] == row["heads_kv"] else f"{row['heads_q']}/{row['heads_kv']}"
     title = f"RoPE + attention, {row['family']} (H {heads}, D {row['head_dim']})"
     panels = {words: _lines(timed(members, part)) for part, words in PASSES.items()}
-    return plots.lines(panels, _title(title, members, mode), "TFLOP/s")
+    return plots.lines(panels, _title(title, members), "TFLOP/s")
 
 
 def _lines(rows: list[Row]) -> list[Series]:
@@ -71,7 +61,7 @@ def _lines(rows: list[Row]) -> list[Series]:
     return series
 
 
-def speedups(rows: list[Row], mode: str) -> Any:
+def speedups(rows: list[Row]) -> Any:
     """Draw for each case how much faster ours is than HF, FlashAttention-2, the strongest rival and bare attention."""
     panels: dict[str, list[Series]] = {}
     for part, words in PASSES.items():
@@ -88,12 +78,12 @@ def speedups(rows: list[Row], mode: str) -> Any:
                 points += [(case, faster(other, ours(group.values())))] if other else []
             if points:
                 series.append(Series(label, colour, points, role == "bare", role == "rival" and name is None))
-    title = _title("Speedup of rope_attention (shaded: ours is slower)", rows, mode) if rows else ""
+    title = _title("Speedup of rope_attention (shaded: ours is slower)", rows)
     return plots.ratios(panels, title, "their time / ours (log)")
 
 
 def energy(rows: list[Row]) -> Any:
-    """Draw time and energy of every rival over ours at each case; None without a case that has both."""
+    """Draw time and energy of every rival over ours at each case."""
     labels = {row["provider"]: (row["label"], row["role"] == "bare") for row in rows if row["role"] != "ours"}
     panels: dict[str, list[Series]] = {}
     for part, words in PASSES.items():
@@ -104,9 +94,7 @@ def energy(rows: list[Row]) -> Any:
                 theirs = {case: group for case, group in found.items() if name in group}
                 points = [(case, faster(group[name], ours(group.values()), rounds)) for case, group in theirs.items()]
                 series += [Series(labels[name][0], COLOURS[name], points, labels[name][1])] if points else []
-    title = (
-        f"Time and energy under load (shaded: ours takes more)\n{rows[0]['gpu']}, {rows[0]['dtype']}" if rows else ""
-    )
+    title = f"Time and energy under load (shaded: ours takes more)\n{rows[0]['gpu']}, {rows[0]['dtype']}"
     return plots.ratios(panels, title, "theirs / ours (log)")
 
 
@@ -115,8 +103,6 @@ def _with_ours(rows: list[Row], part: str) -> dict[str, Group]:
     return {case: group for (case, _, at, _), group in groups(rows).items() if at == part and ours(group.values())}
 
 
-def _title(what: str, rows: list[Row], mode: str) -> str:
-    row = rows[0]
-    masks = {r["causal"] for r in rows}
-    mask = {(True,): ", causal", (False,): ", no mask"}.get(tuple(masks), "")
-    return f"{what}\n{row['gpu']}, {row['dtype']}{mask}, {'CUDA graphs' if mode == 'graph' else 'eager'}"
+def _title(what: str, rows: list[Row]) -> str:
+    mask = ", causal" if all(row["causal"] for row in rows) else ""
+    return f"{what}\n{rows[0]['gpu']}, {rows[0]['dtype']}{mask}, CUDA graphs"

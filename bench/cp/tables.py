@@ -35,8 +35,8 @@ def results(rows: list[Row]) -> str:
 _COLOURS = ("#e5383b", "#3f8fd6", "#2fae58", "#f2a33a", "#8e7cc3", "#17a2a2")
 
 
-def draw(rows: list[Row], mode: str) -> dict[str, Any]:
-    """Return ``context_parallel``: efficiency over the length, a line for each number of ranks and provider."""
+def draw(rows: list[Row]) -> Any:
+    """Draw efficiency over the length, a line for each number of ranks and provider."""
     rows = [row for row in rows if "efficiency" in row]
     who = list(dict.fromkeys((row["label"], row["shape"]) for row in rows))
     panels = {}
@@ -48,5 +48,5 @@ def draw(rows: list[Row], mode: str) -> dict[str, Any]:
                 found = [(r["length"], 100 * r["efficiency"]) for r in here if (r["label"], r["shape"]) == key]
                 series += [Series(", ".join(key), colour, found)] if found else []
             panels[f"{kind}, {words}"] = series
-    title = f"One sequence over several GPUs: {rows[0]['gpu']}" if rows else ""
-    return {"context_parallel": plots.lines(panels, title, "% of one GPU's time / P", level=100)}
+    title = f"One sequence over several GPUs: {rows[0]['gpu']}"
+    return plots.lines(panels, title, "% of one GPU's time / P", level=100)

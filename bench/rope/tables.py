@@ -64,8 +64,8 @@ _COLOURS = {
 }
 
 
-def draw(rows: list[Row], mode: str) -> dict[str, Any]:
-    """Return ``rope_wide``: GB/s over the length."""
+def draw(rows: list[Row]) -> Any:
+    """Draw GB/s over the length for the wide shape."""
     rows = [row for row in rows if "wide" in row["groups"]]
     panels = {}
     for dtype, style in dict.fromkeys((row["dtype"], row["style"]) for row in rows):
@@ -76,5 +76,4 @@ def draw(rows: list[Row], mode: str) -> dict[str, Any]:
                 if points := [(row["length"], row["gb_s"]) for row in here if row["provider"] == name]:
                     series.append(Series(PROVIDERS[name].label, colour, points, name == COPY, name == OURS))
             panels[f"{dtype}, {style}, {words}"] = series
-    title = f"Rotation alone, 10 x 96 heads x 128: {rows[0]['gpu']}" if rows else ""
-    return {"rope_wide": plots.lines(panels, title, "GB/s")}
+    return plots.lines(panels, f"Rotation alone, 10 x 96 heads x 128: {rows[0]['gpu']}", "GB/s")

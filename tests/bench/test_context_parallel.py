@@ -10,7 +10,6 @@ from bench.__main__ import main
 from bench.cp.providers import KINDS, PROVIDERS, CpCase
 from bench.cp.suite import CP, RanksClock
 from bench.cp.tables import draw, results
-from bench.plots import save
 from bench.runner import Run
 from bench.suite import Options
 from tests.support.bench import FACTS
@@ -104,6 +103,5 @@ def test_text_names_who_was_not_timed():
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    assert draw([row for row in rows() if row["status"] == "missing"], "eager") == {"context_parallel": None}
-    (file,) = save(draw(rows(), "eager"), tmp_path, "eager")
-    assert file.name == "context_parallel_eager.png" and file.stat().st_size > 5000
+    draw(rows()).savefig(tmp_path / "context_parallel.png")
+    assert (tmp_path / "context_parallel.png").stat().st_size > 5000

@@ -21,10 +21,9 @@ def _open(name):
 def toy(tmp_path, monkeypatch):
     """One page with one block, of rows of attention."""
     report.write_lines(tmp_path / "rows.jsonl", published())
-    block = docs.Block("bench:headline", "page.md", ("rows.jsonl",), "attention.tables.headline")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "RESULTS", tmp_path)
-    monkeypatch.setattr(docs, "BLOCKS", (block,))
+    monkeypatch.setattr(docs, "BLOCKS", {"page.md": {"bench:headline": ("rows", "attention.tables.headline")}})
     page = tmp_path / "page.md"
     page.write_text(f"# before\n{_open('bench:headline')}after\n", encoding="utf-8")
     return page
@@ -39,22 +38,19 @@ def test_plots_are_those_that_pages_show(tmp_path, monkeypatch, capsys):
     rows = docs.read_file
     monkeypatch.setattr(docs, "read_file", lambda path: rows(ROOT / "bench" / "results" / path.name))
     monkeypatch.setattr(docs, "RESULTS", tmp_path)
+    (tmp_path / "plots").mkdir()
     assert main(["docs", "--plots"]) == 0
     assert {path.name for path in (tmp_path / "plots").iterdir()} == shown
     assert capsys.readouterr().out.count("wrote ") == len(shown)
 
 
 def test_the_files_of_rows_that_pages_show_are_committed():
-    files = {file for block in docs.BLOCKS for file in block.files} | {f"{file}.jsonl" for file, _, _ in docs.PLOTS}
-    assert files <= {path.name for path in docs.RESULTS.glob("*.jsonl")}
-    assert all(report.read_file(docs.RESULTS / file) for file in files)
-    assert {block.page for block in docs.BLOCKS} == set(_PAGES)
-    assert [block.name for block in docs.BLOCKS if block.page == "README.md"] == [
-        "readme:attention",
-        "readme:llama",
-        "readme:qwen",
-        "bench:headline",
-    ]
+    files = {file for blocks in docs.BLOCKS.values() for names, _ in blocks.values() for file in names.split()}
+    files |= {file for _, file, _ in docs.PLOTS.values()}
+    assert files <= {path.stem for path in docs.RESULTS.glob("*.jsonl")}
+    assert all(report.read_file(docs.RESULTS / f"{file}.jsonl") for file in files)
+    assert set(docs.BLOCKS) == set(_PAGES)
+    assert list(docs.BLOCKS["README.md"]) == ["readme:attention", "readme:llama", "readme:qwen", "bench:headline"]
 
 
 @pytest.mark.parametrize("page", _PAGES)
@@ -93,7 +89,7 @@ def test_the_command_writes_checks_and_complains(toy, capsys):
 )
 def test_bad_markers_are_refused(text, message, toy):
     with pytest.raises(ValueError, match=message):
-        docs.rewrite("page.md", text, {"rows.jsonl": published()})
+        docs.rewrite("page.md", text)
 
 
 def test_rows_of_two_cards_make_no_table(toy, capsys):
