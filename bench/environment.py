@@ -47,10 +47,7 @@ def environment() -> dict[str, object]:
 
 def commit() -> str:
     """$FUSED_ROPE_COMMIT where set (a tree copied from elsewhere); else HEAD, ``-dirty`` when files differ."""
-    if given := os.environ.get("FUSED_ROPE_COMMIT"):
-        return given
-    if (ROOT / ".git").exists():
-        found = run_quietly("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
-        if found:
-            return found + ("-dirty" if run_quietly("git", "-C", str(ROOT), "status", "--porcelain", "-uno") else "")
-    return "unknown"
+    found = os.environ.get("FUSED_ROPE_COMMIT")
+    if not found and (ROOT / ".git").exists():
+        found = run_quietly("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return found or "unknown"

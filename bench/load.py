@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.timing import DeviceClock, Measurement, quantile
+from bench.timing import DeviceClock, Measurement
 
 _WARM_SHARE = 0.15  # of the replays of a sample: not measured, so that the card's clock settles
 CALLS = 32  # of one graph, so that replaying costs nothing
@@ -77,7 +78,7 @@ class Loads(Measurement):
         row = super().fields() | {"calls": sum(load.calls for load in self.rounds)}
         for figure in ("mj", "watts", "mhz"):
             values = [getattr(load, figure) for load in self.rounds]
-            row |= {figure: quantile(values, 0.5), f"{figure}_rounds": values}
+            row |= {figure: median(values), f"{figure}_rounds": values}
         return row
 
 
@@ -136,5 +137,5 @@ class LoadClock(DeviceClock):
         if (moved := len(steps)) < 2:
             raise RuntimeError(f"the energy counter must move twice a sample, not {moved} times: give more --round-ms")
         (since, low, _), (until, high, _) = steps[0], steps[-1]
-        watts, mhz = (high - low) / (until - since) * 1e-3, quantile([float(mhz) for *_, mhz in steps], 0.5)
+        watts, mhz = (high - low) / (until - since) * 1e-3, median(float(mhz) for *_, mhz in steps)
         return Load(calls * CALLS, ms, watts * ms, watts, mhz)

@@ -54,7 +54,7 @@ class Run:
         trial = self.suite.trial(case, self.providers(case), self.clock, self.options)
         rows, entries = self._enter(title, trial, begin)
         trial.gated()
-        plan = [(mode, part) for mode in trial.modes() for part in self.options.passes or trial.default_passes(mode)]
+        plan = [(mode, part) for mode in trial.modes() for part in self.options.passes or trial.default_passes]
         for number, (mode, part) in enumerate(plan if entries else ()):
             # The gate, with compilation, takes about as long as two passes.
             self.progress(begin + share * (number + 2) / (len(plan) + 2), f"{title}: {part} {mode}")

@@ -89,6 +89,7 @@ class Trial:
 
     measures_memory = False  # whether eager calls of each pass also get a peak of memory
     default_modes: tuple[str, ...] = ("graph",)
+    default_passes: tuple[str, ...] = ("fwd", "bwd")
     facts: tuple[str, ...] = ()  # attributes of the case that rows hold
 
     def __init__(self, case: Any, providers: Sequence[Any], clock: Any, options: Options) -> None:
@@ -97,9 +98,6 @@ class Trial:
     def modes(self) -> tuple[str, ...]:
         """Return the modes of this case: those that were asked for, or the default ones."""
         return self.options.modes or self.default_modes
-
-    def default_passes(self, mode: str) -> tuple[str, ...]:
-        return ("fwd", "bwd")
 
     def unsupported(self, provider: Any) -> str | None:
         """Return why a provider does not serve this case, or None."""

@@ -12,8 +12,10 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
+import numpy
 import torch
 
 # Written before every timed call, as in triton.testing.do_bench, so that no call finds its inputs in the L2.
@@ -21,17 +23,6 @@ _FLUSH_BYTES = 256 << 20
 # Calls of one burst of host time. A device's queue holds about a thousand launches; a call with its backward makes ten
 # to thirty.
 _BURST = 25
-
-
-def quantile(values: list[float], q: float) -> float:
-    """Interpolate linearly between order statistics, as numpy does by default; q from 0 to 1."""
-    if not values or not 0.0 <= q <= 1.0:
-        raise ValueError(f"quantile needs values and 0 <= q <= 1, got {len(values)} values and q = {q}")
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass
@@ -50,18 +41,16 @@ class Measurement:
 
     @property
     def round_medians(self) -> list[float]:
-        return [quantile(one_round, 0.5) for one_round in self.rounds]
+        return [median(one_round) for one_round in self.rounds]
 
-    def quantiles(self) -> tuple[float, float, float]:
-        """Return (median, p20, p80) over all samples."""
-        samples = self.samples
-        return quantile(samples, 0.5), quantile(samples, 0.2), quantile(samples, 0.8)
+    def quantiles(self, *shares: float) -> list[float]:
+        """Return quantiles of all samples; 0.5 is the median."""
+        return numpy.quantile(self.samples, shares).tolist()
 
     def fields(self) -> dict[str, Any]:
         """Return what a result row says of these times."""
-        median, p20, p80 = self.quantiles()
-        rounds, calls = self.round_medians, len(self.samples)
-        return {"ms": median, "p20": p20, "p80": p80, "rounds": rounds, "calls": calls}
+        ms, p20, p80 = self.quantiles(0.5, 0.2, 0.8)
+        return {"ms": ms, "p20": p20, "p80": p80, "rounds": self.round_medians, "calls": len(self.samples)}
 
 
 # From here on a ratio counts as "not slower" in every table: less than half a percent is within a run's noise.
@@ -70,18 +59,18 @@ EVEN = 0.995
 
 def ratio(of: list[float], to: list[float]) -> float:
     """Return the median of the per-round ratios of two lists of round medians, over the rounds that both have."""
-    return quantile([a / b for a, b in zip(of, to)], 0.5)
+    return median(a / b for a, b in zip(of, to))
 
 
-def bandwidths(count: int, measured: Mapping[str, Measurement], copy: str) -> dict[str, dict[str, Any]]:
-    """Return for each measurement the GB/s of moving ``count`` bytes, and its share of the rate of ``copy``."""
-    copied = measured[copy].round_medians if copy in measured else None
+def bandwidths(moved: Mapping[str, float], measured: Mapping[str, Measurement], copy: str) -> dict[str, dict[str, Any]]:
+    """Return for each measurement its GB/s, and its share of the rate of ``copy``. moved: bytes by provider."""
+    rates = {name: [moved[name] / ms * 1e-6 for ms in found.round_medians] for name, found in measured.items()}
     return {
         name: {
-            "gb_s": count / measurement.quantiles()[0] * 1e-6,
-            "of_copy": copied and ratio(copied, measurement.round_medians),
+            "gb_s": moved[name] / found.quantiles(0.5)[0] * 1e-6,
+            "of_copy": ratio(rates[name], rates[copy]) if copy in rates else None,
         }
-        for name, measurement in measured.items()
+        for name, found in measured.items()
     }
 
 
@@ -186,20 +175,18 @@ class DeviceClock:
         """
         fn()
         samples, collects = [], gc.isenabled()
-        try:
-            for first in range(0, calls, _BURST):
-                count = min(_BURST, calls - first)
-                self.synchronize()
-                gc.disable()
+        for first in range(0, calls, _BURST):
+            count = min(_BURST, calls - first)
+            self.synchronize()
+            gc.disable()
+            try:
                 begin = time.perf_counter_ns()
                 for _ in range(count):
                     fn()
                 samples.append(1e-6 * (time.perf_counter_ns() - begin) / count)
+            finally:
                 if collects:
                     gc.enable()
-        finally:
-            if collects:
-                gc.enable()
         self.synchronize()
         return samples
 

@@ -104,14 +104,12 @@ class DecodeTrial(Trial):
 
     case: DecodeCase
     default_modes = ("eager", "graph")
+    default_passes = ("decode",)
     facts = ("batch", "length", "heads_q", "heads_kv", "head_dim", "bytes", "dtype")
 
     def __init__(self, case: DecodeCase, providers: Sequence[DecodeProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
         self._step = case.step(clock.device)
-
-    def default_passes(self, mode: str) -> tuple[str, ...]:
-        return ("decode",)
 
     def unsupported(self, provider: DecodeProvider) -> str | None:
         if provider.even and self.case.mixed:
@@ -133,11 +131,8 @@ class DecodeTrial(Trial):
         return judge(compared(out, self._step, provider), self.case.dtype, forgiving=not provider.ours)
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        rows = timing.bandwidths(self.case.bytes, measured, COPY)
-        for provider in self.providers:
-            if provider.name in rows and getattr(provider, "float8", False):  # reads half as many bytes
-                rows[provider.name] = {name: value and value / 2 for name, value in rows[provider.name].items()}
-        return rows
+        moved = {p.name: self.case.bytes / 2 if p.float8 else self.case.bytes for p in self.providers}
+        return timing.bandwidths(moved, measured, COPY)
 
 
 DECODE = Suite(

@@ -113,15 +113,13 @@ class ModelTrial(Trial):
     def __init__(self, case: ModelCase, providers: Sequence[ModelProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
         self._first: Tensor | None = None
+        self.default_passes = (case.work.name,)
         made = ModelTrial._made
         if made is None or made[0] is not case.model:
             made = ModelTrial._made = None  # before the next one is made
             clock.release()
             made = ModelTrial._made = case.model, make(case.model, clock.device)
         self._model = made[1]
-
-    def default_passes(self, mode: str) -> tuple[str, ...]:
-        return (self.case.work.name,)
 
     def unsupported(self, provider: ModelProvider) -> str | None:
         if self.case.work.kind not in provider.kinds:
@@ -167,7 +165,7 @@ class ModelTrial(Trial):
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         tokens = self.case.work.tokens
-        return {name: {"tokens_s": tokens / found.quantiles()[0] * 1e3} for name, found in measured.items()}
+        return {name: {"tokens_s": tokens / found.quantiles(0.5)[0] * 1e3} for name, found in measured.items()}
 
 
 CASES = tuple(ModelCase(model, work) for model in MODELS for work in WORK if work.kind in model.kinds)

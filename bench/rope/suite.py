@@ -145,12 +145,9 @@ class RopeTrial(Trial):
                 yield "dweight", gradients[2 + i][None], ref64.dweight[None], eager.dweight[None]
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        rows = bandwidths(self.case.bytes, measured, COPY)
-        if part == "bwd" and self._weights:
-            # The gradient of a norm also reads the normed tensor: three tensors where a copy moves two.
-            for name in (name for name in rows if name != COPY):
-                rows[name] = {key: value and 1.5 * value for key, value in rows[name].items()}
-        return rows
+        # The gradient of a norm also reads the normed tensor: three tensors where a copy moves two.
+        others = 1.5 * self.case.bytes if part == "bwd" and self._weights else self.case.bytes
+        return bandwidths(dict.fromkeys(measured, others) | {COPY: self.case.bytes}, measured, COPY)
 
 
 ROPE = Suite(
