@@ -76,8 +76,8 @@ def read_file(path: Path) -> list[Row]:
             runs.setdefault(tuple(row[name] for name in ("case", "shape", "pass", "mode")), []).append(row)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
-    dates = {key: max(row.get("date", "") for row in group) for key, group in runs.items()}
-    found = [row for key, group in runs.items() for row in group if row.get("date", "") == dates[key]]
+    dates = {key: max(row["date"] for row in group) for key, group in runs.items()}
+    found = [row for key, group in runs.items() for row in group if row["date"] == dates[key]]
     cards = sorted({row["gpu"] for row in found})
     if len(cards) != 1:
         raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards) or 'none'}")
@@ -242,7 +242,9 @@ def summary(rows: list[Row]) -> str:
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """Return a table with its first column to the left."""
+    """Return a table with its first column to the left. ValueError where there is nothing to show."""
+    if not lines:
+        raise ValueError(f"the rows hold no times for the table with the columns {', '.join(header)}")
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
@@ -289,17 +291,16 @@ def provenance(rows: list[Row], *packages: str) -> str:
     packages: which of the others are named where the rows have them, "cuDNN" among them.
     """
     row = rows[0]
-    versions = {name: version for r in rows for name, version in (r.get("packages") or {}).items()}
-    cudnn = row.get("cudnn") or 0
-    if cudnn:
+    versions = {name: version for r in rows for name, version in r["packages"].items()}
+    if cudnn := row["cudnn"]:
         versions["cuDNN"] = f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
     dtypes = {r.get("dtype") for r in rows}
     facts = [
         row["gpu"],
         *(dtypes if len(dtypes) == 1 and None not in dtypes else ()),
-        *(f"{name} {row.get(name)}" for name in ("driver", "torch", "triton")),
+        *(f"{name} {row[name]}" for name in ("driver", "torch", "triton")),
         *(f"{name} {versions[name]}" for name in packages if name in versions),
     ]
-    dates = sorted({r.get("date", "")[:10] for r in rows} - {""})
-    commits = sorted({r.get("commit") or "not recorded" for r in rows})
+    dates = sorted({r["date"][:10] for r in rows})
+    commits = sorted({r["commit"] for r in rows})
     return f"{', '.join(facts)}. Measured {' and '.join(dates)}, commit {' and '.join(commits)}."
