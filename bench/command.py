@@ -7,13 +7,13 @@ GPU was lost on the way, 130 it was interrupted.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from bench import report
 from bench.environment import RESULTS, card, environment, shown
@@ -41,11 +41,16 @@ def main(suite: Suite, argv: list[str]) -> int:
         return refuse(suite.name, reason)
     begin, facts = time.monotonic(), environment()
     writes = os.environ.get("RANK", "0") == "0"  # torchrun starts a process for each GPU, and all have the same rows
-    progress = Progress(begin, writes)
     try:
         clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
     except RuntimeError as error:  # this machine lacks what the clock needs
         return refuse(suite.name, str(error))
+    bar = progress_bar(writes)
+
+    def progress(share: float, message: str) -> None:
+        bar.n = share
+        bar.set_description_str(message)
+
     run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
@@ -54,23 +59,22 @@ def main(suite: Suite, argv: list[str]) -> int:
     status = 0
     try:
         for block in run.rows(cases):
-            progress.clear()
+            bar.clear()
             rows += block
             if writes:
                 report.write_lines(out, block)
             if block:
                 print("\n" + report.case_report(block), flush=True)
     except DeviceLost as lost:
-        progress.clear()
         print(f"\nbench: {lost}\nbench: the rows before this case are kept; leave that provider out with --providers.")
         status = 3
     except KeyboardInterrupt:
         status = 130
-    progress.clear()
+    bar.close()
     print("\n" + report.summary(rows))
     if run.not_run:
         print(f"\nNot run: {'; '.join(run.not_run)}")
-    print(f"\n{len(rows)} rows in {shown(out)} after {duration(time.monotonic() - begin)}")
+    print(f"\n{len(rows)} rows in {shown(out)} after {tqdm.format_interval(time.monotonic() - begin)}")
     return status or int(report.red(rows))
 
 
@@ -80,31 +84,11 @@ def refuse(command: str, reason: str) -> int:
     return 2
 
 
-class Progress:
-    """One line on stderr that says what runs and how long the rest will take; plain lines where that is no terminal."""
-
-    def __init__(self, begin: float, shows: bool = True):
-        self._begin, self._shows = begin, shows
-        self._terminal = shows and sys.stderr.isatty()
-
-    def __call__(self, share: float, message: str) -> None:
-        """Print the time so far, the time left if ``share`` of the run is done, and what runs."""
-        if not self._shows:
-            return
-        elapsed = time.monotonic() - self._begin
-        left = f"about {duration(elapsed * (1 - share) / share)} left" if share > 0 else "time left unknown"
-        text = f"{share:4.0%}  {duration(elapsed)}, {left}  {message}"
-        text, end = (f"\r\033[K{text}", "") if self._terminal else (text, "\n")
-        print(text, end=end, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Return ``0:03:20``."""
-    return str(datetime.timedelta(seconds=round(seconds)))
+def progress_bar(shows: bool) -> tqdm:
+    """Return the line on stderr that says how far the run is, how long the rest will take, and what runs."""
+    tqdm.monitor_interval = 0  # no thread next to those that are timed
+    line = "{percentage:3.0f}%  {elapsed}, about {remaining} left  {desc}"
+    return tqdm(total=1.0, file=sys.stderr, disable=not shows, bar_format=line, dynamic_ncols=True, leave=False)
 
 
 def listing(suite: Suite, cases: list, names: list[str]) -> str:
