@@ -166,7 +166,7 @@ def masked_rival(attention: MaskedAttention, form: str, rotation: Any) -> Attent
 
 
 class _Nothing(torch.autograd.Function):
-    """Return q, and as the gradients of q, k and v that of the output."""
+    """Return q, and as the gradients of q, k and v that of the output. All of them have the same shape."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,14 +190,10 @@ class _NothingSaved(_Nothing):
 def idle(name: str, label: str, function: type[torch.autograd.Function]) -> AttentionProvider:
     """Return an autograd function that computes nothing as a provider."""
 
-    def unsupported(case: testing.Case) -> str | None:
-        same = case.heads_q == case.heads_kv and case.len_q == case.len_k
-        return None if same else "its gradients have the shape of q: needs k and v of that shape"
-
     def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         return function.apply(q, k, v)
 
-    return AttentionProvider(name, label, "ceiling", run=run, unsupported=unsupported)
+    return AttentionProvider(name, label, "ceiling", run=run)
 
 
 def cudnn() -> AbstractContextManager:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.names import length_name
 from bench.suite import Provider, by_name, normal
-from fused_rope_attn import apply_rope, rope_attention, rope_attention_varlen, rope_tables
+from fused_rope_attn import apply_rope, rope_attention, rope_attention_varlen
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
 
 KINDS = ("plain", "window", "packed")
@@ -62,9 +62,6 @@ class CpCase:
         heads = self.heads_q, self.heads_kv, self.heads_kv, self.heads_q
         shapes = [(1, self.length, count, self.head_dim) for count in heads]
         return [x.transpose(1, 2) for x in normal(shapes, self.dtype, device)]
-
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return rope_tables(self.length, self.head_dim, base=500000.0, device=device)
 
 
 class Prepared(NamedTuple):

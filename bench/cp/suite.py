@@ -17,6 +17,7 @@ from bench.gate import Verdict
 from bench.report import Row
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
 from bench.timing import DeviceClock, ratio
+from fused_rope_attn import rope_tables
 
 _MOST_CALLS = 10  # of one provider in one round
 
@@ -67,10 +68,8 @@ class CpTrial(Trial):
 
     def __init__(self, case: CpCase, providers: Sequence[CpProvider], clock: RanksClock, options: Options) -> None:
         super().__init__(case, providers, clock, options)
-        self._inputs, self._tables = case.inputs(clock.device), case.tables(clock.device)
-
-    def unsupported(self, provider: CpProvider) -> str | None:
-        return None if self.case.kind in provider.only else f"serves {', '.join(provider.only)} only"
+        self._inputs = case.inputs(clock.device)
+        self._tables = rope_tables(case.length, case.head_dim, base=500000.0, device=clock.device)
 
     def enter(self, provider: CpProvider) -> Entry:
         run, shards, active = provider.prepare(self.case, self._inputs, self._tables, self.clock.group)

@@ -13,6 +13,7 @@ from unittest import mock
 
 from torch import nn
 
+from baselines.attentions import FLASH_2
 from baselines.rotations import LIGER_ROTATION
 from bench.suite import Provider, by_name
 
@@ -66,12 +67,10 @@ def _head_norms(model: nn.Module) -> list[Any]:
 @contextmanager
 def _hooked_norms(model: nn.Module) -> Iterator[None]:
     """Give the norms of heads hooks that do nothing, which keeps them outside of our kernels."""
-    hooks = [norm.register_forward_hook(lambda *given: None) for norm in _head_norms(model)]
-    try:
+    with ExitStack() as stack:
+        for norm in _head_norms(model):
+            stack.enter_context(norm.register_forward_hook(lambda *given: None))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -83,12 +82,6 @@ def _fused(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         unpatch_model(model)
-
-
-def _flash_missing() -> str | None:
-    from transformers.utils import is_flash_attn_2_available
-
-    return None if is_flash_attn_2_available() else "flash-attn is not installed"
 
 
 _PASSES = ("train", "prefill", "decode")
@@ -129,7 +122,7 @@ PROVIDERS: dict[str, ModelProvider] = by_name(
         ModelProvider("eager_graphs", "eager, CUDA graphs", switches=(_eager,), **_GRAPHS),
         ModelProvider("sdpa", "sdpa", switches=(_sdpa,), kinds=_EVERYTHING),
         ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", switches=(_sdpa,), **_GRAPHS),
-        ModelProvider("flash_2", "flash_attention_2", missing=_flash_missing, switches=(_flash_2,), kinds=_EVERYTHING),
+        ModelProvider("flash_2", "flash_attention_2", switches=(_flash_2,), kinds=_EVERYTHING, **FLASH_2.fields()),
         ModelProvider("liger", "Liger's rotation + sdpa", switches=_liger, **_LIGER),
         ModelProvider(
             "liger_norm", "Liger's norms of heads, rotation + sdpa", switches=_liger_norm, norms=True, **_LIGER

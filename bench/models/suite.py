@@ -122,8 +122,6 @@ class ModelTrial(Trial):
         self._model = made[1]
 
     def unsupported(self, provider: ModelProvider) -> str | None:
-        if self.case.work.kind not in provider.kinds:
-            return f"takes no part in {self.case.work.kind}"
         return "the model has no norms of heads" if provider.norms and not self.case.model.norms else None
 
     def enter(self, provider: ModelProvider) -> Entry:

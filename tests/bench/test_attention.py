@@ -227,7 +227,6 @@ def test_functions_that_do_nothing_do_nothing(name):
     saved = o.grad_fn.saved_tensors
     assert len(saved) == 3 * (name == "nothing_saved") and all(x is y for x, y in zip(saved, (q, k, v)))
     assert torch.equal(o, q) and all(torch.equal(x, do) for x in torch.autograd.grad(o, (q, k, v), do))
-    assert "needs k and v of that shape" in HOST[name].unsupported(testing.Case(1, 4, 2, 16, 16, 32))
 
 
 def test_a_function_that_does_something_else_is_not_timed():
