@@ -43,13 +43,13 @@ class Run:
             try:
                 block = self._case(case, index / len(cases), 1 / len(cases))
             except torch.OutOfMemoryError:  # of the inputs: that of a provider is caught where it runs
-                self.not_run.append(f"{title_of(case)} (memory)")
+                self.not_run.append(f"{case.name} {case.shape} (memory)")
             self.clock.release()
             yield block
 
     def _case(self, case: Any, begin: float, share: float) -> list[Row]:
         """Return the rows of one case. ``begin``, ``share``: where it begins in the run, and what share of it it is."""
-        title = title_of(case)
+        title = f"{case.name} {case.shape}"
         self.progress(begin, title)
         trial = self.suite.trial(case, self.providers(case), self.clock, self.options)
         rows, entries = self._enter(title, trial, begin)
@@ -70,7 +70,7 @@ class Run:
             if reason is None:
                 status, reason = "unsupported", trial.unsupported(provider)
             if reason is not None:
-                rows.append(self._row(trial, provider, status, reason))
+                rows.append(self._row(trial, provider, status, reason, {}))
                 continue
             self.progress(begin, f"{title}: gate {provider.name}")
             try:
@@ -78,7 +78,7 @@ class Run:
                 self.clock.synchronize()  # an error of the device is this provider's
             except Exception as error:
                 self._check_device(provider, error)
-                rows.append(self._row(trial, provider, status_of(error), sentence(error)))
+                rows.append(self._row(trial, provider, status_of(error), sentence(error), {}))
                 continue
             if entry.verdict.status == "failed":
                 rows.append(self._row(trial, provider, "failed", entry.verdict.detail, entry.facts))
@@ -94,7 +94,7 @@ class Run:
         rows: list[Row] = []
 
         def row(name: str, status: str, detail: str) -> Row:
-            return self._row(trial, entries[name].provider, status, detail, facts[name], part=part, mode=mode)
+            return self._row(trial, entries[name].provider, status, detail, {"pass": part, "mode": mode} | facts[name])
 
         for name, entry in entries.items():
             if reason := trial.unsupported_pass(entry.provider, part):
@@ -159,27 +159,12 @@ class Run:
             raise DeviceLost(reason) from error
         self.clock.release()
 
-    def _row(
-        self,
-        trial: Trial,
-        provider: Any,
-        status: str,
-        detail: str,
-        facts: Row | None = None,
-        *,
-        part: str | None = None,
-        mode: str | None = None,
-    ) -> Row:
+    def _row(self, trial: Trial, provider: Any, status: str, detail: str, facts: Row) -> Row:
         """Return a row without times. ``report`` describes the format."""
         case = trial.case
         row = {"bench": self.suite.name, "case": case.name, "shape": case.shape, "groups": case.groups} | trial.fields()
-        row |= {"provider": provider.name, "label": provider.label, "role": provider.role, "pass": part, "mode": mode}
-        return row | {"status": status, "detail": detail} | (facts or {}) | self.environment
-
-
-def title_of(case: Any) -> str:
-    """Return what messages call a case."""
-    return f"{case.name} {case.shape}"
+        row |= {"provider": provider.name, "label": provider.label, "role": provider.role, "pass": None, "mode": None}
+        return row | {"status": status, "detail": detail} | facts | self.environment
 
 
 def status_of(error: Exception) -> str:

@@ -147,8 +147,24 @@ class Suite:
     clock: Callable[[torch.device, Options], Any] = lambda device, options: timing.GpuClock(device)
 
     def choose(self, text: str) -> list[Any]:
-        """Return the cases that ``--cases`` asks for, as ``matching`` reads it."""
-        return matching(self.cases, text or self.default_cases)
+        """Return the cases that any of the comma-separated words names; the default ones without words.
+
+        A word is a group or a part of a case's name or shape. Words joined by + must all fit: ``table+4K``. ValueError
+        lists what there is where a word fits nothing.
+        """
+
+        def fits(case: Any, part: str) -> bool:
+            return part in case.groups or part in f"{case.name} {case.shape}".lower()
+
+        asked, chosen = words(text or self.default_cases), []
+        for word in asked:
+            found = [case for case in self.cases if all(fits(case, part) for part in word.lower().split("+"))]
+            if not found:
+                groups = ", ".join(dict.fromkeys(group for case in self.cases for group in case.groups))
+                names = ", ".join(dict.fromkeys(case.name for case in self.cases))
+                raise ValueError(f"no case fits {word!r}; groups are {groups}, names {names}")
+            chosen += found
+        return [case for case in self.cases if case in chosen or not asked]
 
     def providers(self, case: Any, names: Sequence[str]) -> list[Any]:
         """Return the providers of a case by name, in the order of its table; unknown names are left out."""
@@ -160,31 +176,6 @@ class Suite:
         known = dict.fromkeys(name for case in cases for name in self.table(case))
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"unknown provider {', '.join(unknown)}; there are {', '.join(known)}")
-
-
-def matching(cases: Iterable[Any], text: str) -> list[Any]:
-    """Return the cases that any of the comma-separated words names; all without words.
-
-    A word is a group or a part of a case's name or shape. Words joined by + must all fit: ``table+4K``. ValueError
-    lists what there is where a word fits nothing.
-    """
-    cases = list(cases)
-    chosen: list[Any] = []
-    for word in words(text):
-        parts = word.lower().split("+")
-        found = [case for case in cases if all(_fits(case, part) for part in parts)]
-        if not found:
-            groups = dict.fromkeys(group for case in cases for group in case.groups)
-            names = dict.fromkeys(case.name for case in cases)
-            raise ValueError(
-                f"no case fits {word!r}; groups are {', '.join(groups) or 'none'}, names {', '.join(names)}"
-            )
-        chosen += found
-    return [case for case in cases if case in chosen] if words(text) else cases
-
-
-def _fits(case: Any, part: str) -> bool:
-    return part in case.groups or part in f"{case.name} {case.shape}".lower()
 
 
 def forward_or_backward(run: Callable[..., Any], leaves: list[Any], given: Any, part: str) -> Callable[[], Any]:
