@@ -180,7 +180,9 @@ def case_report(rows: list[Row]) -> str:
             for row in group.values():
                 times = [milliseconds(row["ms"]), f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"]
                 figures = [text.format(row[name]) if row.get(name) is not None else "" for name, _, text in shown]
-                against = "" if mine is None or row is mine else _against(row, mine)
+                against = "" if mine is None or row is mine else speedup(faster(row, mine))
+                if row["role"] in ("ours", "ceiling"):  # ceilings compute nothing, and others of ours are no rivals
+                    against = against.removesuffix(" LOSS")
                 lines.append([row["label"] + mark(row), part, *times, *figures, against])
         if lines:
             header = [words, "pass", "ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
@@ -191,12 +193,6 @@ def case_report(rows: list[Row]) -> str:
         for row in {row["label"]: row for row in rows if row["status"] == "loose"}.values()
     ]
     return "\n\n".join(filter(None, [*blocks, "\n".join([*notes, *not_timed(rows)])]))
-
-
-def _against(row: Row, mine: Row) -> str:
-    """Return their time over ours. Ceilings compute nothing, and others of ours are no rivals: no loss."""
-    value = faster(row, mine)
-    return f"{value:.2f}x" if row["role"] in ("ours", "ceiling") else speedup(value)
 
 
 def not_timed(rows: Iterable[Row]) -> list[str]:

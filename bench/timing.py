@@ -31,10 +31,6 @@ class Measurement:
 
     rounds: list[list[float]] = field(default_factory=list)
 
-    def add(self, sample: list[float]) -> None:
-        """Add what one more round has measured."""
-        self.rounds.append(sample)
-
     @property
     def samples(self) -> list[float]:
         return [sample for one_round in self.rounds for sample in one_round]
@@ -102,7 +98,7 @@ def interleave(
             if name in failed:
                 continue
             try:
-                measured[name].add(sample(fns[name], calls[name]))
+                measured[name].rounds.append(sample(fns[name], calls[name]))
             except Exception as error:
                 failed[name] = error.with_traceback(None)  # its frames would keep tensors alive
                 del measured[name]

@@ -26,7 +26,6 @@ COLOURS = {
 }
 # Attention without a rotation has the colour of the same attention with Liger's, dashed.
 COLOURS |= {name.replace("liger", "bare"): colour for name, colour in COLOURS.items() if name.startswith("liger")}
-_ROLES = ("rival", "bare")
 # A figure holds about eight lines: these, and the strongest of any case.
 _SHOWN = ("hf_sdpa", "liger_flash", "liger_cudnn", "liger_fa4", "bare_cudnn", "bare_fa4")
 
@@ -47,7 +46,9 @@ def overview(rows: list[Row]) -> Any:
 def _lines(rows: list[Row]) -> list[Series]:
     """Return a line for each provider that has at least half of the cases; ours last, because it is drawn on top."""
     every = groups(rows).values()
-    best = {row["provider"] for group in every for role in _ROLES if (row := strongest(group.values(), role))}
+    best = {
+        row["provider"] for group in every for role in ("rival", "bare") if (row := strongest(group.values(), role))
+    }
     counts = Counter(row["provider"] for row in rows)
     series = []
     for name, count in sorted(counts.items(), key=lambda item: item[0] == "fused"):

@@ -121,14 +121,11 @@ class DecodeTrial(Trial):
     @torch.no_grad()
     def enter(self, provider: DecodeProvider) -> Entry:
         run = provider.make(self._step)
-        verdict = self._judge(provider, run())
+        out, verdict = run(), Verdict()
+        if provider.role != "ceiling":
+            verdict = judge(compared(out, self._step, provider), self.case.dtype, forgiving=not provider.ours)
         facts = verdict.fields() | {"stored": provider.stored}
         return Entry(provider, verdict, lambda part: run, facts, torch.no_grad, captures=provider.role != "ceiling")
-
-    def _judge(self, provider: DecodeProvider, out: Tensor) -> Verdict:
-        if provider.role == "ceiling":
-            return Verdict()
-        return judge(compared(out, self._step, provider), self.case.dtype, forgiving=not provider.ours)
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         moved = {p.name: self.case.bytes / 2 if p.float8 else self.case.bytes for p in self.providers}

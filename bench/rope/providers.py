@@ -78,9 +78,9 @@ def _hf(q: Tensor, k: Tensor, tables: Any, interleaved: bool) -> Any:
 
 
 @functools.cache
-def _compiled_function() -> Callable[..., list[Tensor]]:
-    def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-        outs = []
+def _compiled() -> Callable[..., list[Tensor]]:
+    def rotate(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
+        outs, (cos, sin) = [], tables
         for i, x in enumerate(xs):
             y = x.float()
             if weights:
@@ -94,10 +94,6 @@ def _compiled_function() -> Callable[..., list[Tensor]]:
         return outs
 
     return specialised(rotate)
-
-
-def _compiled(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-    return _compiled_function()(xs, *tables, interleaved, weights)
 
 
 class _Copy(torch.autograd.Function):
@@ -126,7 +122,7 @@ PROVIDERS: dict[str, RopeProvider] = by_name(
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
         RopeProvider("liger", "Liger", run=_liger, styles=(False,), in_place=True, **_LIGER),
-        RopeProvider("compiled", "torch.compile", run=_compiled),
+        RopeProvider("compiled", "torch.compile", run=lambda *given: _compiled()(*given)),
         RopeProvider("hf", "HF eager", run=_normed(hf_norm, _hf), rounded_tables=True, **_HF),
         RopeProvider(COPY, "copy (ceiling)", "ceiling", run=_copy),
     )

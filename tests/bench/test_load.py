@@ -91,7 +91,7 @@ def test_a_graph_that_writes_nothing_is_refused(monkeypatch):
 def test_rows_of_energy_hold_every_round():
     loads = Loads()
     for ms, watts, mhz in ((1.0, 700.0, 1600), (2.0, 650.0, 1700), (1.5, 600.0, 1500)):
-        loads.add(Load(10, ms, ms * watts, watts, mhz))
+        loads.rounds.append(Load(10, ms, ms * watts, watts, mhz))
     row = loads.fields()
     assert row["ms"] == 1.5 and row["rounds"] == [1.0, 2.0, 1.5] and row["calls"] == 30
     assert row["mj_rounds"] == [700.0, 1300.0, 900.0] and row["mj"] == 900.0
