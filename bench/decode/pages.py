@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from baselines.attentions import SDPA_FLASH
 from fused_rope_attn.generation.reference import quantise, stored
 
 
@@ -116,8 +115,7 @@ def gathered(step: Step, table: Tensor) -> Attend:
 
     def attend(q: Tensor, *pools: Tensor) -> Tensor:
         found = [pool.index_select(0, index).unflatten(0, table.shape).transpose(1, 2).flatten(2, 3) for pool in pools]
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, *found, enable_gqa=True)
+        return SDPA_FLASH.attend(q, *found, False)
 
     return attend
 

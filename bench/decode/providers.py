@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baselines.attentions import FA4, FLASH_4
-from baselines.base import Package
+from baselines.attentions import CUDNN, FA4, FLASH_4, SDPA_FLASH
+from baselines.base import Attention, Package
 from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
 from bench.suite import Provider, by_name
 
@@ -58,16 +56,9 @@ def appending(step: Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) ->
     return run
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Step], Run]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    return lambda step: appending(step, attend)
-
-
-def _fa4(step: Step) -> Run:
-    return appending(step, lambda q, k, v: FA4.attend(q, k, v, True))
+def _contiguous(attention: Attention, causal: bool) -> Callable[[Step], Run]:
+    """Return what makes a step of separate parts. causal: aligned to the last key, as FlashAttention has it."""
+    return lambda step: appending(step, lambda q, k, v: attention.attend(q, k, v, causal))
 
 
 def _copy(step: Step) -> Run:
@@ -117,10 +108,11 @@ def _providers() -> Iterator[DecodeProvider]:
     for size in (16, 64):
         about = f"flashinfer_page{size}", f"FlashInfer, pages of {size}"
         yield _rival(*about, size, by_flashinfer, **_FLASHINFER.fields())
-    for name, backend in (("flash", "FLASH"), ("cuDNN", "CUDNN")):
-        make = _sdpa(getattr(SDPBackend, f"{backend}_ATTENTION"))
+    for name, attention in (("flash", SDPA_FLASH), ("cuDNN", CUDNN)):
+        make = _contiguous(attention, causal=False)
         yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
-    yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=_fa4, even=True, **FLASH_4.fields())
+    make = _contiguous(FA4, causal=True)
+    yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=make, even=True, **FLASH_4.fields())
     yield DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy)
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)
 
