@@ -19,6 +19,11 @@ from torch import Tensor
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``bfloat16``, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
 @functools.cache
 def load(module: str, attribute: str) -> Any:
     """Return an attribute of a module, which is imported at the first call."""
@@ -165,7 +170,9 @@ class Baseline:
         """Return why the rival does not serve a ``testing.Case``, or None."""
         attention = self.attention
         if case.dtype not in attention.dtypes:
-            return f"takes {' and '.join(_name(dtype) for dtype in attention.dtypes)}, not {_name(case.dtype)}"
+            return (
+                f"takes {' and '.join(dtype_name(dtype) for dtype in attention.dtypes)}, not {dtype_name(case.dtype)}"
+            )
         if case.head_dim > attention.max_head_dim or case.head_dim % attention.head_dim_multiple:
             limit, multiple = attention.max_head_dim, attention.head_dim_multiple
             return f"takes head dims up to {limit} that are multiples of {multiple}, not {case.head_dim}"
@@ -187,7 +194,3 @@ class Baseline:
         elif self.rotation is not None:
             q, k = self.rotation.rotate(q, k, tables)
         return self.attention.attend(q, k, v, causal)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

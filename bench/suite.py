@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from baselines.base import nothing_missing
+from baselines.base import dtype_name, nothing_missing
 from bench import timing
 from bench.gate import Verdict
-from bench.names import dtype_name, words
+from bench.names import words
 from bench.report import Row
 
 Times = Mapping[str, Any]  # by provider: what the clock's ``measurement`` makes

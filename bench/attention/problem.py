@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baselines.base import dtype_name
 from bench.attention import providers
 from bench.attention.cases import MASKS, BenchCase
 from bench.attention.providers import AttentionProvider, Given
 from bench.gate import OF_WEIGHTS, Gate, Verdict
-from bench.names import dtype_name
 from bench.report import Row
 from bench.suite import Entry, Options, Times, Trial, forward_or_backward
 from fused_rope_attn import testing

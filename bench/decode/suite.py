@@ -14,7 +14,7 @@ from bench import timing
 from bench.decode.pages import FLOAT8_SCALE, Step
 from bench.decode.providers import COPY, PROVIDERS, DecodeProvider
 from bench.gate import Compared, Verdict, ends, judge
-from bench.names import length_name, short_dtype
+from bench.names import SHORT_DTYPES, length_name
 from bench.report import Row
 from bench.suite import Entry, Options, Suite, Times, Trial, normal
 from fused_rope_attn import rope_tables
@@ -56,7 +56,7 @@ class DecodeCase:
     def shape(self) -> str:
         """Return ``B8 H32/8 S4096 D128 bf16``."""
         heads = f"{self.heads_q}/{self.heads_kv}"
-        return f"B{self.batch} H{heads} S{self.length} D{self.head_dim} {short_dtype(self.dtype)}"
+        return f"B{self.batch} H{heads} S{self.length} D{self.head_dim} {SHORT_DTYPES[self.dtype]}"
 
     @property
     def bytes(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.gate import Compared, Verdict, ends, judge
-from bench.names import DTYPES, length_name, short_dtype
+from bench.names import SHORT_DTYPES, length_name
 from bench.report import Row
 from bench.rope.providers import COPY, NORM_EPS, PROVIDERS, RopeProvider
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward, normal
@@ -44,7 +44,7 @@ class RopeCase:
     def shape(self) -> str:
         """Return ``B2 H32+8 N4096 D128 bf16 half``."""
         sizes = f"B{self.batch} H{'+'.join(map(str, self.heads))} N{self.length} D{self.head_dim}"
-        return f"{sizes} {short_dtype(self.dtype)} {self.style}{' norms' * self.norms}"
+        return f"{sizes} {SHORT_DTYPES[self.dtype]} {self.style}{' norms' * self.norms}"
 
     @property
     def bytes(self) -> int:
@@ -56,8 +56,8 @@ def _cases() -> Iterator[RopeCase]:
     # The shape of the project that inspired this one: 96 heads in all.
     for length in range(256, 1025, 128):
         yield from (
-            RopeCase("Wide", 10, (48, 48), length, 128, ("wide",), DTYPES[dtype], interleaved)
-            for dtype in ("bf16", "fp32")
+            RopeCase("Wide", 10, (48, 48), length, 128, ("wide",), dtype, interleaved)
+            for dtype in (torch.bfloat16, torch.float32)
             for interleaved in (False, True)
         )
     # q and k of models.
