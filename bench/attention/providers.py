@@ -187,15 +187,6 @@ class _NothingSaved(_Nothing):
         return q
 
 
-def idle(name: str, label: str, function: type[torch.autograd.Function]) -> AttentionProvider:
-    """Return an autograd function that computes nothing as a provider."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        return function.apply(q, k, v)
-
-    return AttentionProvider(name, label, "ceiling", run=run)
-
-
 def cudnn() -> AbstractContextManager:
     """Choose cuDNN's attention in PyTorch."""
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
@@ -224,10 +215,6 @@ def corope_provider(name: str, label: str, run: Callable, longest: int | None = 
     return AttentionProvider(name, label, "ours" if name == "corope" else "rival", run=run, unsupported=unsupported)
 
 
-def _at_once(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    return corope_definition(q, k, v, chunk_angles=1 << 62)
-
-
 # The table
 
 
@@ -245,14 +232,15 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         return [*OURS.values(), *map(rival, BASELINES.values())]
     if kind == "host":
         # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
+        idle = functools.partial(AttentionProvider, role="ceiling")
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
         return [
             OURS["fused"],
             rival(Baseline("bare_sdpa", None, attentions.SDPA)),
             replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=lambda: cudnn()),
             rival(BASELINES["bare_cudnn"]),
-            idle("nothing", "a function that does nothing", _Nothing),
-            idle("nothing_saved", "... and saves q, k, v", _NothingSaved),
+            idle("nothing", "a function that does nothing", run=lambda *given: _Nothing.apply(*given[:3])),
+            idle("nothing_saved", "... and saves q, k, v", run=lambda *given: _NothingSaved.apply(*given[:3])),
         ]
     if kind == "window":
         rivals = [masked_rival(each, "dense", rotations.LIGER) for each in masked.MASKED if each.window]
@@ -287,5 +275,5 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         corope_provider("corope", "`corope_attention`", _corope),
         # There are N squared angles: 1024 tokens take about 20 GiB at once, 8192 in chunks a quarter of a minute.
         corope_provider("chunked", "eager, in chunks", corope_definition, 2048),
-        corope_provider("dense", "eager, at once", _at_once, 1024),
+        corope_provider("dense", "eager, at once", functools.partial(corope_definition, chunk_angles=1 << 62), 1024),
     ]
