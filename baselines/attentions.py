@@ -35,10 +35,15 @@ def _sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return _sdpa(q, k, v, causal)
 
 
-def _flash(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Call a function of (B, N, H, D). Some return (o, lse); lse is dropped."""
-    o = function(*(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=causal)
-    return rearrange(o[0] if isinstance(o, tuple) else o, _TO_BHND)
+def first(o: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return o of a function that may return (o, lse)."""
+    return o[0] if isinstance(o, tuple) else o
+
+
+def flash(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any) -> Tensor:
+    """Call a function of (B, N, H, D), which gets ``options`` too."""
+    o = function(*(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=causal, **options)
+    return rearrange(first(o), _TO_BHND)
 
 
 FLASH_2 = Package("flash-attn", "flash_attn", "flash_attn_func")
@@ -52,15 +57,15 @@ def _flash_attn_label() -> str:
 
 
 def _flash_attn_or_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return _sdpa_flash(q, k, v, causal) if FLASH_2.missing() else _flash(FLASH_2.load(), q, k, v, causal)
+    return _sdpa_flash(q, k, v, causal) if FLASH_2.missing() else flash(FLASH_2.load(), q, k, v, causal)
 
 
 def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return _flash(FLASH_3.load(), q, k, v, causal)
+    return flash(FLASH_3.load(), q, k, v, causal)
 
 
 def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return _flash(FLASH_4.load(), q, k, v, causal)
+    return flash(FLASH_4.load(), q, k, v, causal)
 
 
 _ANY_DTYPE = (torch.float16, torch.bfloat16, torch.float32)

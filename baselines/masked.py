@@ -16,9 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from baselines.attentions import first, flash
 from baselines.base import Package, load
-
-_TO_BNHD, _TO_BHND = "b h n d -> b n h d", "b n h d -> b h n d"
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,14 @@ def _torch_window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return rearrange(o, "(b n) h d -> b h n d", b=batch)
 
 
-def _first(o: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return o[0] if isinstance(o, tuple) else o
-
-
 def _flash_functions(module: str) -> tuple[Callable, Callable]:
     """Return (window, packed) of flash-attn or FlashAttention-4: their functions have the same names and keywords."""
 
     def window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-        o = load(module, "flash_attn_func")(
-            *(rearrange(x, _TO_BNHD) for x in (q, k, v)), causal=True, window_size=(left, 0)
-        )
-        return rearrange(_first(o), _TO_BHND)
+        return flash(load(module, "flash_attn_func"), q, k, v, True, window_size=(left, 0))
 
     def packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-        return _first(
+        return first(
             load(module, "flash_attn_varlen_func")(
                 q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
             )

@@ -231,16 +231,16 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
     if kind == "plain":
         return [*OURS.values(), *map(rival, BASELINES.values())]
     if kind == "host":
-        # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
         idle = functools.partial(AttentionProvider, role="ceiling")
+        # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
         return [
             OURS["fused"],
             rival(Baseline("bare_sdpa", None, attentions.SDPA)),
             replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=lambda: cudnn()),
             rival(BASELINES["bare_cudnn"]),
-            idle("nothing", "a function that does nothing", run=lambda *given: _Nothing.apply(*given[:3])),
-            idle("nothing_saved", "... and saves q, k, v", run=lambda *given: _NothingSaved.apply(*given[:3])),
+            idle("nothing", "a function that does nothing", run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
+            idle("nothing_saved", "... and saves q, k, v", run=lambda q, k, v, given: _NothingSaved.apply(q, k, v)),
         ]
     if kind == "window":
         rivals = [masked_rival(each, "dense", rotations.LIGER) for each in masked.MASKED if each.window]

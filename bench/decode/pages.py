@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baselines.attentions import SDPA_FLASH
+from baselines.attentions import SDPA_FLASH, first
 from fused_rope_attn.generation.reference import quantise, stored
 
 
@@ -129,7 +129,7 @@ def by_flash_attention_4(step: Step, table: Tensor) -> Attend:
     def attend(q: Tensor, *pools: Tensor) -> Tensor:
         k, v = (pool.transpose(1, 2) for pool in pools)
         o = flash_attn_varlen_func(q.transpose(1, 2), k, v, seqused_k=used, page_table=table, causal=True)
-        return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+        return first(o).transpose(1, 2)
 
     return attend
 
