@@ -50,6 +50,8 @@ def main(suite: Suite, argv: list[str]) -> int:
     def progress(share: float, message: str) -> None:
         bar.n = share
         bar.set_description_str(message)
+        if writes and not sys.stderr.isatty():
+            print(file=sys.stderr)  # so that a log has a line for each step
 
     run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
