@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """One name for each function that moved between triton 3.6 and 3.9, mostly Gluon's; nothing else."""
 
-import ctypes
-
 import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
@@ -12,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -21,9 +18,9 @@ from triton.language import core
 from fused_rope_attn.runtime.device import triton_release
 
 __all__ = [
-    "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TENSOR_MAP_BYTES", "TensorDescriptor", "aggregate", "async_copy",
-    "barrier", "encode_tensor_map", "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load",
-    "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TensorDescriptor", "aggregate", "async_copy", "barrier",
+    "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store",
+    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # Decorator of classes that device code passes and returns whole; private before triton 3.9.
@@ -55,23 +52,5 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
 # Since 3.7 Triton copies the register operands of a product, to avoid a fault of ptxas. The copies cost nothing unless
 # two products read the same registers.
 COPIES_OPERANDS = gl.constexpr(triton_release() >= (3, 7))
-TENSOR_MAP_BYTES = 128
 # ``driver.parameters_of`` follows the launch rules of these releases.
 LAUNCHER_IS_KNOWN = (3, 6) <= triton_release() < (3, 10)
-
-
-def encode_tensor_map(address: int, encoding: dict, shape: list[int], strides: list[int]) -> bytes:
-    """Return the 128 bytes of the CUtensorMap that Triton's own launcher makes for a tensor descriptor.
-
-    ``encoding``: the entry of the compiled kernel's ``tensordesc_meta``. Reads past the shape give zeros.
-    """
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    utils = triton.runtime.driver.active.utils
-    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # the latter in 3.6
-    dtype = TMA_DTYPE_DEVICE_TO_HOST[encoding["elem_type"]]
-    encoded = encode(
-        address, encoding["swizzle"], encoding["elem_size"], dtype, encoding["block_size"], shape, strides, 0
-    )
-    # The map is the last field of a Python object written in C, which has no accessor.
-    return ctypes.string_at(id(encoded) + type(encoded).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)
