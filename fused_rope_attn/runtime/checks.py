@@ -164,22 +164,18 @@ def check_softcap(name: str, value: Any, _: Any) -> None:
 def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
     if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
         return  # to read the number would make it an input of the graph, which would be compiled a second time
-    _check_finite(name, value)
+    if not is_real(value):
+        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+    if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
+        raise ValueError(f"{name} must be finite, but is {value}")
 
 
 def check_norm_eps(name: str, value: Any, tensors: Any) -> None:
     if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
         return
-    _check_finite(name, value)
+    check_norm_offset(name, value, tensors)  # a finite number, like the offset
     if value < 0:
         raise ValueError(f"{name} must be at least 0, but is {value}")
-
-
-def _check_finite(name: str, value: Any) -> None:
-    if not is_real(value):
-        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-    if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
-        raise ValueError(f"{name} must be finite, but is {value}")
 
 
 def check_norm(name: str, weight: Any, tensors: Any) -> None:

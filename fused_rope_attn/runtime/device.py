@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -137,15 +137,7 @@ def pause(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-class _NoGuard:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-_NO_GUARD = _NoGuard()
+_NO_GUARD = nullcontext()
 
 
 def is_current(device: torch.device) -> bool:
