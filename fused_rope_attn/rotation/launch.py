@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,35 +23,20 @@ from fused_rope_attn.runtime.layouts import table_strides
 _MOST_TAIL = 4
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: bool) -> tuple[int, int]:
     """Return (tokens, heads) of a tile with rows of ``row_bytes``. Heads are a constant of a model, lengths are not."""
     total = max(1, config.tile_bytes // row_bytes)
     inner = max(1, min(total, config.run_bytes // row_bytes))
-    block_heads = min(_power_of_two(heads), inner if heads_inner else total // inner)
+    block_heads = min(triton.next_power_of_2(heads), inner if heads_inner else total // inner)
     return total // block_heads, block_heads
-
-
-class KernelCall(NamedTuple):
-    """A call in the terms of its kernel: how many tiles each tensor has, arguments by name, and Triton's options.
-
-    A program works on one tile.
-    """
-
-    tiles: list[int]
-    arguments: dict[str, Any]
-    options: dict[str, int]
 
 
 def kernel_call(
     options: RotationOptions, tensors: RotationTensors, config: RotationConfig, normed: Sequence[torch.Tensor] = ()
-) -> KernelCall:
-    """Describe a call with ``xs`` and ``outs``; an out that is None is not written.
+) -> tuple[list[int], dict[str, Any]]:
+    """Return (how many tiles each tensor has, the kernel's arguments by name). A program works on one tile.
 
-    normed: the inputs of the norms in a backward call, of the first xs' shapes.
+    An out that is None is not written. normed: the inputs of the norms in a backward call, of the first xs' shapes.
     """
     xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
     rotary_dim, interleaved, conjugate, layout, in_place, eps, offset = options
@@ -64,7 +49,7 @@ def kernel_call(
     normed_strides = [_canonical(x.stride(), axes, 0) for x in normed]
     sections = 1 if position_ids is None else position_ids.shape[1]
     width = rotary_dim // sections
-    block_p = _power_of_two(width // 2)
+    block_p = triton.next_power_of_2(width // 2)
     cos_strides, sin_strides = table_strides(cos, sin, width, interleaved)
     position_strides = (0, 0, 0)
     if position_ids is not None:
@@ -75,10 +60,10 @@ def kernel_call(
     # One token (a step of decoding) is all heads, in any order.
     heads_inner = x_strides[0][1] < x_strides[0][2] or length == 1
     # A tile also holds what passes through, which is much where few columns of many rotate.
-    block_tail = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 1
+    block_tail = triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 1
     columns = max(2 * block_p, block_tail // _MOST_TAIL)
     if weights:  # and with a norm all sections at once
-        columns = _power_of_two(head_dim)
+        columns = triton.next_power_of_2(head_dim)
     rows, block_heads = tile_shape(config, columns * xs[0].element_size(), min(heads), heads_inner)
     chunks = [triton.cdiv(h, block_heads) for h in heads]
     row_blocks = triton.cdiv(length, rows) * batch
@@ -89,72 +74,36 @@ def kernel_call(
         for name, given, most in (("x", x_strides, 3), ("out", out_strides, 3), ("normed", normed_strides, 2))
         for i in range(most)
     }
-    return KernelCall(
-        [row_blocks * n for n in chunks],
-        dict(
-            strides,
-            cos_strides=cos_strides,
-            sin_strides=sin_strides,
-            position_strides=position_strides,
-            eps=0.0 if eps is None else float(eps),
-            offset=0.0 if offset is None else float(offset),
-            **{f"H{i}": h for i, h in enumerate([*heads, *[0] * missing])},
-            N=length,
-            S=cos.shape[-2],
-            num_sequences=num_sequences,
-            search_steps=num_sequences.bit_length(),
-            NUM_TENSORS=len(xs),
-            D=head_dim,
-            R=width,
-            SECTIONS=sections,
-            BLOCK_TOKENS=rows,
-            BLOCK_HEADS=block_heads,
-            BLOCK_PAIRS=block_p,
-            BLOCK_TAIL=block_tail,
-            INTERLEAVED=interleaved,
-            CONJUGATE=conjugate,
-            FULL_WIDTH=cos.shape[-1] == width,
-            POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
-            HEADS_INNER=heads_inner,
-            # A norm changes the tail too, which a call in place without norms leaves as it is.
-            COPY_TAIL=head_dim > rotary_dim and not (in_place and not weights),
-            USE_INT64_OFFSETS=_is_long(x_strides + out_strides + normed_strides, rows, block_heads, head_dim),
-        ),
-        {"num_warps": config.num_warps},
+    arguments = dict(
+        strides,
+        cos_strides=cos_strides,
+        sin_strides=sin_strides,
+        position_strides=position_strides,
+        eps=0.0 if eps is None else float(eps),
+        offset=0.0 if offset is None else float(offset),
+        **{f"H{i}": h for i, h in enumerate([*heads, *[0] * missing])},
+        N=length,
+        S=cos.shape[-2],
+        num_sequences=num_sequences,
+        search_steps=num_sequences.bit_length(),
+        NUM_TENSORS=len(xs),
+        D=head_dim,
+        R=width,
+        SECTIONS=sections,
+        BLOCK_TOKENS=rows,
+        BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=block_p,
+        BLOCK_TAIL=block_tail,
+        INTERLEAVED=interleaved,
+        CONJUGATE=conjugate,
+        FULL_WIDTH=cos.shape[-1] == width,
+        POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
+        HEADS_INNER=heads_inner,
+        # A norm changes the tail too, which a call in place without norms leaves as it is.
+        COPY_TAIL=head_dim > rotary_dim and not (in_place and not weights),
+        USE_INT64_OFFSETS=_is_long(x_strides + out_strides + normed_strides, rows, block_heads, head_dim),
     )
-
-
-class RotationCall:
-    """The launch of one signature: with weights, norm and rotation; with ``normed``, the norms' inputs, the gradient.
-
-    wanted: whether the gradient of each weight is wanted.
-    """
-
-    def __init__(
-        self,
-        options: RotationOptions,
-        tensors: RotationTensors,
-        normed: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-        config: RotationConfig,
-    ):
-        tiles, arguments, launch_options = kernel_call(options, tensors, config, normed)
-        self.launch = Launch(rotation_kernel, sum(tiles), launch_options, arguments)
-        # A program writes one partial sum of its weight's gradient.
-        self.partials = [(count, arguments["D"]) if is_wanted else None for count, is_wanted in zip(tiles, wanted)]
-
-    def __call__(self, call: RotationTensors, normed: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Launch the call, and return the partial sums of the weights' gradients that are wanted."""
-        xs, outs, cos, sin, position_ids, cu_seqlens, weights = call
-        partials = [
-            None if shape is None else torch.empty(shape, dtype=torch.float32, device=cos.device)
-            for shape in self.partials
-        ]
-        given = {"cos_ptr": cos, "sin_ptr": sin, "positions_ptr": position_ids, "cu_seqlens_ptr": cu_seqlens}
-        several = {"x": xs, "out": outs, "weight": weights, "normed": normed, "partial": partials}
-        given |= {f"{name}{i}_ptr": x for name, some in several.items() for i, x in enumerate((*some, *[None] * 3)[:3])}
-        self.launch(device.current_stream(cos.device), given)
-        return tuple(partials)
+    return [row_blocks * n for n in chunks], arguments
 
 
 def _canonical(sizes, axes, absent) -> tuple[int, ...]:
@@ -166,12 +115,11 @@ def _is_long(strides, rows: int, heads: int, head_dim: int) -> bool:
     return any(rows * row + heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
 
 
-def config_for(where: torch.device, xs: Sequence[torch.Tensor], norms: bool = False) -> RotationConfig:
-    """The table's configuration for a call with these tensors."""
-    return rotation(device.arch(where), max(x.numel() * x.element_size() for x in xs), norms)
-
-
 def _prepare(key, flat: tuple, *config: RotationConfig):
+    """Prepare the launch of one signature, which returns the partial sums of the weights' gradients that are wanted.
+
+    key: the device, the options, the number of xs and of weights, and for each weight whether its gradient is wanted.
+    """
     where, options, count, norms, wanted = key
 
     def unpack(flat: tuple) -> tuple[RotationTensors, tuple]:
@@ -180,8 +128,25 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
         return RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens, rest[:norms]), tuple(rest[norms:])
 
     tensors, normed = unpack(flat)
-    call = RotationCall(options, tensors, normed, wanted, *config or (config_for(where, tensors.xs, norms > 0),))
-    return lambda flat: call(*unpack(flat))
+    most_bytes = max(x.numel() * x.element_size() for x in tensors.xs)
+    chosen = config[0] if config else rotation(device.arch(where), most_bytes, norms > 0)
+    tiles, arguments = kernel_call(options, tensors, chosen, normed)
+    launch = Launch(rotation_kernel, sum(tiles), {"num_warps": chosen.num_warps}, arguments)
+    # A program writes one partial sum of its weight's gradient.
+    shapes = [(tiles_of_x, arguments["D"]) if is_wanted else None for tiles_of_x, is_wanted in zip(tiles, wanted)]
+
+    def run(flat: tuple) -> tuple[torch.Tensor | None, ...]:
+        (xs, outs, cos, sin, position_ids, cu_seqlens, weights), normed = unpack(flat)
+        partials = [
+            None if shape is None else torch.empty(shape, dtype=torch.float32, device=cos.device) for shape in shapes
+        ]
+        given = {"cos_ptr": cos, "sin_ptr": sin, "positions_ptr": position_ids, "cu_seqlens_ptr": cu_seqlens}
+        several = {"x": xs, "out": outs, "weight": weights, "normed": normed, "partial": partials}
+        given |= {f"{name}{i}_ptr": x for name, some in several.items() for i, x in enumerate((*some, *[None] * 3)[:3])}
+        launch(device.current_stream(cos.device), given)
+        return tuple(partials)
+
+    return run
 
 
 _calls = Calls(_prepare)
