@@ -22,18 +22,17 @@ def _contiguous(weights) -> list[torch.Tensor]:
 
 
 def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
-    xs, weights = tensors.xs, tensors.weights
-    if 0 in [x.numel() for x in xs]:
-        kept = [i for i, x in enumerate(xs) if x.numel()]
-        if not kept:
-            return
-        xs = [xs[i] for i in kept]
-        weights = [weights[i] for i in kept if i < len(weights)]
-        tensors = tensors._replace(xs=xs, outs=[tensors.outs[i] for i in kept], weights=weights)
-    where = xs[0].device
-    with device.guard(where):
-        tensors = tensors._replace(weights=_contiguous(weights))
-        launch.launch_rotation(options, tensors)
+    if 0 in [x.numel() for x in tensors.xs]:
+        tensors = _selected(tensors, [i for i, x in enumerate(tensors.xs) if x.numel()])
+    if tensors.xs:
+        with device.guard(tensors.cos.device):
+            launch.launch_rotation(options, tensors._replace(weights=_contiguous(tensors.weights)))
+
+
+def _selected(tensors: RotationTensors, kept: list[int]) -> RotationTensors:
+    """Return the tensors of a call with the xs of these indices only."""
+    weights = [tensors.weights[i] for i in kept if i < len(tensors.weights)]
+    return tensors._replace(xs=[tensors.xs[i] for i in kept], outs=[tensors.outs[i] for i in kept], weights=weights)
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
@@ -144,21 +143,16 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
     some = [i for i in kept if i < norms]
     # Zeros, unless rows are added up.
     dweights: list[torch.Tensor | None] = [torch.zeros_like(weight) for weight in tensors.weights]
-    if kept:
-        tensors = tensors._replace(
-            xs=[tensors.xs[i] for i in kept],
-            outs=[dxs[i] for i in kept],
-            weights=_contiguous([tensors.weights[i] for i in some]),
-        )
-        where = tensors.xs[0].device
-        with device.guard(where):
-            if some:
-                asked = tuple(wanted[count + i] for i in some)
-                found = launch.launch_norm_gradient(options, tensors, [normed[i] for i in some], asked)
-                for i, gradient in zip(some, found):
-                    dweights[i] = gradient
-            else:
-                launch.launch_rotation(options, tensors)
+    tensors = _selected(tensors._replace(outs=dxs), kept)
+    if some:
+        asked = tuple(wanted[count + i] for i in some)
+        tensors = tensors._replace(weights=_contiguous(tensors.weights))
+        with device.guard(tensors.cos.device):
+            found = launch.launch_norm_gradient(options, tensors, [normed[i] for i in some], asked)
+        for i, gradient in zip(some, found):
+            dweights[i] = gradient
+    else:
+        _launch(options, tensors)
     return [gradient for gradient, is_wanted in zip((*dxs, *dweights), wanted) if is_wanted]
 
 
@@ -174,11 +168,6 @@ def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
     found = _empty_gradients(rebuild(dos, None, *arguments)[1], normed, wanted)
     return [gradient for gradient in found if gradient is not None]
-
-
-def _unrotate_flat(dos, normed, wanted, *arguments):
-    options, tensors = rebuild(dos, None, *arguments)
-    return _unrotate(options, tensors, normed, wanted)
 
 
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
@@ -209,7 +198,7 @@ _rope = Operator(
 # xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
 _rope_norm_backward = Operator(
     f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {SCHEMA}) -> Tensor[]",
-    run=_unrotate_flat,
+    run=lambda xs, normed, wanted, *arguments: _unrotate(*rebuild(xs, None, *arguments), normed, wanted),
     fake=_rope_norm_backward_fake,
     function=WITH_NORMS,
     autograd=_rope_norm_backward_autograd,
