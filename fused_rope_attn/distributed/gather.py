@@ -141,8 +141,7 @@ def _end(arriving: list[tuple[Heads, GatheredKeys]]) -> None:
 def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse) of the local rows. problem: of the whole sequence, with the lengths of the local rows."""
     o = like_input(tensors.q)
-    wide = torch.float64 if o.dtype == torch.float64 else torch.float32
-    lse = torch.empty(o.shape[:3], dtype=wide, device=o.device)
+    lse = torch.empty(o.shape[:3], dtype=torch.promote_types(o.dtype, torch.float32), device=o.device)
     if _uncovered(call, o.shape[2]):
         o.zero_()
         lse.fill_(float("-inf"))
@@ -208,7 +207,7 @@ def backward(
             if section[1] == last < tensors.k.shape[1]:
                 # The work of the last section hides this exchange.
                 with streams.stream(1):
-                    streams.wait_for_main()
+                    streams.wait_for_other(1)
                     sums.send()
                 streams.pause()
     leaving[-1][1].send()

@@ -36,21 +36,19 @@ def group_of(group: Any) -> Group:
 
     Raises TypeError and ValueError naming ``group``.
     """
-    if isinstance(group, dist.ProcessGroup):
-        return Group(group.group_name, group.rank(), group.size())
-    get_group = getattr(group, "get_group", None)
-    if get_group is None:
-        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, but is {kind_of(group)}")
-    if group.ndim != 1:
-        raise ValueError(f"group must be a DeviceMesh of one dimension, but has {group.ndim}: index it by a name")
-    processes = get_group()
-    return Group(processes.group_name, processes.rank(), processes.size())
+    if not isinstance(group, dist.ProcessGroup):
+        get_group = getattr(group, "get_group", None)
+        if get_group is None:
+            raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, but is {kind_of(group)}")
+        if group.ndim != 1:
+            raise ValueError(f"group must be a DeviceMesh of one dimension, but has {group.ndim}: index it by a name")
+        group = get_group()
+    return Group(group.group_name, group.rank(), group.size())
 
 
 def group_named(name: str) -> Group:
     """Return the ``Group`` of the process group of this name."""
-    processes = _resolve(name)
-    return Group(name, processes.rank(), processes.size())
+    return group_of(_resolve(name))
 
 
 # Most signatures that a group keeps in pickled form.

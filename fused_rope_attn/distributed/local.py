@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -41,7 +44,7 @@ def backward(
     if plan is not None:
         return ops.backward_by(plan, problem, do, saved, outs)
     tensors = saved.tensors
-    with _Recording():
+    with _recording():
         wide = torch.promote_types(problem.dtype, torch.float32)
         q, k, v = (x.detach().to(wide).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
         weights = {
@@ -60,22 +63,15 @@ def backward(
     return Gradients(*found, **{f"d{name}": x for name, x in zip(weights, others)})
 
 
-class _Recording:
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
     """Let autograd record inside, also in an operator's implementation, which the dispatcher calls below autograd."""
-
-    def __enter__(self) -> None:
-        included = torch._C._dispatch_tls_local_include_set()
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
-            excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-        self.keys = torch._C._ForceDispatchKeyGuard(included, excluded)
-        self.grad = torch.enable_grad()
-        self.keys.__enter__()
-        self.grad.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.grad.__exit__(*error)
-        self.keys.__exit__(*error)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def _reference(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

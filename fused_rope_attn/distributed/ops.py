@@ -108,13 +108,9 @@ def _backward_impl(do, o, lse, *arguments):
     return without_none(_run_backward(*_split(arguments), do, o, lse), do)
 
 
-def _lse_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _forward_fake(*arguments):
     q = arguments[6]
-    return like_input(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    return like_input(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 class _ContextParallel(torch.autograd.Function):

@@ -128,10 +128,6 @@ def cp_shift_labels(
     return cp_shard(shifted, dim, group=group, sharding=sharding)
 
 
-def _unshard_impl(x: torch.Tensor, dim: int, name: str, sharding: str) -> torch.Tensor:
-    return join_rows(group_named(name), sharding, x, dim)
-
-
 def _sum_impl(x: torch.Tensor, dim: int, name: str, sharding: str) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' x."""
     group = group_named(name)
@@ -167,7 +163,7 @@ class _Linear(torch.autograd.Function):
 
 _unshard: Operator = Operator(
     "context_parallel_unshard(Tensor x, int dim, str group, str sharding) -> Tensor",
-    run=_unshard_impl,
+    run=lambda x, dim, name, sharding: join_rows(group_named(name), sharding, x, dim),
     fake=lambda x, dim, name, sharding: _resized(x, dim, x.shape[dim] * group_named(name).size),
     function="cp_unshard",
     autograd=lambda keyset, *arguments: apply_in_operator(_Linear, keyset, _unshard, _sum, *arguments),

@@ -23,23 +23,15 @@ class TwoStreams:
         self.streams = device.two_streams(where)
 
     def __enter__(self) -> TwoStreams:
-        self.wait_for_main()
+        self.wait_for_other(1)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.streams is not None:
-            main, side = self.streams
-            main.wait_stream(side)
+        self.wait_for_other(0)
 
     def stream(self, number: int) -> AbstractContextManager[object]:
         """Return a context in which launches go to this stream."""
         return nullcontext() if self.streams is None else device.on_stream(self.streams[number])
-
-    def wait_for_main(self) -> None:
-        """Let the side stream wait for all work so far of the current one."""
-        if self.streams is not None:
-            main, side = self.streams
-            side.wait_stream(main)
 
     def wait_for_other(self, number: int) -> None:
         """Let this stream wait for all work so far of the other one."""
@@ -57,7 +49,6 @@ class TwoStreams:
         multiprocessors. Otherwise it may find none on one rank until the launches end, while it occupies some on the
         other ranks, which wait for that rank."""
         if self.streams is not None and PAUSE_CYCLES:
-            main, side = self.streams
-            main.wait_stream(side)
+            self.wait_for_other(0)
             device.pause(PAUSE_CYCLES)
-            side.wait_stream(main)
+            self.wait_for_other(1)
