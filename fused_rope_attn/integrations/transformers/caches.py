@@ -31,8 +31,7 @@ def cache_of(given: dict[str, Any]) -> Any:
     cache = given.get("cache")
     if _IS_RENAMED and "cache" in given or is_paged(cache):
         return cache
-    caches = [given[name] for name in _OLDER_NAMES if given.get(name) is not None]
-    return caches[0] if caches else None
+    return next((given[name] for name in _OLDER_NAMES if given.get(name) is not None), None)
 
 
 def is_paged(cache: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fused_rope_attn.integrations.transformers.families import name_of, path_of, unchanged_base
+from fused_rope_attn.runtime.checks import named
 
 
 class RmsNorm(NamedTuple):
@@ -107,14 +108,14 @@ def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
         if weight.device != q.device:
             return f"weights on {weight.device} for heads on {q.device}"
         if weight.dtype not in (q.dtype, torch.float32):
-            return f"weights in {_named(weight.dtype)} for heads in {_named(q.dtype)}"
+            return f"weights in {named(weight.dtype)} for heads in {named(q.dtype)}"
     if norms.keeps_dtype:
         return ""
     autocast = torch.is_autocast_enabled(q.device.type)
     promoted = not (weights[0].dtype is weights[1].dtype is q.dtype) or (norms.autocast and autocast)
     # The module's own norms then return float32. Autocast casts it to q's dtype for attention, but not for a cache.
     if promoted and (cached or not autocast):
-        return f"norms that make {_named(q.dtype)} heads float32"
+        return f"norms that make {named(q.dtype)} heads float32"
     return ""
 
 
@@ -171,7 +172,3 @@ def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
     # A wrapper has the wrapped function's names, but not its globals.
     own = isinstance(function, FunctionType) and function.__globals__.get("__name__") == function.__module__
     return _LIGER if own and method == "forward" and RMS_NORMS.get(name) is _LIGER else None
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

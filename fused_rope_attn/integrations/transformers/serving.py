@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import transformers
@@ -58,7 +59,7 @@ class Serving(Method):
         manager._original_attn_impl = before  # the manager restores it when it stops
         if kept is None:
             manager._fused_rope_pages = True
-            manager._create_batch_processor = _Creation(manager)
+            manager._create_batch_processor = partial(_create_batch_processor, manager._create_batch_processor)
             self._give_tables(manager, *args, **kwargs)
         return manager
 
@@ -100,18 +101,13 @@ class Serving(Method):
         config.max_blocks_per_request = asked or pages + pages % 2
 
 
-class _Creation:
-    """``_create_batch_processor`` of a manager: the processor continues without CUDA graphs if they fail."""
-
-    def __init__(self, manager: Any):
-        self.own = manager._create_batch_processor
-
-    def __call__(self) -> Any:
-        processor = self.own()
-        runner: Any = getattr(processor, "model_runner", None)
-        if hasattr(runner, "_capture_graph") and "_capture_graph" not in runner.__dict__:
-            runner._capture_graph = Capture(runner)
-        return processor
+def _create_batch_processor(own: Callable[[], Any]) -> Any:
+    """Return the processor that a manager's ``own`` method makes; it continues without CUDA graphs if they fail."""
+    processor = own()
+    runner: Any = getattr(processor, "model_runner", None)
+    if hasattr(runner, "_capture_graph") and "_capture_graph" not in runner.__dict__:
+        runner._capture_graph = Capture(runner)
+    return processor
 
 
 class Capture:
