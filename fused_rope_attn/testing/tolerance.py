@@ -205,8 +205,4 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
-    where = []
-    for size in reversed(shape):
-        index, remainder = divmod(index, size)
-        where.append(remainder)
-    return tuple(reversed(where))
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
