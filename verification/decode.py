@@ -92,9 +92,11 @@ class DecodeCheck(Call):
         return planning.obstacle(variant[0], planning.Needs(arch, self.dtype, self.head_dim, cached=True))
 
     def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
-        # The choice of a backend is not public: the public function takes the reference for CPU tensors.
-        by_backend = api.run_write if self.function == "write_kvcache" else api.run_step
-        return super().entry(variant) if variant[0] == "auto" else functools.partial(by_backend, backend=variant[0])
+        if variant[0] == "auto":
+            return super().entry(variant)
+        # The choice of a backend is not public for writes.
+        by_backend = api.run_write if self.function == "write_kvcache" else super().entry(variant)
+        return functools.partial(by_backend, backend=variant[0])
 
     def call(self, made: Made, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
         own = {name: lay(made.given[name].clone(), self._cache_layout(name)) for name in CACHES}

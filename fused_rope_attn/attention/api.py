@@ -78,6 +78,7 @@ def rope_attention(
     deterministic: bool = False,
     backend: Backend = "auto",
     strategy: Strategy = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend with rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
 
@@ -119,6 +120,11 @@ def rope_attention(
         backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
             kernels: float16 and bfloat16, K rotated once).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
+        batch_invariant: the bits of a row of o and lse depend on nothing but its query, the keys and values that it
+            sees, their rows of the tables and the options: not on the batch, the other queries, packing, padding, or a
+            cache. Gradients are deterministic then, and those of a sequence do not depend on the others. Within one
+            backend, on one card with one PyTorch and one Triton. The reference, which CPU tensors take, promises
+            nothing. See docs/guides/same-bits.md.
 
     Returns:
         o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log. A row
@@ -134,7 +140,7 @@ def rope_attention(
     tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
     # In the order of ``Options``, because a record would cost a known call 0.2 us.
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = (causal, return_lse, *scores, *norms, deterministic, backend, strategy)
+    options = (causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)
     known = None if eager is None else eager.find(tensors, layout, options)
     if known is not None:
         if layout == "bshd":
@@ -200,6 +206,7 @@ def rope_attention_varlen(
     deterministic: bool = False,
     backend: Backend = "auto",
     strategy: Strategy = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend as ``rope_attention`` does, within packed sequences: no padding, positions restart in each, no host sync.
 
@@ -226,7 +233,7 @@ def rope_attention_varlen(
     q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy)
+    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
     o, lse = _attend(problem, tensors, "thd", return_lse)
     return (o, lse.squeeze(0)) if return_lse else o

@@ -52,7 +52,7 @@ class Needs(NamedTuple):
     """The properties of a call that decide whether a backend can serve it.
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
-    cached: it is a generation step. no_keys: K has no rows.
+    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option.
     """
 
     arch: str
@@ -62,6 +62,7 @@ class Needs(NamedTuple):
     packed: bool = False
     cached: bool = False
     no_keys: bool = False
+    batch_invariant: bool = False
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -74,10 +75,12 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
     name, dtypes = "the Triton kernels", KERNEL_DTYPES
     if backend == "hopper":
         name, dtypes = ("backend='hopper'", HOPPER_DTYPES)
-        if needs.cached:
+        if needs.cached and not needs.batch_invariant:
             return NotImplementedError, (
                 "cache_seqlens is not served by backend='hopper' yet, but by the portable kernels"
             )
+    if needs.batch_invariant and needs.strategy == "inline":
+        return NotImplementedError, "strategy must be 'auto' or 'prepass' with batch_invariant=True, but is 'inline'"
     if needs.dtype not in dtypes:
         listed = " or ".join(", ".join(str(x).removeprefix("torch.") for x in dtypes).rsplit(", ", 1))
         return NotImplementedError, f"q must be {listed} for {name}, but is {needs.dtype}"
@@ -126,7 +129,15 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
     choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
     no_keys = problem.backend == "hopper" and problem.len_k == 0
     cached = problem.cache is not None
-    needs = Needs(_arch(problem.device), problem.dtype, problem.head_dim, problem.strategy, False, cached, no_keys)
+    needs = Needs(
+        _arch(problem.device),
+        problem.dtype,
+        problem.head_dim,
+        problem.strategy,
+        cached=cached,
+        no_keys=no_keys,
+        batch_invariant=problem.batch_invariant,
+    )
     return choose(problem.backend, needs, problem.device.type == "cpu")
 
 
@@ -136,11 +147,13 @@ def _choose(backend: str, needs: Needs, on_cpu: bool) -> tuple[str, str]:
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
+        if needs.batch_invariant:
+            raise ValueError("batch_invariant=True needs kernels: the bits of backend='reference' depend on the batch")
         return "reference", "asked for"
     kernels = "hopper" if backend == "hopper" else "triton"
     found = obstacle(kernels, needs)
     if found is not None:
-        if backend != "auto" or strategy != "auto":
+        if backend != "auto" or strategy != "auto" or (needs.batch_invariant and not on_cpu):
             raise found[0](found[1])
         return "reference", found[1]
     if backend == "auto" and on_cpu:
@@ -167,11 +180,20 @@ def plan_for(problem: Problem) -> Plan:
     # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
     queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
     arch, packed = device.arch(problem.device), problem.sequences is not None
-    needs = Needs(arch, problem.dtype, problem.head_dim, problem.strategy, packed, no_keys=length == 0)
+    invariant = problem.batch_invariant
+    needs = Needs(
+        arch,
+        problem.dtype,
+        problem.head_dim,
+        problem.strategy,
+        packed,
+        no_keys=length == 0,
+        batch_invariant=invariant,
+    )
     return _plan(
         needs,
         problem.backend,
-        problem.deterministic,
+        problem.deterministic or invariant,
         problem.causal,
         configs.bucket(longest),
         problem.heads_q != problem.heads_kv,
@@ -199,6 +221,9 @@ def _plan(
     ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
     """
     shape = (causal, length_bucket, gqa)
+    # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
+    # configurations of the sm_90 forward differ in ways that change no bit.
+    portable_shape = (causal, "long", gqa, True) if needs.batch_invariant else (*shape, masked)
     strategy = needs.strategy
     hopper_obstacle = obstacle("hopper", needs)
     if hopper_obstacle is None:
@@ -212,6 +237,8 @@ def _plan(
         forward = backward = (backend == "hopper", "asked for")
     elif hopper_obstacle is not None:
         forward = backward = (False, hopper_obstacle[1])
+    elif needs.batch_invariant:
+        forward = backward = (bool(row.auto), "with batch_invariant they depend on dtype, head dim and options only")
     elif work < configs.TWO_LAUNCHES:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:
@@ -220,7 +247,10 @@ def _plan(
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
     if backward[0] and deterministic:
-        asked = "deterministic=True or torch.use_deterministic_algorithms asks for equal gradients in every run"
+        asked = (
+            "deterministic=True, batch_invariant=True or torch.use_deterministic_algorithms asks for equal gradients "
+            "in every run"
+        )
         backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
 
     portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
@@ -229,9 +259,9 @@ def _plan(
         # Backward has a pre-process anyway, so rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
         why = "K is rotated once instead of once per query block"
-        if work < configs.TWO_LAUNCHES and not forward[0]:
+        if work < configs.TWO_LAUNCHES and not forward[0] and not needs.batch_invariant:
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
-            if portable_configs.backward(*portable, "inline", *shape, masked).one_launch:
+            if portable_configs.backward(*portable, "inline", *portable_shape).one_launch:
                 backward_strategy = "inline"
     # Both must rotate before their loops. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
     # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
@@ -241,10 +271,10 @@ def _plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{_which(forward, backward)}; {why}",
-        row.config if forward[0] else portable_configs.forward(*portable, strategy, *shape, masked),
+        row.config if forward[0] else portable_configs.forward(*portable, strategy, *portable_shape),
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
-        else portable_configs.backward(*portable, backward_strategy, *shape, masked),
+        else portable_configs.backward(*portable, backward_strategy, *portable_shape),
         rotates_before and not (needs.packed and stores_tiles and not backward[0]),
     )
 

@@ -165,6 +165,7 @@ class Problem(NamedTuple):
     deterministic: bool = False
     backend: str = "auto"
     strategy: str = "auto"
+    batch_invariant: bool = False
 
     @property
     def group_size(self) -> int:

@@ -18,7 +18,7 @@ from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
-from fused_rope_attn.runtime.options import StepOptions
+from fused_rope_attn.runtime.options import Backend, StepOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,6 +84,8 @@ def rope_attention_with_kvcache(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     return_lse: bool = False,
+    backend: Backend = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Generation step: append a few tokens to a cache of keys and values and attend to all of it, in one call.
 
@@ -137,6 +139,11 @@ def rope_attention_with_kvcache(
         causal: new token ``i`` sees the keys up to its own position; False: all new tokens too.
         softmax_scale, rotary_dim, interleaved, window, softcap, sinks: as in ``rope_attention``.
         q_norm, k_norm, norm_eps, norm_offset, return_lse: as in ``rope_attention``.
+        backend: ``"auto"``, ``"reference"`` (eager PyTorch) or ``"triton"``; with ``batch_invariant`` also
+            ``"hopper"``.
+        batch_invariant: the bits of ``rope_attention(..., batch_invariant=True)`` over the whole sequence, whatever the
+            step, the pages and the batch are. The keys are copied to contiguous memory for that. Causal steps, and
+            caches in q's dtype.
 
     Returns:
         o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log.
@@ -144,13 +151,16 @@ def rope_attention_with_kvcache(
     Raises:
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination; a tensor that requires a gradient.
+        NotImplementedError: a call that an explicit backend or ``batch_invariant`` does not serve.
+        RuntimeError: an explicit backend that this machine cannot run.
     """
     scales, weights = (k_scale, v_scale), (q_norm, k_norm)
     tensors = StepTensors(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *weights
     )
     scores = (softmax_scale, rotary_dim, interleaved, window, softcap)
-    options = Options(causal, return_lse, *scores, norm_eps, norm_offset)
+    norms, chosen = (norm_eps, norm_offset), {"backend": backend, "batch_invariant": batch_invariant}
+    options = Options(causal, return_lse, *scores, *norms, **chosen)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -247,17 +257,9 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
         reference.write_kvcache(**tensors._asdict(), **options)
 
 
-def run_step(*arguments, backend: str = "auto", layout: str = "bhsd", **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``rope_attention_with_kvcache`` by a backend of choice, for verification and tests; returns (o, lse)."""
-    described = _describe_bound(*arguments, backend=backend, layout=layout, **options)
-    return _attend(*described, layout)
-
-
-def _describe_bound(
-    *arguments, backend: str = "auto", convert=torch.Tensor.to, **options
-) -> tuple[Problem, StepTensors]:
-    """Do what ``_describe`` does with the arguments of ``rope_attention_with_kvcache`` and a choice of the backend."""
-    given = bind(rope_attention_with_kvcache, *arguments, **options) | {"backend": backend}
+def _describe_bound(*arguments, convert=torch.Tensor.to, **options) -> tuple[Problem, StepTensors]:
+    """Do what ``_describe`` does with the arguments of ``rope_attention_with_kvcache``."""
+    given = bind(rope_attention_with_kvcache, *arguments, **options)
     return _describe(
         fill(StepTensors, given), fill(Options, given), given["cache_is_rotated"], given["layout"], convert
     )

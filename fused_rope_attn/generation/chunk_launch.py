@@ -1,17 +1,22 @@
-"""Chunks of prompts by the sm_90 kernels of attention, on a contiguous copy of the cached keys that they see.
+"""Steps by the kernels of attention, on a contiguous copy of the cached keys that they see.
 
-Attention reads each block of keys once for every tile of 128 query rows, and loads keys through the TMA, which follows
-no block table. One launch writes the new tokens into the cache, one gathers the visible keys, in pair order, and the
+Chunks of prompts run so on sm_90, and all steps that are to give the bits of attention to the whole sequence. Attention
+reads each block of keys once for every tile of query rows, and loads keys through the TMA, which follows no block
+table. One launch writes the new tokens into the cache, one gathers the visible keys, in pair order, and the
 visible values, and attention does the rest.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fused_rope_attn.attention.arguments import shared_arguments
-from fused_rope_attn.attention.configs import HopperForwardConfig
-from fused_rope_attn.attention.hopper.forward import COUNTER_WORDS, ForwardCall
+from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
+from fused_rope_attn.attention.hopper.forward import COUNTER_WORDS
+from fused_rope_attn.attention.hopper.forward import ForwardCall as HopperForwardCall
+from fused_rope_attn.attention.portable.forward import ForwardCall as PortableForwardCall
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.generation.gather_kernel import clear_kernel, gather_kernel
 from fused_rope_attn.generation.launch import WriteCall, cache_arguments, pointers
@@ -26,19 +31,28 @@ from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_des
 class GatheredCall:
     """The launches of one signature: write, gather, attend, and clear the rows of tokens past the end of the cache."""
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig):
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig | ForwardConfig):
         given = StepTensors(*tensors)
         q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
         cache = cache_of(problem)
         self.appends = cache.appends
-        self.gathers_values = cache.page_size is not None or cache.is_float8 or not has_descriptor(v_cache)
-        self.shape = (problem.batch, problem.heads_kv, problem.len_k, problem.head_dim)
+        self.is_hopper = isinstance(config, HopperForwardConfig)
+        reads_cache = self.is_hopper and cache.page_size is None and not cache.is_float8 and has_descriptor(v_cache)
+        self.gathers_values = not reads_cache
+        # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
+        self.capacity = problem.len_k
+        attention = attention_problem(problem)
+        rows = problem.len_k if self.is_hopper else attention.len_k
+        self.shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
         self.batch = problem.batch
         self.write = WriteCall(problem, self._written(given)) if self.appends else None
-        attention = attention_problem(problem)
         like = q.new_empty(self.shape, device="meta") if q.device.type == "meta" else q.new_empty(self.shape)
         seen = self._seen(given, like, like if self.gathers_values else v_cache, given.cache_seqlens)
-        self.attend = ForwardCall(attention, seen, config, keys_are_ready=True)
+        self.attend: Any
+        if isinstance(config, HopperForwardConfig):
+            self.attend = HopperForwardCall(attention, seen, config, keys_are_ready=True)
+        else:
+            self.attend = PortableForwardCall(attention, seen, config, keys_are_ready=True)
         block_t, heads = 32, min(4, problem.heads_kv)
         tiles = -(-problem.len_k // block_t)
         paged = given.block_table is not None
@@ -92,10 +106,12 @@ class GatheredCall:
             self.write(self._written(tensors), k_norm=tensors.k_norm, sums=lens)
         keys = torch.empty(self.shape, dtype=q.dtype, device=q.device)
         values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
+        if values is not None and self.capacity < self.shape[2]:
+            values[:, :, self.capacity :].zero_()
         counter = torch.empty(COUNTER_WORDS, dtype=torch.int32, device=q.device)
         self.gather(stream, pointers(tensors, k_ptr=keys, v_ptr=values, lens_ptr=lens, counter_ptr=counter))
         seen = self._seen(tensors, keys, tensors.v_cache if values is None else values, lens)
-        o, lse, *_ = self.attend(seen, counter=counter)
+        o, lse, *_ = self.attend(seen, counter=counter) if self.is_hopper else self.attend(seen)
         if self.appends:
             self.clear(stream, lens_ptr=lens, o_ptr=o, lse_ptr=lse)
         return o, lse

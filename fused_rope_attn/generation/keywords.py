@@ -17,7 +17,6 @@ KVCACHE = ATTENTION | {
     "seqused_k": (FLASH, "use cache_seqlens"),
     "block_tables": ("vLLM's", "use block_table"),
     "kv_lens": ("rope_attention's", "use cache_seqlens"),
-    "backend": ("rope_attention's", _CHOICE),
     "strategy": ("rope_attention's", _CHOICE),
     "deterministic": ("rope_attention's", "the step has no gradient, and gives the same bits in every run"),
 }

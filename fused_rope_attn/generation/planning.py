@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.configs import HopperForwardConfig, family
+from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig, family
 from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import configs
@@ -25,6 +25,11 @@ def reads_cache_once(len_q: int, group_size: int) -> bool:
 
 def choose_step_backend(problem: Problem) -> tuple[str, str]:
     """Choose the backend of a step as attention does, and check that the card's kernels can read its caches."""
+    if problem.batch_invariant:
+        if cache_of(problem).is_float8:
+            raise NotImplementedError("batch_invariant=True does not serve float8_e4m3fn caches, but k_cache is one")
+        if not problem.causal:
+            raise NotImplementedError("causal must be True with batch_invariant=True, but is False")
     chosen, reason = choose_backend(problem)
     if chosen == "reference" or not cache_of(problem).is_float8:
         return chosen, reason
@@ -43,11 +48,15 @@ def attention_problem(problem: Problem) -> Problem:
     return problem._replace(cache=None, len_k=len_k, has_kv_lens=True)
 
 
-def gathered_config(problem: Problem) -> HopperForwardConfig | None:
-    """Return the configuration of attention to a contiguous copy of a chunk's keys; None if it does not run so.
+def gathered_config(problem: Problem) -> HopperForwardConfig | ForwardConfig | None:
+    """Return the configuration of attention to a contiguous copy of a step's keys; None if it does not run so.
 
-    In a step that is not causal, queries past the end of the cache may see keys that exist.
+    With ``batch_invariant`` every step does, because attention to the whole sequence is to give the same bits.
+    Otherwise only large chunks of a prompt on sm_90 do. In a step that is not causal, queries past the end of the cache
+    may see keys that exist.
     """
+    if problem.batch_invariant:
+        return planning.plan_for(attention_problem(problem)).forward
     if device.arch(problem.device) != "sm_90" or problem.dtype.itemsize != 2 or not problem.causal:
         return None
     rows = problem.batch * problem.heads_kv * problem.len_k
@@ -76,8 +85,10 @@ def plan_for(problem: Problem, reason: str) -> Plan:
     """The plan of such a step; ``reason`` is why the kernels were chosen."""
     gathered = None if override is not None else gathered_config(problem)
     if gathered is not None:
-        why = "a chunk of a prompt: sm_90 kernels on a contiguous copy of the cached keys"
-        return Plan("hopper", None, f"{reason}; {why}" if reason else why, gathered)
+        is_hopper = isinstance(gathered, HopperForwardConfig)
+        what = "batch_invariant" if problem.batch_invariant else "a chunk of a prompt"
+        why = f"{what}: {'sm_90' if is_hopper else 'portable'} kernels on a contiguous copy of the cached keys"
+        return Plan("hopper" if is_hopper else "triton", None, f"{reason}; {why}" if reason else why, gathered)
     keys = "cached keys are read as they are" if cache_of(problem).is_rotated else "cached keys are rotated in the loop"
     page_size = cache_of(problem).page_size
     keys = keys if page_size is None else f"{keys}, from pages of {page_size} rows"

@@ -59,6 +59,14 @@ def head_rotation(tables, batch, num_positions, norm=None):
 
 
 @triton.jit
+def rotation_from(rotation, position):
+    """Return the ``Rotation`` of rows that count their positions from ``position`` on."""
+    tables, first = rotation.tables, tl.cast(position, tl.int64)
+    cos_ptr, sin_ptr = tables.cos_ptr + first * tables.cos_strides[1], tables.sin_ptr + first * tables.sin_strides[1]
+    return replace(rotation, tables=replace(tables, cos_ptr=cos_ptr, sin_ptr=sin_ptr))
+
+
+@triton.jit
 def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
     """Rotate every pair by its angle (RoFormer, Su et al. 2021, eq. 34), or by the negative angle (the transpose).
 

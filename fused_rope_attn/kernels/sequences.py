@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, rows_of_sequence
-from fused_rope_attn.kernels.masks import Mask, Window, is_causal, sequence_mask
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.masks import Mask, Window, first_key, is_causal, sequence_mask
+from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels.rotation import head_rotation, rotation_from
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.kernels.tiles import Origin
 
@@ -22,6 +23,8 @@ class MaskArguments:
     num_sequences: tl.tensor | None
     window: Window
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
+    # Whether a sequence begins at its kv_starts, so that blocks are counted from there, as those of packed sequences.
+    FROM_START: tl.constexpr
 
 
 @record
@@ -43,9 +46,10 @@ class Sequence:
     batch: tl.tensor  # int64
     first_q: tl.tensor  # first query row in the tensor, 0 unless packed
     num_queries: tl.tensor
-    first_k: tl.tensor  # first key row in the tensor, 0 unless packed
+    first_k: tl.tensor  # first key row in the tensor, 0 unless packed or ``FROM_START``
     num_keys: tl.tensor  # keys that exist
     q_offset: tl.tensor  # position of the first query; keys count their positions from 0
+    first_position: tl.tensor | None  # the tables' row of the first key; None: 0
     mask: Mask
 
 
@@ -85,7 +89,12 @@ def scheduled_keys(pid, NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_
     because it takes the longest. The rest as in ``scheduled_queries``."""
     tiles = count_tiles(NK, masks.num_sequences, BLOCK_N)
     number, head = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=False)
-    return tile_of_head(number, head, NK, HKV, masks.cu_k_ptr, masks.cu_q_ptr, NQ, masks.num_sequences, BLOCK_N)
+    tile = tile_of_head(number, head, NK, HKV, masks.cu_k_ptr, masks.cu_q_ptr, NQ, masks.num_sequences, BLOCK_N)
+    if masks.FROM_START:
+        start = start_of(masks, tile.origin.batch, NK)
+        return replace(tile, origin=replace(tile.origin, row=start), num_rows=NK - start)
+    else:
+        return tile
 
 
 @triton.jit
@@ -98,12 +107,25 @@ def partner_rows(tile, cu_ptr, num_sequences, N):
 
 
 @triton.jit
+def start_of(masks, batch, NK):
+    """Return kv_starts of batch entry ``batch``, of at most its keys, with NK rows of keys in the tensor."""
+    return first_key(masks.starts_ptr, batch, 0, existing_keys(masks.lens_ptr, batch, NK), None)
+
+
+@triton.jit
 def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
     """Return the ``Sequence`` with num_queries rows of queries and rows_k rows of keys; some keys may not exist."""
     num_keys = existing_keys(masks.lens_ptr, batch, rows_k)
+    starts_ptr = masks.starts_ptr
+    first_position = None
+    if masks.FROM_START:
+        first_position = start_of(masks, batch, rows_k)
+        first_k += first_position
+        num_keys -= first_position
+        starts_ptr = None
     q_offset = num_keys - num_queries
-    mask = sequence_mask(masks.starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
-    return Sequence(batch, first_q, num_queries, first_k, num_keys, q_offset, mask)
+    mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
+    return Sequence(batch, first_q, num_queries, first_k, num_keys, q_offset, first_position, mask)
 
 
 @triton.jit
@@ -114,10 +136,29 @@ def sequence_of_queries(tile, NK, masks):
 
 
 @triton.jit
-def sequence_of_keys(tile, NQ, masks):
-    """Return the ``Sequence`` of a tile of keys, with NQ rows of queries in the tensor."""
+def sequence_of_keys(tile, NQ, NK, masks):
+    """Return the ``Sequence`` of a tile of keys, with NQ rows of queries and NK rows of keys in the tensors.
+
+    FROM_START: its queries begin with the first one that has a position, because blocks of queries are counted too.
+    """
     first_q, num_queries = partner_rows(tile, masks.cu_q_ptr, masks.num_sequences, NQ)
-    num_rows = tile.num_rows
-    if masks.cu_k_ptr is not None:
-        num_rows = rows_of_sequence(tile.sequence, masks.num_sequences, num_rows)
-    return described_sequence(tile.origin.batch, first_q, num_queries, tile.origin.row, num_rows, masks)
+    batch = tile.origin.batch
+    if masks.FROM_START:
+        sequence = described_sequence(batch, first_q, num_queries, 0, NK, masks)
+        first_q = tl.maximum(0, -sequence.q_offset)
+        return described_sequence(batch, first_q, num_queries - first_q, 0, NK, masks)
+    else:
+        num_rows = tile.num_rows
+        if masks.cu_k_ptr is not None:
+            num_rows = rows_of_sequence(tile.sequence, masks.num_sequences, num_rows)
+        return described_sequence(batch, first_q, num_queries, tile.origin.row, num_rows, masks)
+
+
+@triton.jit
+def sequence_rotation(tables, sequence):
+    """Return the ``Rotation`` of a ``Sequence`` by the call's ``RotaryTables``."""
+    rotation = head_rotation(tables, sequence.batch, sequence.num_keys)
+    if sequence.first_position is None:
+        return rotation
+    else:
+        return rotation_from(rotation, sequence.first_position)

@@ -91,6 +91,7 @@ class PackedOptions(ScoreOptions, total=False):
     deterministic: Annotated[bool, Option(False, checks.check_bool, _deterministic, "bool")]
     backend: Annotated[Backend, Option("auto", checks.check_choice(get_args(Backend)), None, "str")]
     strategy: Annotated[Strategy, Option("auto", checks.check_choice(get_args(Strategy)), None, "str")]
+    batch_invariant: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
 
 
 class AttentionOptions(PackedOptions, total=False):
@@ -122,6 +123,8 @@ class StepOptions(ScoreOptions, total=False):
     v_scale: torch.Tensor | None
     layout: Layout
     causal: bool
+    backend: Backend
+    batch_invariant: bool
 
 
 class PackedCpOptions(ScoreOptions, total=False):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.generation import api, configs
+import fused_rope_attn
+from fused_rope_attn.generation import configs
 from tests.support.calls import assert_right, random_calls
 from tests.support.dtypes import F16, F32, F64
 from tests.support.generation import PLAIN, hold, make_inputs, run_kernels, run_reference
@@ -55,7 +56,7 @@ def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
 @interpreted
 def test_a_wrong_row_is_noticed(monkeypatch):
     """The checks can fail: a key rotated by its neighbour's angle, a key left out, a row written that is not new."""
-    right = api.run_step
+    right = fused_rope_attn.rope_attention_with_kvcache
 
     def shifted(cos, sin, **given):
         return right(cos=cos.roll(1, 0), sin=sin.roll(1, 0), **given)
@@ -69,7 +70,7 @@ def test_a_wrong_row_is_noticed(monkeypatch):
         return out
 
     for wrong, tensors in ((shifted, {"o", "lse", "k_cache"}), (forgetful, {"o", "lse"}), (careless, {"v_cache"})):
-        monkeypatch.setattr(api, "run_step", wrong)
+        monkeypatch.setattr(fused_rope_attn, "rope_attention_with_kvcache", wrong)
         assert {result.tensor for result in hold(PLAIN, F32) if not result.ok} == tensors, wrong
 
 

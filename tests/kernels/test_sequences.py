@@ -38,6 +38,7 @@ def write_programs(
     section,
     OF_QUERIES: tl.constexpr,
     READS_LENGTHS: tl.constexpr,
+    FROM_START: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -50,13 +51,14 @@ def write_programs(
         num_sequences=num_sequences,
         window=window_of(window),
         READS_LENGTHS=READS_LENGTHS,
+        FROM_START=FROM_START,
     )
     if OF_QUERIES:
         tile = scheduled_queries(tl.program_id(0), NQ, NK, HEADS, num_heads, section, masks, BLOCK)
         sequence = sequence_of_queries(tile, NK, masks)
     else:
         tile = scheduled_keys(tl.program_id(0), NK, NQ, HEADS, num_heads, section, masks, BLOCK)
-        sequence = sequence_of_keys(tile, NQ, masks)
+        sequence = sequence_of_keys(tile, NQ, NK, masks)
     out = out_ptr + tl.program_id(0) * WORDS
     tl.store(out, tile.number)
     tl.store(out + 1, tile.index)
@@ -77,9 +79,8 @@ def write_programs(
         tl.store(out + 14, sequence.mask.first_key)
 
 
-def programs(
-    count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None, left=None
-):
+def programs(count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None,
+             left=None, from_start=False):  # fmt: skip
     """A dict of NAMES for each of ``count`` programs; -1 where there is none."""
     given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (starts, lens, ends, ends_k)]
     right = tl.constexpr(0) if causal else None
@@ -96,6 +97,7 @@ def programs(
         SECTION,
         OF_QUERIES=of_queries,
         READS_LENGTHS=any(x is not None for x in given),
+        FROM_START=from_start,
         BLOCK=BLOCK,
         WORDS=len(NAMES),
     )
@@ -160,3 +162,18 @@ def test_tiles_of_packed_sequences(of_queries, causal):
         assert (x["num_keys"], x["q_offset"]) == (keys, keys - queries)
         held |= {(x["head"], x["row"] + i) for i in range(x["index"] * BLOCK, x["num_rows"])}
     assert held == {(head, row) for head in range(HEADS) for row in range(own[-1])}
+
+
+@interpreted
+def test_sequences_that_begin_at_their_start():
+    """FROM_START: keys, and for tiles of keys queries too, count from ``kv_starts``; 20 keys and queries."""
+    given = {"causal": True, "batch": 2, "starts": [5, 30], "lens": [18, 20], "from_start": True}
+    first, *_ = programs(3 * 2 * HEADS, 20, 20, of_queries=False, **given)
+    keys = {row["batch"]: row for row in programs(3 * 2 * HEADS, 20, 20, of_queries=False, **given)}
+    queries = {row["batch"]: row for row in programs(3 * 2 * HEADS, 20, 20, of_queries=True, **given)}
+    expected = {"row": 5, "num_rows": 15, "first_k": 5, "num_keys": 13, "first_q": 7, "num_queries": 13, "q_offset": 0}
+    assert expected.items() <= keys[0].items() and first["first_key"] == -1
+    # A start at or after the end: no keys, and no query has a position.
+    empty = {"row": 20, "num_rows": 0, "first_k": 20, "num_keys": 0, "first_q": 20, "num_queries": 0, "q_offset": 0}
+    assert empty.items() <= keys[1].items()
+    assert {"row": 0, "num_rows": 20, "first_k": 5, "num_keys": 13, "q_offset": -7}.items() <= queries[0].items()

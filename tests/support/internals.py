@@ -1,5 +1,7 @@
 """Every private name of the package that tests take hold of, in one place: a change of the package is a change here."""
 
+import functools
+
 import torch
 
 from fused_rope_attn.attention import configs, eager, ops, planning
@@ -9,7 +11,7 @@ from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
-from fused_rope_attn.generation.api import run_step, run_write
+from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
 from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime import checks, guards
 from fused_rope_attn.runtime.calls import Calls
@@ -19,8 +21,7 @@ from fused_rope_attn.testing import Results, masks_of, norms_of
 OPERATORS = torch.ops.fused_rope_attn
 # Makers of guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
 GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
-# The generation step with a choice of the backend, which is not public.
-with_kvcache = run_step
+with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
 write = run_write
 # The names by which a patched model calls the package, in integrations.transformers.attention and .paged.
 OPERATORS_OF_A_PATCHED_MODEL = (
@@ -98,7 +99,7 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
 def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks, block_table=None):
     """The arguments of the operator ``attention_with_kvcache``: causal, a rotated cache, the scale of head dim 16."""
     tensors = (q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, None, sinks, block_table, None, None, None, None)
-    return (*tensors, 16, True, 0.25, False, None, 0.0, None, None, True)
+    return (*tensors, 16, True, 0.25, False, None, 0.0, None, None, "auto", False, True)
 
 
 def go_through_the_dispatcher(monkeypatch):

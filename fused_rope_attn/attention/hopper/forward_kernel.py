@@ -43,7 +43,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
-                   READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+                   READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
+                   PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
                    QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
@@ -106,7 +107,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS, IS_ALIGNED)
+    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS and not FROM_START, IS_ALIGNED)
     schedule = Schedule(
         counter_ptr,
         starts_ptr,
@@ -122,6 +123,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
         QUERIES_IN_TILES=QUERIES_IN_TILES,
+        FROM_START=FROM_START,
     )
     loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
     softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
@@ -132,7 +134,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
         norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
         q = TensorView(q_ptr, q_strides)
-        source = QuerySource(q, tables, norm, q_sign, position_limit, q_rot_desc, row_format)
+        starts = starts_ptr if FROM_START else None
+        source = QuerySource(q, tables, norm, q_sign, position_limit, starts, q_rot_desc, row_format)
         gl.warp_specialize(
             [
                 (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),

@@ -15,7 +15,7 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import (
     PairLayouts,
     RotaryTables,
@@ -25,6 +25,7 @@ from fused_rope_attn.kernels.rotation import (
     norm_and_rotate,
     pack_pairs,
     pair_norm_weights,
+    rotation_from,
 )
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView, prefetch_rows, rows_at, rows_from
@@ -93,7 +94,7 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
     while work.tile.num_blocks > 0:
         tile = work.tile
         first_row, last_row = tile.bounds.first_key, tile.bounds.num_keys
-        if IS_PACKED:
+        if work.first_k is not None:
             first_row += work.first_k
             last_row += work.first_k
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
@@ -133,6 +134,7 @@ class QuerySource:
     norm: Norm | None
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
     position_limit: gl.tensor | None  # positions that the tables have; None: at least as many as there are keys
+    starts_ptr: gl.tensor | None  # kv_starts (B,) int32 if positions are counted from there: ``Schedule.FROM_START``
     saved_desc: gl.tensor | None  # the tensor that saves rotated queries for the backward pass, in blocks of ROWS rows
     format: RowFormat
 
@@ -158,6 +160,11 @@ def rotate_queries(tiles, queries, source, NQ, NK):
         if source.position_limit is not None:
             num_positions = source.position_limit
         rotation = head_rotation(source.tables, tile.batch.to(gl.int64), num_positions, source.norm)
+        if source.starts_ptr is not None:
+            start = gl.maximum(0, gl.load(source.starts_ptr + tile.batch))
+            rotation = rotation_from(rotation, start)
+            if source.position_limit is not None:
+                rotation = replace(rotation, num_positions=num_positions - start)
         strides = source.view.strides
         ptr = source.view.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1]
         head = rows_at(ptr, strides, query_end(tile, NQ), source.format)

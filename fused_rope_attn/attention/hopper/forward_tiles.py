@@ -11,7 +11,7 @@ from fused_rope_attn.attention.hopper.channels import Channel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, WARPGROUP_THREADS, WARPGROUP_WARPS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels.lengths import existing_keys, padded_row
-from fused_rope_attn.kernels.masks import is_causal, key_range, sequence_mask
+from fused_rope_attn.kernels.masks import first_key, is_causal, key_range, sequence_mask
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit
@@ -193,6 +193,7 @@ class Schedule:
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
+    FROM_START: gl.constexpr  # whether keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
 
 
 @record
@@ -201,7 +202,7 @@ class Work:
 
     tile: QueryTile
     head_kv: gl.tensor
-    first_k: gl.tensor | None  # packed calls: the row of the packed keys at which the tile's sequence begins
+    first_k: gl.tensor | None  # the row at which the sequence's keys begin; None: 0
 
 
 @jit
@@ -249,10 +250,15 @@ def tile_work(schedule, masks, index):
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
     num_keys = existing_keys(schedule.lens_ptr, batch, schedule.NK)
+    starts_ptr, first_k = schedule.starts_ptr, None
+    if schedule.FROM_START:
+        first_k = first_key(starts_ptr, batch, 0, num_keys, None)
+        num_keys -= first_k
+        starts_ptr = None
     q_offset = num_keys - schedule.NQ
-    mask = sequence_mask(schedule.starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
+    mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
     tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset)
-    return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=None)
+    return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
 
 
 @jit
@@ -316,6 +322,6 @@ def next_work(schedule, masks):
             # A tile past the last one has no lengths to read.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, masks, index)
-        return Work(tile=tile_if(exists, work.tile), head_kv=work.head_kv, first_k=None)
+        return replace(work, tile=tile_if(exists, work.tile))
     else:
         return packed_work(schedule, masks, index)

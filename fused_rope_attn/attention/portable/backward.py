@@ -30,18 +30,24 @@ class _Results:
         self, problem: Problem, given: Tensors, strides: tuple, tiles: int, shared: dict, is_rotated: bool, pdl: bool
     ):
         self.strides, self.key_dtype = strides, key_gradient_dtype(problem)
+        # Tiles of keys begin with the sequence then, and none writes the rows before it.
+        self.clears_keys = shared["FROM_START"]
         # Of the parts of the sinks' gradient, one for each of the ``tiles`` of queries and each head.
         self.dsinks_shape = (tiles * problem.batch, problem.heads_q) if problem.has_sinks else None
         self.norms = NormGradients(problem, given, shared, strides, is_rotated, pdl) if problem.has_norms else None
 
     def allocate(self, o: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple) -> list[torch.Tensor]:
         """Return dq, dk and dv: the caller's output buffers, or new ones."""
-        return [
+        written = [
             torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device) if out is None else out
             for x, strides, dtype, out in zip(
                 (o, k, v), self.strides, (o.dtype, self.key_dtype, self.key_dtype), outputs
             )
         ]
+        if self.clears_keys:
+            written[1].zero_()
+            written[2].zero_()
+        return written
 
     def sink_parts(self, q: torch.Tensor) -> torch.Tensor | None:
         """Return a zeroed buffer, because tiles past the end of a packed sequence write nothing; None without sinks."""

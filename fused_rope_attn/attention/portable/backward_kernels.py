@@ -32,7 +32,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
                 dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window,
                 num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
                 D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
+                BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
                 ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
                 USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
@@ -43,9 +43,11 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
+    masks = MaskArguments(
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+    )
     tile = scheduled_keys(tl.program_id(0), NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N)
-    if cu_k_ptr is not None:
+    if cu_k_ptr is not None or FROM_START:
         if tile.index * BLOCK_N >= tile.num_rows:
             return
     q, k = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides)
@@ -70,7 +72,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
               dq_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset,
               window, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
               D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
+              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
               ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
               USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
@@ -78,7 +80,9 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     Grid: (``count_tiles`` of the queries * B * HQ). stats, ROTATE_INLINE and the norms as in ``dkdv_kernel``. With
     PDL it starts while dkdv_kernel drains: it reads only the pre-process's results, for which dkdv_kernel has waited.
     """
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
+    masks = MaskArguments(
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+    )
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     if cu_q_ptr is not None:
         if tile.index * BLOCK_M >= tile.num_rows:
@@ -107,15 +111,18 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos
                       norm_offset, window, num_batches, HQ, HKV, GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr,
                       R: tl.constexpr, DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr,
                       DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                      INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
-                      PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
+                      INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
+                      ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+                      USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """The whole backward pass: first programs of ``dkdv_kernel``, which take longer, then those of ``dq_kernel``.
 
     Both compute lse and delta of the rows that they read from forward's o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32,
     and dlse like lse or None.
     Grid: the sum of both kernels'. The rest as there, with num_batches = B.
     """
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
+    masks = MaskArguments(
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+    )
     q, k = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides)
     v, do = TensorView(v_ptr, v_strides), TensorView(do_ptr, do_strides)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)
@@ -135,7 +142,7 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos
     # All heads are one section: the inputs of such calls fit in the L2.
     if pid < key_programs:
         tile = scheduled_keys(pid, NK, NQ, HKV, key_heads, key_heads, masks, DKDV_BLOCK_N)
-        if cu_k_ptr is not None:
+        if cu_k_ptr is not None or FROM_START:
             if tile.index * DKDV_BLOCK_N >= tile.num_rows:
                 return
         write_dkdv(tile, inputs, masks, rotations, dk, dv, DKDV_BLOCK_M, DKDV_BLOCK_N)

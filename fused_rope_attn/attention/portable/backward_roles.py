@@ -18,12 +18,11 @@ from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import (
     RotaryTables,
     Rotation,
-    head_rotation,
     load_rotated_tile,
     store_unrotated,
 )
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.kernels.sequences import sequence_of_keys, sequence_of_queries
+from fused_rope_attn.kernels.sequences import sequence_of_keys, sequence_of_queries, sequence_rotation
 from fused_rope_attn.kernels.softmax import LN2, lse_in_base_2, output_delta, sink_gradient
 from fused_rope_attn.kernels.tiles import (
     HeadTiles,
@@ -208,9 +207,9 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
     READS_LENGTHS: tl.constexpr = masks.READS_LENGTHS
     row_format, scale = inputs.format, inputs.scale
     start_n = tile.index * BLOCK_N
-    sequence = sequence_of_keys(tile, inputs.NQ, masks)
+    sequence = sequence_of_keys(tile, inputs.NQ, inputs.NK, masks)
     mask, num_keys = sequence.mask, sequence.num_keys
-    rotation = head_rotation(rotations.tables, sequence.batch, sequence.num_keys)
+    rotation = sequence_rotation(rotations.tables, sequence)
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
     k_tiles = head_tiles(inputs.k, tile.origin, num_keys, row_format, None, READS_LENGTHS, inputs.ALL_TMA)
@@ -295,7 +294,7 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
     first_row = None
     if READS_LENGTHS:
         first_row = first_query(mask, sequence.q_offset)
-    rotation = head_rotation(rotations.tables, sequence.batch, sequence.num_keys)
+    rotation = sequence_rotation(rotations.tables, sequence)
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
     head_kv = tile.origin.head // inputs.GROUP_SIZE

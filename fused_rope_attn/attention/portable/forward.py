@@ -29,9 +29,19 @@ from fused_rope_attn.runtime.layouts import (
 
 
 class ForwardCall:
-    """The launches of one forward signature: with a pre-pass, or without."""
+    """The launches of one forward signature: with a pre-pass, or without.
 
-    def __init__(self, problem: Problem, tensors: tuple, config: ForwardConfig, saving: Saving = Saving.NOTHING):
+    keys_are_ready: k is rotated and in pair order when the call begins.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: tuple,
+        config: ForwardConfig,
+        saving: Saving = Saving.NOTHING,
+        keys_are_ready: bool = False,
+    ):
         given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
         self.o_strides = result_strides(outputs, [output_strides(q)])[0]
@@ -40,10 +50,10 @@ class ForwardCall:
         shared = shared_arguments(problem, given.cos, given.sin)
         self.rotate_keys = None
         k_like = k
-        if config.strategy == "prepass" and problem.batch * problem.len_k > 0:
+        if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
             self.rotate_keys = Rotate("k", given, problem, shared, config)
             k_like = k.new_empty(k.shape)
-        inline = self.rotate_keys is None
+        inline = self.rotate_keys is None and not keys_are_ready
         tile, pad_d = config.tile, block_d(problem.head_dim)
         padding = PADDED_TILE_ROWS if saving is Saving.TILES else 0
         # Smaller tiles would not write all of the padding.
@@ -67,6 +77,8 @@ class ForwardCall:
             v_strides=v.stride(),
             o_strides=self.o_strides,
             q_rot_strides=self.q_rot_layout[1] if self.saves_rotated else None,
+            # Only such calls have queries past the last row of the tables.
+            position_limit=given.cos.shape[-2] if keys_are_ready else None,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             BLOCK_M=tile.block_m,

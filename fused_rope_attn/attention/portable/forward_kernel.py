@@ -10,9 +10,9 @@ from fused_rope_attn.kernels.masks import key_range, visible, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, load_rotated_tile
+from fused_rope_attn.kernels.rotation import RotaryTables, load_rotated, load_rotated_tile
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries
+from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries, sequence_rotation
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
 from fused_rope_attn.kernels.tiles import (
     Origin,
@@ -106,25 +106,29 @@ def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
         "heads_per_section",
         "num_sequences",
         "window",
+        "position_limit",
     ]
 )
 def forward_kernel(
     q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr,
     lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides,
     qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences,
-    heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, ROTATE_INLINE: tl.constexpr,
-    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
-    PAD_TO: tl.constexpr, PDL: tl.constexpr,
+    heads_per_section, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
+    ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+    PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. What a call does
-    not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to window, num_sequences, and
-    q_rot, the buffer for the rotated queries (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated,
+    not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to window, num_sequences,
+    position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated queries
+    (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated,
     in pair order.
     """
-    masks = MaskArguments(starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS)
+    masks = MaskArguments(
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+    )
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
@@ -135,7 +139,12 @@ def forward_kernel(
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)
     scale = ScoreScale(qk_scale, cap_scale, PRECISION)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-    rotation = head_rotation(tables, sequence.batch, sequence.num_keys)
+    rotation = sequence_rotation(tables, sequence)
+    if position_limit is not None:
+        limit = position_limit
+        if FROM_START:
+            limit -= sequence.first_position
+        rotation = replace(rotation, num_positions=tl.minimum(sequence.num_keys, limit))
     q_rows = head_rows(TensorView(q_ptr, q_strides), tile.origin, tile.num_rows, row_format)
     k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
     k_rotation = replace(rotation, norm=k_norm) if ROTATE_INLINE else None

@@ -65,6 +65,8 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         q, k = convention.after_rotation(module, tokens.q, tokens.k)
         tokens = tokens._replace(q=q, k=k)
     features = _features(module, convention, q, batch)
+    if patch.batch_invariant:
+        features["batch_invariant"] = True
     trained = features | {"deterministic": patch.deterministic}  # options of the operators that have gradients
     if batch.shared is not None:
         o = _attend_shard(tokens, batch, trained)

@@ -60,6 +60,7 @@ def patch_model(
     deterministic: bool | None = None,
     cp_group: Any = None,
     cp_sharding: str = "zigzag",
+    batch_invariant: bool = False,
 ) -> Model:
     """Replace the attention of a loaded transformers model by ``rope_attention``, in place, for this model only.
 
@@ -97,22 +98,30 @@ def patch_model(
             forward, because it would attend to this rank's shard only.
         cp_sharding: as ``sharding`` in ``cp_shard``. A batch that is cut by its documents brings their plan, which
             ``plan_varlen_cp(..., sharding="balanced")`` makes, as one more argument of the forward pass, ``cp_plan``.
+        batch_invariant: True for attention with the same bits in training, prefill and generation, whatever else is in
+            the batch, as ``rope_attention`` gives them with ``batch_invariant=True``. The model's matrix products and
+            norms of layers are not in our hands. Not with cp_group.
 
     Returns:
         the same model.
 
     Raises:
-        TypeError: model is not a module, deterministic not a bool, or cp_group no group.
+        TypeError: model is not a module, deterministic or batch_invariant not a bool, or cp_group no group.
         ValueError: unsupported is neither of the two, cp_sharding no sharding of these ranks, or cp_group has several
             dimensions.
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not, or
-            transformers has a new name for the argument of a cache; nothing has been changed then.
+            transformers has a new name for the argument of a cache, or batch_invariant has a cp_group; nothing has
+            been changed then.
     """
     check_model(model)
     if unsupported not in ("raise", "skip"):
         raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, but is {type(deterministic).__name__}")
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, but is {type(batch_invariant).__name__}")
+    if batch_invariant and cp_group is not None:
+        raise NotImplementedError("batch_invariant=True is not served with a cp_group")
     shards = shards_of(cp_group, cp_sharding)
     found = {path: module for path, module in model.named_modules() if looks_like_attention(module)}
     conventions = {path: convention_of(module) for path, module in found.items()}
@@ -122,7 +131,7 @@ def patch_model(
     _check_release(list(supported.values()))
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():
-        _patch_module(module, cast(Convention, conventions[path]), bool(deterministic), shards)
+        _patch_module(module, cast(Convention, conventions[path]), bool(deterministic), batch_invariant, shards)
         decoder = _decoder_around(model, path)
         if decoder is not None:
             decoders.setdefault(decoder, []).append(module)
@@ -230,16 +239,18 @@ def _first(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + more
 
 
-def _patch_module(module: nn.Module, convention: Convention, deterministic: bool, shards: Shards | None) -> None:
+def _patch_module(
+    module: nn.Module, convention: Convention, deterministic: bool, batch_invariant: bool, shards: Shards | None
+) -> None:
     slot = _slot(module)
     present, patch = module.__dict__.get(slot), state_of(module, PATCH)
     if patch is None:
-        patch = Patch(convention, present, deterministic)
+        patch = Patch(convention, present, deterministic, batch_invariant)
         setattr(module, PATCH, patch)
     elif not _is_fused(present):  # the forward was replaced after the last patch
         patch.previous = present
     patch.own_forward = _foreign_forward(module, patch.previous)
-    patch.deterministic, patch.shards = deterministic, shards
+    patch.deterministic, patch.batch_invariant, patch.shards = deterministic, batch_invariant, shards
     if not _is_fused(present):
         # A partial function, because pickle stores a method in an instance's dict as its class's own.
         setattr(module, slot, functools.partial(attention.forward, module))

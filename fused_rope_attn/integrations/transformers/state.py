@@ -32,7 +32,7 @@ class Patch:
 
     convention: of its class.
     previous: the instance attribute that was its forward before; None if the class's own forward was in use.
-    deterministic, shards: from the arguments of ``patch_model``.
+    deterministic, batch_invariant, shards: from the arguments of ``patch_model``.
     served: number of calls that fused attention served.
     own: number of calls that the module's own forward served, by reason.
     own_norms: the reason why its own norms of heads ran in the last call that fused attention served, or "". None
@@ -45,6 +45,7 @@ class Patch:
     convention: Convention
     previous: Callable | None
     deterministic: bool
+    batch_invariant: bool = False
     shards: Shards | None = None
     served: int = 0
     own: Counter[str] = field(default_factory=Counter)

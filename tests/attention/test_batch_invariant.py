@@ -1,0 +1,106 @@
+"""The same bits of a row in any batch, pack, chunk and cache, by the portable kernels in Triton's interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+from fused_rope_attn import (
+    plan,
+    rope_attention,
+    rope_attention_varlen,
+    rope_attention_with_kvcache,
+    rope_tables,
+)
+from tests.support.dtypes import F16, F32
+from tests.support.marks import ignore_overflow, interpreted
+from tests.support.same_bits import WAYS, differing_rows, drawn
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """Give the interpreter's products the same bits in any row of a tile, which BLAS does not do."""
+    multiply = np.matmul
+
+    def in_float64(a, b, dtype=None):
+        return multiply(a.astype(np.float64), b.astype(np.float64)).astype(dtype or a.dtype)
+
+    monkeypatch.setattr(np, "matmul", in_float64)
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_have_the_same_bits(way, seed):
+    call, draw = drawn(seed, "cpu", F32 if seed == 0 else F16, 32, 150, "triton")
+    assert differing_rows(call, way, draw) == 0
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.usefixtures("exact_products")
+def test_without_the_option_they_differ():
+    """The comparison can fail: blocks of a left-padded sequence begin elsewhere without the option."""
+    call, _ = drawn(1, "cpu", F16, 32, 150, "triton")
+    call.options = {"backend": "triton"}
+    o, lse = call.whole()
+    pad = 13
+    parts = [torch.cat((torch.zeros_like(x[:, :, :pad]), x), 2) for x in (call.q, call.k, call.v)]
+    tables = [torch.cat((x[:pad], x)) for x in (call.cos, call.sin)]
+    starts = torch.full((call.q.shape[0],), pad, dtype=torch.int32)
+    found = rope_attention(*parts, *tables, True, kv_starts=starts, backend="triton")
+    assert not torch.equal(found[:, :, pad:], o)
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_do_not_depend_on_the_rest_of_the_batch(packed):
+    call, draw = drawn(3, "cpu", F16, 32, 150, "triton")
+    call.options = {"backend": "triton"}
+    do = torch.randn_like(call.q)
+    alone = [x[:1].clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    call.attend(alone, call.cos, call.sin)[0].backward(do[:1])
+    before = draw.randrange(1, 99)
+    if packed:
+        rows = slice(before, before + call.length)
+        cu = torch.tensor([0, before, before + call.length, before + call.length + 40], dtype=torch.int32)
+        given = [torch.randn(int(cu[-1]), x.shape[1], 32).half() for x in (*alone, do)]
+        for stream, x in zip(given, (*alone, do)):
+            stream[rows] = x[0].detach().transpose(0, 1)
+        leaves = [x.requires_grad_() for x in given[:3]]
+        sizes = (cu, cu, call.length, call.length)
+        o = rope_attention_varlen(*leaves, call.cos, call.sin, *sizes, True, batch_invariant=True, backend="triton")
+        o.backward(given[3])
+        grads = [x.grad[rows].transpose(0, 1)[None] for x in leaves]
+    else:
+        leaves = [
+            torch.cat((x.new_full((1, x.shape[1], before, 32), torch.nan), x.detach()), 2).requires_grad_()
+            for x in alone
+        ]
+        tables = [torch.cat((torch.rand(before, 16), x)) for x in (call.cos, call.sin)]
+        o, _ = call.attend(leaves, *tables, kv_starts=torch.tensor([before], dtype=torch.int32))
+        o.backward(torch.cat((torch.ones_like(leaves[0][:, :, :before]), do[:1]), 2))
+        assert all((x.grad[:, :, :before] == 0).all() for x in leaves)
+        grads = [x.grad[:, :, before:] for x in leaves]
+    assert all(torch.equal(found, x.grad) for found, x in zip(grads, alone))
+
+
+def test_who_cannot_keep_the_promise_refuses():
+    q, cache = torch.randn(1, 2, 8, 32), torch.zeros(1, 2, 16, 32)
+    cos, sin = rope_tables(16, 32)
+    with pytest.raises(ValueError, match="batch_invariant=True needs kernels"):
+        rope_attention(q, q, q, cos, sin, True, batch_invariant=True, backend="reference")
+    with pytest.raises(TypeError, match="batch_invariant must be a bool"):
+        rope_attention(q, q, q, cos, sin, True, batch_invariant=1)
+    with pytest.raises(NotImplementedError, match="strategy must be 'auto' or 'prepass' with batch_invariant=True"):
+        rope_attention(q, q, q, cos, sin, True, batch_invariant=True, backend="triton", strategy="inline")
+    step = {"cache_seqlens": torch.zeros(1, dtype=torch.int32), "batch_invariant": True, "backend": "triton"}
+    with pytest.raises(NotImplementedError, match="causal must be True with batch_invariant=True"):
+        rope_attention_with_kvcache(q, cache, cache.clone(), cos, sin, q, q, causal=False, **step)
+    float8 = cache.to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn caches, but k_cache is one"):
+        rope_attention_with_kvcache(q, float8, float8.clone(), cos, sin, q, q, **step)
+    assert plan(q, q, q, cos, sin, True, batch_invariant=True).backend == "reference"
