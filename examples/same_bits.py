@@ -141,11 +141,11 @@ def recompute(model: Llama, sequences: list[list[int]], options: dict) -> list[T
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[5, 17, 64, 130, 300], help="their lengths")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", default="5,17,64,130,300", help="the lengths of the prompts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     model, draw = Llama(args.device), random.Random(0)
-    prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in args.prompts]
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in map(int, args.prompts.split(","))]
     for name, options in (("without the option", {}), ("batch_invariant=True", {"batch_invariant": True})):
         sequences, logs = sample(model, prompts, args.tokens, options)
         again = recompute(model, sequences, options)
