@@ -18,7 +18,7 @@ _UNPATCHED = {"sdpa": "SDPA", "liger": "Liger's rotation and SDPA", "liger_norm"
 
 
 def attention(rows: list[Row]) -> str:
-    """Show milliseconds of both passes for the heads of Llama 3 8B at 4K tokens, on each card, beside its rivals."""
+    """Show milliseconds of both passes for the heads of Llama 3 8B at 4K tokens, on each card, and those of rivals."""
     rows = [row for row in timed(rows, mode="graph") if row["case"] == _CASE]
     cards: dict[str, dict[tuple[str, str], Row]] = {}
     for row in rows:

@@ -121,6 +121,12 @@ _arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
+    """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
+    invariant = problem.batch_invariant
+    return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, batch_invariant=invariant, **lengths)
+
+
 def choose_backend(problem: Problem) -> tuple[str, str]:
     """Return ("reference", the reason), or (the backend for ``plan_for``, a reason that may be "").
 
@@ -129,15 +135,7 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
     choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
     no_keys = problem.backend == "hopper" and problem.len_k == 0
     cached = problem.cache is not None
-    needs = Needs(
-        _arch(problem.device),
-        problem.dtype,
-        problem.head_dim,
-        problem.strategy,
-        cached=cached,
-        no_keys=no_keys,
-        batch_invariant=problem.batch_invariant,
-    )
+    needs = _needs(problem, _arch(problem.device), cached=cached, no_keys=no_keys)
     return choose(problem.backend, needs, problem.device.type == "cpu")
 
 
@@ -180,20 +178,11 @@ def plan_for(problem: Problem) -> Plan:
     # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
     queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
     arch, packed = device.arch(problem.device), problem.sequences is not None
-    invariant = problem.batch_invariant
-    needs = Needs(
-        arch,
-        problem.dtype,
-        problem.head_dim,
-        problem.strategy,
-        packed,
-        no_keys=length == 0,
-        batch_invariant=invariant,
-    )
+    needs = _needs(problem, arch, packed=packed, no_keys=length == 0)
     return _plan(
         needs,
         problem.backend,
-        problem.deterministic or invariant,
+        problem.deterministic or problem.batch_invariant,
         problem.causal,
         configs.bucket(longest),
         problem.heads_q != problem.heads_kv,

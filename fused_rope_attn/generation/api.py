@@ -159,8 +159,8 @@ def rope_attention_with_kvcache(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *weights
     )
     scores = (softmax_scale, rotary_dim, interleaved, window, softcap)
-    norms, chosen = (norm_eps, norm_offset), {"backend": backend, "batch_invariant": batch_invariant}
-    options = Options(causal, return_lse, *scores, *norms, **chosen)
+    norms = norm_eps, norm_offset
+    options = Options(causal, return_lse, *scores, *norms, backend=backend, batch_invariant=batch_invariant)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o

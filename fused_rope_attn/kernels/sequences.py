@@ -23,7 +23,7 @@ class MaskArguments:
     num_sequences: tl.tensor | None
     window: Window
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
-    # Whether a sequence begins at its kv_starts, so that blocks are counted from there, as those of packed sequences.
+    # A sequence begins at its kv_starts: blocks are counted from there, as they are in packed sequences.
     FROM_START: tl.constexpr
 
 

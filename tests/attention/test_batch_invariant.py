@@ -13,7 +13,7 @@ from fused_rope_attn import (
 )
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.same_bits import WAYS, differing_rows, drawn
+from tests.support.same_bits import WAYS, differing_rows, drawn, later_tables, starts
 
 
 @pytest.fixture
@@ -35,6 +35,36 @@ def exact_products(monkeypatch):
 def test_rows_have_the_same_bits(way, seed):
     call, draw = drawn(seed, "cpu", F32 if seed == 0 else F16, 32, 150, "triton")
     assert differing_rows(call, way, draw) == 0
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("before", [0, 13])
+def test_tokens_past_the_end_of_a_cache(before):
+    """They give 0 and -inf, and the rows before them the bits that they have in a cache with room for all."""
+    call, _ = drawn(5, "cpu", F16, 32, 150, "triton")
+    call.options = {"backend": "triton"}
+    o, lse = call.whole()
+    first, room = max(0, call.length - 9), 4  # new tokens from the first one on; the cache has rows for some of them
+    batch, heads, _, head_dim = call.k.shape
+    rows = before + first + room
+    caches = [torch.full((batch, heads, rows, head_dim), torch.nan).half() for _ in range(2)]
+    tables = [x[:rows] for x in later_tables(call, before)]
+    step = {"batch_invariant": True, "return_lse": True, "kv_starts": starts(call, before), **call.options}
+    for new in (slice(0, first), slice(first, None)):
+        found, found_lse = rope_attention_with_kvcache(
+            call.q[:, :, new],
+            *caches,
+            *tables,
+            call.k[:, :, new],
+            call.v[:, :, new],
+            cache_seqlens=starts(call, before + new.start),
+            **step,
+        )
+    kept = slice(first, first + room)
+    assert torch.equal(found[:, :, :room], o[:, :, kept]) and torch.equal(found_lse[:, :, :room], lse[:, :, kept])
+    assert (found[:, :, room:] == 0).all() and (found_lse[:, :, room:] == -torch.inf).all()
 
 
 @interpreted

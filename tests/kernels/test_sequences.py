@@ -79,8 +79,21 @@ def write_programs(
         tl.store(out + 14, sequence.mask.first_key)
 
 
-def programs(count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None,
-             left=None, from_start=False):  # fmt: skip
+def programs(
+    count,
+    len_q,
+    len_k,
+    *,
+    of_queries,
+    causal,
+    batch=1,
+    starts=None,
+    lens=None,
+    ends=None,
+    ends_k=None,
+    left=None,
+    from_start=False,
+):
     """A dict of NAMES for each of ``count`` programs; -1 where there is none."""
     given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (starts, lens, ends, ends_k)]
     right = tl.constexpr(0) if causal else None

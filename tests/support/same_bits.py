@@ -80,8 +80,10 @@ def padded(x, before):
 
 def later_tables(call, before, after=0):
     """Tables with ``before`` other rows before those of the call, and ``after`` past them."""
-    return [torch.cat((torch.rand(before, x.shape[1], device=x.device), x, x.new_zeros(after, x.shape[1])))
-            for x in (call.cos, call.sin)]  # fmt: skip
+    return [
+        torch.cat((torch.rand(before, x.shape[1], device=x.device), x, x.new_zeros(after, x.shape[1])))
+        for x in (call.cos, call.sin)
+    ]
 
 
 def starts(call, before):
@@ -109,9 +111,18 @@ def packed(call, draw):
             stream[ends[2 * b + 1] : ends[2 * b + 2]] = sequence.transpose(0, 1)
         streams.append(stream)
     o, lse = rope_attention_varlen(
-        *streams, call.cos, call.sin, cu, cu, call.length, call.length, True, return_lse=True, batch_invariant=True,
+        *streams,
+        call.cos,
+        call.sin,
+        cu,
+        cu,
+        call.length,
+        call.length,
+        True,
+        return_lse=True,
+        batch_invariant=True,
         **call.options,
-    )  # fmt: skip
+    )
     rows = [slice(ends[2 * b + 1], ends[2 * b + 2]) for b in range(call.q.shape[0])]
     o, lse = torch.stack([o[r].transpose(0, 1) for r in rows]), torch.stack([lse[:, r] for r in rows])
     return (o, lse), (slice(None), slice(None))
@@ -139,17 +150,31 @@ def cached(call, draw):
         first = starts(call, before)
         if has_norms:  # by a step, because a write takes keys that are normed already
             rope_attention_with_kvcache(
-                call.q[:, :, :done], *caches, *tables, call.k[:, :, :done], call.v[:, :, :done], cache_seqlens=first,
-                **given, **call.options,
-            )  # fmt: skip
+                call.q[:, :, :done],
+                *caches,
+                *tables,
+                call.k[:, :, :done],
+                call.v[:, :, :done],
+                cache_seqlens=first,
+                **given,
+                **call.options,
+            )
         else:
             write(call.k[:, :, :done], call.v[:, :, :done], *caches, *tables, cache_seqlens=first, **given, **options)
     if before:
         given["kv_starts"] = starts(call, before)
     found = rope_attention_with_kvcache(
-        call.q[:, :, done:], *caches, *tables, call.k[:, :, done:], call.v[:, :, done:],
-        cache_seqlens=starts(call, before + done), return_lse=True, batch_invariant=True, **given, **call.options,
-    )  # fmt: skip
+        call.q[:, :, done:],
+        *caches,
+        *tables,
+        call.k[:, :, done:],
+        call.v[:, :, done:],
+        cache_seqlens=starts(call, before + done),
+        return_lse=True,
+        batch_invariant=True,
+        **given,
+        **call.options,
+    )
     return found, (slice(None), slice(done, None))
 
 

@@ -120,11 +120,10 @@ def forward_kernel(
 ):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
-    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. What a call does
-    not use is None, and costs nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to window, num_sequences,
-    position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated queries
-    (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated,
-    in pair order.
+    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. Arguments that
+    a call does not use are None and cost nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to window,
+    num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated
+    queries (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated, in pair order.
     """
     masks = MaskArguments(
         starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
