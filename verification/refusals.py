@@ -47,7 +47,7 @@ def _has(name: str, other: str = "") -> Condition:
     return lambda a: name in a and a.get(other or name) is not None
 
 
-_rotates, _chooses, _writes_cache = _has("inverse"), _has("backend"), _has("k_cache", "k")
+_rotates, _chooses, _writes_cache = _has("inverse"), _has("strategy"), _has("k_cache", "k")
 
 
 def _attends(a: Arguments) -> bool:
