@@ -145,7 +145,8 @@ def cached(call, draw):
         given["block_table"] = torch.randperm(batch * pages, device=call.q.device).int().view(batch, pages)
     caches = [torch.full(shape, torch.nan, device=call.q.device).to(call.q.dtype) for _ in range(2)]
     tables = later_tables(call, before, rows - before - call.length)
-    options = {name: x for name, x in call.options.items() if name in ("rotary_dim", "interleaved", "backend")}
+    others = {**call.options, "backend": "triton"}  # that fill the cache: sm_90 kernels have no other steps
+    options = {name: others[name] for name in ("rotary_dim", "interleaved", "backend")}
     if done:
         first = starts(call, before)
         if has_norms:  # by a step, because a write takes keys that are normed already
@@ -157,7 +158,7 @@ def cached(call, draw):
                 call.v[:, :, :done],
                 cache_seqlens=first,
                 **given,
-                **call.options,
+                **others,
             )
         else:
             write(call.k[:, :, :done], call.v[:, :, :done], *caches, *tables, cache_seqlens=first, **given, **options)
