@@ -40,6 +40,8 @@ TARGETS: dict[str, tuple[GPUTarget, int]] = {
 # Compiled for with every feature by default: the card that everything is measured on, and one of small memory. For the
 # others the default is each row of each table once; the rest is `--full`'s.
 THOROUGH = ("sm_90", "sm_86")
+# Cards with the instructions of another and at least its shared memory: a row of both is compiled for the latter.
+STAND_IN = {"sm_80": "sm_86", "sm_89": "sm_86"}
 
 
 def compile_only_driver(arch: str) -> SimpleNamespace:

@@ -23,6 +23,8 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
@@ -231,6 +233,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 jobs += [Job(arch=arch, direction=direction, dtype=dtype, **call) for dtype in dtypes]
     # Calls of a training step; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
+    if not full:
+        trained = list({_as_in_main_kernel(job): job for job in reversed(trained)}.values())[::-1]
     jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= hopper_configs.HEAD_DIM]
     for job in trained:
         if full or job.head_dim == hopper_configs.HEAD_DIM:
@@ -238,6 +242,30 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
     jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
     return list(dict.fromkeys(jobs))
+
+
+def _as_in_main_kernel(job: Job) -> Job:
+    """Return the job without the fields that its main kernel does not read: the same job, the same kernel."""
+    if job.direction == "forward":
+        return job
+    default = configs.HopperBackwardConfig()
+    return replace(job, config=replace(job.config, post_rows=default.post_rows, post_heads=default.post_heads))
+
+
+def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
+    """Return the jobs of all tables for ``archs``.
+
+    A job that is also there for the card's stand-in (``aot.STAND_IN``) is left out, unless it is the first of its title
+    or ``full`` is set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
+    """
+    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
+    jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]
+    every, first = set(jobs), {(job.arch, job.title): job for job in reversed(jobs)}
+    return [job for job in jobs if full or job is first[job.arch, job.title] or _for_stand_in(job) not in every]
+
+
+def _for_stand_in(job: LaunchJob) -> LaunchJob:
+    return replace(job, arch=aot.STAND_IN.get(job.arch, ""))
 
 
 def tile_of(text: str) -> configs.Tile:
@@ -287,8 +315,14 @@ def run(jobs: list[LaunchJob], processes: int) -> list[dict]:
         return [row for job in jobs for row in compile_job(job)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The slow ones first: the last process to finish should have little left.
-        order = sorted(jobs, key=lambda job: ("forward" in job.title, -job.head_dim))
+        # The slow ones first: the last process to finish should have little left. Before them one of each kernel and
+        # shape, because two processes that begin similar jobs together both compile the kernels that the jobs share.
+        similar, ranks = Counter[tuple](), dict[LaunchJob, int]()
+        for job in jobs:
+            kind = job.arch, job.title, job.dtype, job.head_dim
+            ranks[job] = similar[kind]
+            similar[kind] += 1
+        order = sorted(jobs, key=lambda job: (ranks[job], "forward" in job.title, -job.head_dim))
         pending = {pool.submit(compile_job, job): job for job in order}
         rows = {pending[future]: future.result() for future in tqdm(as_completed(pending), total=len(jobs))}
     return [row for job in jobs for row in rows[job]]
@@ -309,10 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: the interpreter takes the compiler's place; unset it")
 
-    archs = options.arch or configs.ARCHS
-    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
-    jobs = [job for arch in archs for find in tables for job in find(arch, options.full)]
-    jobs = [job for job in jobs if options.filter in job.label]
+    jobs = [job for job in find_jobs(options.arch or configs.ARCHS, options.full) if options.filter in job.label]
     if options.tile:
         # The tiles of a rotation are bytes, and the sm_90 backend has more to a configuration than a tile.
         jobs = [job for job in jobs if isinstance(job, Job) and not job.is_hopper]
