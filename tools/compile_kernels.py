@@ -130,7 +130,8 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
         for row, strategy in itertools.product(table, configs.STRATEGIES):
             if arch not in row.arch or strategy not in row.strategy or row.masked:  # those are mask_jobs'
                 continue
-            if arch not in aot.THOROUGH and strategy != row.strategy[0] and not full:
+            thorough = arch == "sm_90" or (arch in aot.THOROUGH and row.element_size == 2)
+            if not thorough and strategy != row.strategy[0] and not full:
                 continue
             job = Job(
                 arch=arch,
@@ -255,17 +256,24 @@ def _as_in_main_kernel(job: Job) -> Job:
 def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
     """Return the jobs of all tables for ``archs``.
 
-    A job that is also there for the card's stand-in (``aot.STAND_IN``) is left out, unless it is the first of its title
-    or ``full`` is set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
+    A job that is also there for the card's stand-in is left out, unless it is the first of its title or ``full`` is
+    set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
     """
     tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]
     every, first = set(jobs), {(job.arch, job.title): job for job in reversed(jobs)}
-    return [job for job in jobs if full or job is first[job.arch, job.title] or _for_stand_in(job) not in every]
+    return [job for job in jobs if full or job is first[job.arch, job.title] or for_stand_in(job) not in every]
 
 
-def _for_stand_in(job: LaunchJob) -> LaunchJob:
-    return replace(job, arch=aot.STAND_IN.get(job.arch, ""))
+def for_stand_in(job: LaunchJob) -> LaunchJob | None:
+    """Return the same call on the card that stands in for the job's, or None."""
+    cards = aot.STAND_IN_FLOAT32 if job.dtype == torch.float32 else aot.STAND_IN
+    if job.arch not in cards:
+        return None
+    arch, config = cards[job.arch], getattr(job, "config", None)
+    if hasattr(config, "pdl"):  # a wait at the beginning of the same code
+        return replace(job, arch=arch, config=replace(config, pdl=arch in configs.PDL))  # type: ignore[call-arg]
+    return replace(job, arch=arch)
 
 
 def tile_of(text: str) -> configs.Tile:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fused_rope_attn.rotation.configs import TABLE, RotationConfig
-from tools import aot
 from tools.jobs import LaunchJob, int32, meta
 
 SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd": (1000, 0)}  # 0: the heads
@@ -54,8 +53,8 @@ class RotationJob(LaunchJob):
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
-    """Jobs for the rows of the table that serve ``arch``: every row once, in ``aot.THOROUGH`` and for AMD the features
-    too, which are the same code elsewhere. ``full`` crosses dtypes, styles and layouts."""
+    """Jobs for the rows of the table that serve ``arch``: every row once, for sm_90 and gfx942 the features too,
+    which are the same code elsewhere. ``full`` crosses dtypes, styles and layouts."""
     rows = [row for row in TABLE if row.arch is None or arch in row.arch]
     configs = list(dict.fromkeys(row.config for row in rows if not row.norms))
     norm_configs = list(dict.fromkeys(row.config for row in rows if row.norms is not False))
@@ -73,7 +72,7 @@ def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
         add(config, pairs)
         add(config, {"layout": "bhsd", "heads": (96,), "dtype": fp32}, interleaved=True, inverse=True)
     config = configs[0]
-    featured = full or arch in (*aot.THOROUGH, "gfx942")
+    featured = full or arch in ("sm_90", "gfx942")
     if featured:
         add(config, packed)
         add(config, two_ids)
