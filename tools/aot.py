@@ -42,8 +42,8 @@ TARGETS: dict[str, tuple[GPUTarget, int]] = {
 THOROUGH = ("sm_90", "sm_86")
 # Cards that have at least the shared memory of another and the same instructions, in float32 those of the FMA units: a
 # row of both is compiled for the latter.
-STAND_IN = {"sm_80": "sm_86", "sm_89": "sm_86"}
-STAND_IN_FLOAT32 = STAND_IN | {"sm_100": "sm_90", "sm_120": "sm_86"}
+REPEATS = {"sm_80": "sm_86", "sm_89": "sm_86"}
+REPEATS_FLOAT32 = REPEATS | {"sm_100": "sm_90", "sm_120": "sm_86"}
 
 
 def compile_only_driver(arch: str) -> SimpleNamespace:

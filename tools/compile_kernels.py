@@ -121,9 +121,9 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
 
     Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
-    halves: the other variants differ by a few instructions. Elsewhere than in ``THOROUGH`` only the first strategy of a
-    row, which is inline where the row has both, because it takes more registers and shared memory. ``full`` compiles
-    all that too, and a head dimension that is no power of two.
+    halves: the other variants differ by a few instructions. Both strategies on sm_90, and on ``THOROUGH`` cards in 2
+    bytes; otherwise the first of a row, inline where it has both, which takes more registers and shared memory.
+    ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
@@ -197,8 +197,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
     each row and at the widths of a tile, not causal too at these and where causal calls have other configurations; with
     other masks, those of long sequences, each mask at 128 columns; with norms, those of 128 columns, which leave the
-    fewest registers; of rotated q and k, those of 128 columns and more. ``full`` as in ``table_jobs``, and norms, masks
-    and rotated ones at every width."""
+    fewest registers; of rotated q and k, those of 128 columns and more, once for each main kernel.
+    ``full`` as in ``table_jobs``, and norms, masks and rotated ones at every width."""
     jobs = []
     dims = 64, hopper_configs.HEAD_DIM, hopper_configs.WIDE_HEAD_DIM
     for direction, table, find in (
@@ -256,18 +256,18 @@ def _as_in_main_kernel(job: Job) -> Job:
 def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
     """Return the jobs of all tables for ``archs``.
 
-    A job that is also there for the card's stand-in is left out, unless it is the first of its title or ``full`` is
+    Leave out a job that repeats another card's (``repeated_job``), unless it is the first of its title or ``full`` is
     set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
     """
     tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]
     every, first = set(jobs), {(job.arch, job.title): job for job in reversed(jobs)}
-    return [job for job in jobs if full or job is first[job.arch, job.title] or for_stand_in(job) not in every]
+    return [job for job in jobs if full or job is first[job.arch, job.title] or repeated_job(job) not in every]
 
 
-def for_stand_in(job: LaunchJob) -> LaunchJob | None:
-    """Return the same call on the card that stands in for the job's, or None."""
-    cards = aot.STAND_IN_FLOAT32 if job.dtype == torch.float32 else aot.STAND_IN
+def repeated_job(job: LaunchJob) -> LaunchJob | None:
+    """Return the same call on the other card that ``aot.REPEATS`` gives, or None."""
+    cards = aot.REPEATS_FLOAT32 if job.dtype == torch.float32 else aot.REPEATS
     if job.arch not in cards:
         return None
     arch, config = cards[job.arch], getattr(job, "config", None)

@@ -14,7 +14,7 @@ from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.generation import configs as generation_configs
 from tests.support.paths import ROOT
 from tools import aot
-from tools.compile_kernels import find_jobs, for_stand_in
+from tools.compile_kernels import find_jobs, repeated_job
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
@@ -56,10 +56,10 @@ def test_every_configuration_fits(compiled, arch):
 @pytest.mark.parametrize("arch", configs.ARCHS)
 def test_no_row_is_left_out(arch):
     """The default leaves out features alone: every row of every table is compiled for every card that it names, or for
-    the card that stands in for it."""
+    another card with the same code."""
     found, compiled = set(find_jobs(configs.ARCHS)), set()
     for job in find_jobs([arch]):
-        if hasattr(job, "direction") and hasattr(job, "config") and (job in found or for_stand_in(job) in found):
+        if hasattr(job, "direction") and hasattr(job, "config") and (job in found or repeated_job(job) in found):
             element_size = 1 if getattr(job, "float8", False) else job.dtype.itemsize
             compiled.add((job.direction, element_size, job.head_dim, job.config))
     rows = [("forward", row) for row in portable_configs.FORWARD]
