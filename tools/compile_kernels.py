@@ -121,8 +121,8 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
 
     Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
-    halves: the other variants differ by a few instructions. Both strategies on sm_90, and on ``THOROUGH`` cards in 2
-    bytes; otherwise the first of a row, inline where it has both, which takes more registers and shared memory.
+    halves: the other variants differ by a few instructions. Both strategies on ``THOROUGH`` cards in 2 bytes;
+    otherwise the first of a row, inline where it has both, which takes more registers and shared memory.
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
@@ -130,7 +130,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
         for row, strategy in itertools.product(table, configs.STRATEGIES):
             if arch not in row.arch or strategy not in row.strategy or row.masked:  # those are mask_jobs'
                 continue
-            thorough = arch == "sm_90" or (arch in aot.THOROUGH and row.element_size == 2)
+            thorough = arch in aot.THOROUGH and row.element_size == 2
             if not thorough and strategy != row.strategy[0] and not full:
                 continue
             job = Job(
@@ -222,11 +222,10 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 continue
             jobs += [job, *(_variants(job) if full else ())]
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            # Other widths have the masks that take most registers, and packed sequences alone; the wide backward
-            # has the former.
-            chosen = head_dim == hopper_configs.HEAD_DIM or len(masks) > 2 or masks == ("packed",)
-            if head_dim > hopper_configs.HEAD_DIM and direction == "backward":
-                chosen = masks == _MOST
+            # Other widths have the masks that take most registers.
+            chosen = (
+                head_dim == hopper_configs.HEAD_DIM or masks == _MOST or (direction == "forward" and len(masks) > 2)
+            )
             if head_dim in dims and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 call = {"head_dim": head_dim, "config": config, "causal": causal, "masks": masks}
@@ -236,7 +235,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     if not full:
         trained = list({_as_in_main_kernel(job): job for job in reversed(trained)}.values())[::-1]
-    jobs += [replace(job, rotated=True) for job in trained if full or job.head_dim >= hopper_configs.HEAD_DIM]
+    # Packed sequences with norms hold what those without do.
+    unpacked = [job for job in trained if not job.masks and job.head_dim >= hopper_configs.HEAD_DIM]
+    jobs += [replace(job, rotated=True) for job in (trained if full else unpacked)]
     for job in trained:
         if full or job.head_dim == hopper_configs.HEAD_DIM:
             jobs.append(replace(job, rotated=True, norms=True))
