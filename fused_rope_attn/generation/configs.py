@@ -65,6 +65,25 @@ class DecodeConfig(TritonOptions):
     by_page: bool = False
 
 
+@dataclass(frozen=True)
+class OrderedConfig:
+    """The configuration of a step in the order of the sm_90 forward, by tiles of its ``block_n`` keys.
+
+    From ``least_units`` key heads of all sequences on, one program goes through all keys of each, most_stages deep in
+    the load pipeline. With fewer, one program computes the scores of score_group tiles and weighs ``group`` tiles, and
+    score_stages, value_stages and ``columns`` are of the scores' and the values' pipelines.
+    """
+
+    block_n: int
+    least_units: int = 48
+    most_stages: int = 6
+    score_group: int = 8
+    score_stages: int = 3
+    group: int = 8
+    columns: int = 32
+    value_stages: int = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeRow:
     """Hold one row: ``config`` for the calls that the other fields select; ``config_on`` adds what the card decides.

@@ -10,6 +10,7 @@ from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
 from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import configs
+from fused_rope_attn.generation.configs import OrderedConfig
 from fused_rope_attn.generation.problem import cache_of
 from fused_rope_attn.runtime import device
 
@@ -69,6 +70,18 @@ def gathered_config(problem: Problem) -> HopperForwardConfig | ForwardConfig | N
     return forward if isinstance(forward, HopperForwardConfig) else None
 
 
+def ordered_config(problem: Problem) -> OrderedConfig | None:
+    """Return the configuration of a step in the order of the sm_90 forward; None if it does not run so.
+
+    More query rows than one program takes would read the cache several times, and run on a copy of it.
+    """
+    gathered = gathered_config(problem) if problem.batch_invariant else None
+    fits = cache_of(problem).is_rotated and problem.len_q * problem.group_size <= configs.DECODE_ROWS
+    if not isinstance(gathered, HopperForwardConfig) or not fits:
+        return None
+    return OrderedConfig(block_n=gathered.block_n)
+
+
 def step_config(problem: Problem) -> configs.DecodeConfig:
     """The configuration of a step that ``attention.planning.choose_backend`` has admitted to the kernels."""
     if override is not None:
@@ -83,6 +96,10 @@ def step_config(problem: Problem) -> configs.DecodeConfig:
 
 def plan_for(problem: Problem, reason: str) -> Plan:
     """The plan of such a step; ``reason`` is why the kernels were chosen."""
+    ordered = None if override is not None else ordered_config(problem)
+    if ordered is not None:
+        why = "batch_invariant: cached keys in the order of the sm_90 forward"
+        return Plan("hopper", None, f"{reason}; {why}" if reason else why, ordered)
     gathered = None if override is not None else gathered_config(problem)
     if gathered is not None:
         is_hopper = isinstance(gathered, HopperForwardConfig)

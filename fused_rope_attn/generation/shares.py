@@ -32,11 +32,13 @@ class Caches:
     BLOCK_B: tl.constexpr  # sequences that are read together
     ALIGNMENT: tl.constexpr  # tiles begin at multiples of so many keys
     ONE_PASS: tl.constexpr  # there are no more than BLOCK_B sequences: no loop over them
+    # The new tokens are in the cache, and tiles are counted from kv_starts, or from 0, by BLOCK_N.
+    IN_ORDER: tl.constexpr = False
 
 
 @record
 class CachedKeys:
-    """The keys in the cache before this call, of one sequence or of each of a vector of sequences."""
+    """The keys in the cache before this call, or IN_ORDER after it, of one sequence or of each of a vector of sequences."""
 
     num_keys: tl.tensor
     q_offset: tl.tensor  # position of the first query
@@ -64,9 +66,14 @@ def cached_keys(caches, sequence):
     q_offset = num_keys
     if not caches.HAS_NEW_KEYS:
         q_offset = num_keys - caches.NQ
+    elif caches.IN_ORDER:
+        num_keys = tl.minimum(caches.S, num_keys + caches.NQ)
     first = first_key(caches.starts_ptr, sequence, q_offset, num_keys, caches.left)
     first_tile = first
-    if caches.ALIGNMENT > 1:
+    if caches.IN_ORDER:
+        start = first_key(caches.starts_ptr, sequence, q_offset, num_keys, None)
+        first_tile = start + (first - start) // caches.BLOCK_N * caches.BLOCK_N
+    elif caches.ALIGNMENT > 1:
         # Without a visible key there must be no tile, because its page would be looked up.
         first_tile = tl.where(first < num_keys, first // caches.ALIGNMENT * caches.ALIGNMENT, num_keys)
     return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first, first_tile=first_tile)

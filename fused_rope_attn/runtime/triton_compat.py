@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -18,9 +19,9 @@ from triton.language import core
 from fused_rope_attn.runtime.device import triton_release
 
 __all__ = [
-    "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TensorDescriptor", "aggregate", "async_copy", "barrier",
+    "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TensorDescriptor", "aggregate", "async_copy", "async_load", "barrier",
     "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store",
-    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # Decorator of classes that device code passes and returns whole; private before triton 3.9.
@@ -29,6 +30,7 @@ aggregate = getattr(triton, "aggregate", None) or core._aggregate
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # The same shared memory as another dtype, shape and layout; private before triton 3.9.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Until this many stores are still *reading* shared memory.

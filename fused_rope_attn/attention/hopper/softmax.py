@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.columns import ColumnParts
-from fused_rope_attn.kernels.products import tanh
+from fused_rope_attn.kernels.products import approximate_tanh, tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # A row's largest weight is at most 2**LAG. 16-bit floats keep their relative precision there, and sums are float32.
@@ -93,9 +93,7 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
     if cap_scale is None:
         return scores
     elif DTYPE == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [scores * cap_scale], dtype=gl.float32, is_pure=True, pack=1
-        )
+        return approximate_tanh(scores * cap_scale)
     else:
         return tanh(scores * cap_scale, PRECISE=False)
 
@@ -124,18 +122,29 @@ def follow_maximum(scores, row_max, qk_scale):
     """
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     highest = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
-    highest = gl.maximum(row_max, gl.convert_layout(highest, ROW, assert_trivial=True) * qk_scale)
+    return lagging_maximum(row_max, gl.convert_layout(highest, ROW, assert_trivial=True), qk_scale)
+
+
+@jit
+def lagging_maximum(row_max, highest, qk_scale):
+    """Return the results of ``follow_maximum`` for a block whose largest scores are ``highest`` (rows,)."""
+    highest = gl.maximum(row_max, highest * qk_scale)
     new_max = gl.where(highest - row_max > LAG, highest, row_max)
     subtrahend = gl.where(new_max == float("-inf"), 0.0, new_max)
     return new_max, subtrahend, tl.math.exp2(row_max - subtrahend)
 
 
 @jit
+def sum_quads(p):
+    """Return the sums of weights p (rows, BLOCK_N) in each of the four threads of a quad, (rows, 4)."""
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
+
+
+@jit
 def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
     """Compute the second half of ``fold_scores``: (weights, row_sum)."""
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
-    part = gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
-    part = gl.convert_layout(part, row_sum.type.layout, assert_trivial=True)
+    part = gl.convert_layout(sum_quads(p), row_sum.type.layout, assert_trivial=True)
     factor = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
     return p, row_sum * factor[:, None] + part
 

@@ -1,0 +1,275 @@
+# mypy: ignore-errors
+"""Generation steps with the bits of the sm_90 forward: each key's scores, weights and values in that kernel's order.
+
+The sm_90 forward visits blocks of BLOCK_N keys from the last one down, and the weights of a block depend on the maxima
+of those before it. Scores do not, so that one launch computes them for all blocks at once, split over the card in any
+way (``score_kernel``). A second launch follows the maxima of all blocks, which is quick, and weighs the scores
+(``weight_kernel``). The third goes through the blocks in order and adds up the values, split over their columns
+(``value_kernel``).
+
+A product has the same bits with other tiles, with its operands exchanged, or with another order of the 16 columns that
+one instruction multiplies; the order of these groups matters. Here keys and values are the left operands, because there
+are few query rows. Cached keys that are rotated lie in the order of memory, and the sm_90 forward has them in pair
+order: a group of 16 columns is then eight first members, and eight second ones. A copy to shared memory that exchanges
+words of 16 bytes takes several times as long as one that does not, so that the groups are made between there and the
+registers.
+"""
+
+import triton
+import triton.language as tl
+from triton import constexpr_function
+
+from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
+from fused_rope_attn.generation.inputs import QueryRows, rows_of_queries
+from fused_rope_attn.generation.pages import (
+    BlockTable,
+    assert_in_pool,
+    page_entries,
+    rows_in_pages,
+    sequence_pages,
+)
+from fused_rope_attn.generation.shares import (
+    Caches,
+    cache_view,
+    cached_keys,
+    count_key_tiles,
+    sequence_of,
+    share_of,
+    tiles_before,
+)
+from fused_rope_attn.kernels.masks import Mask, visible, window_of
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.products import approximate_tanh, tanh
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, pair_columns
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, row_pointers, tile_range
+from fused_rope_attn.runtime.triton_compat import gl, jit
+
+# The parameters that Triton must not specialise on.
+NUMBERS = "window programs B HKV GROUP_SIZE NQ S num_pages position_limit most_tiles".split()
+
+
+@constexpr_function
+def row_bases(rows, warps):
+    """Return the bases of registers and of warps for rows in eights; warps that find no rows have those of others."""
+    bases = [[8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
+    levels = warps.bit_length() - 1
+    return bases[levels:], bases[:levels] + [[0, 0]] * (levels - len(bases))
+
+
+@constexpr_function
+def quad_layout(rows, columns, warps):
+    """Return the layout of weights (rows, columns) in warps of eight rows: a thread has two of every eight columns."""
+    of_thread = [[0, 1]] + [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
+    of_registers, of_warps = row_bases(rows, warps)
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(of_thread + of_registers, lanes, of_warps, [], [rows, columns])
+
+
+@constexpr_function
+def sums_layout(rows, warps):
+    """Return the layout of sums (rows, 4), one for each thread of ``quad_layout``."""
+    of_registers, of_warps = row_bases(rows, warps)
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(of_registers, lanes, of_warps, [], [rows, 4])
+
+
+@record
+class CachedRows:
+    """The cached rows of one key head of one sequence, keys or values; in pages, those of page 0 of the pool."""
+
+    rows: Rows
+    page_stride: tl.tensor
+    table: BlockTable
+
+
+@record
+class Unit:
+    """Up to BLOCK_R query rows of one key head of one sequence: row r belongs to token ``r // GROUP_SIZE``."""
+
+    sequence: tl.tensor
+    head_kv: tl.tensor
+    number: tl.tensor  # among all units
+    start: tl.tensor  # its first row
+    num_rows: tl.tensor
+    BLOCK_R: tl.constexpr
+
+
+@triton.jit
+def unit_of(sequence, block, row_blocks, HKV, rows, BLOCK_R: tl.constexpr):
+    """Return the ``Unit`` with number ``block`` among the ``row_blocks`` * HKV units of a sequence."""
+    start = block % row_blocks * BLOCK_R
+    number = sequence * HKV * row_blocks + block
+    return Unit(sequence, block // row_blocks, number, start, tl.minimum(BLOCK_R, rows - start), BLOCK_R)
+
+
+@triton.jit
+def query_rows(unit, GROUP_SIZE):
+    """Return the ``QueryRows`` of a unit."""
+    offs = tl.arange(0, unit.BLOCK_R)
+    row = unit.start + offs
+    heads = tl.cast(unit.head_kv, tl.int64) * GROUP_SIZE + row % GROUP_SIZE
+    return QueryRows(tl.cast(unit.sequence, tl.int64), heads, row // GROUP_SIZE, offs, unit.num_rows)
+
+
+@triton.jit
+def rows_of_cache(view, table, unit, keys, format):
+    """Return the ``CachedRows`` of a unit's key head; keys: ``CachedKeys`` of its sequence."""
+    batch = tl.cast(unit.sequence, tl.int64)
+    if table.ptr is not None:
+        batch *= 0  # the pool
+    origin = Origin(batch=batch, head=tl.cast(unit.head_kv, tl.int64), row=0)
+    rows = head_rows(view, origin, keys.num_keys, format, keys.first_key)
+    return CachedRows(rows, view.strides[0], table)
+
+
+@triton.jit
+def seen_positions(keys, start, offs):
+    """Return the positions ``start + offs``; before the first key that is seen, where pages may be gone, this key."""
+    return tl.maximum(start + offs, keys.first_key)
+
+
+@triton.jit
+def look_up(pages, keys, start, offs):
+    """Return ``page_entries`` of the tile ``start + offs``."""
+    return page_entries(pages, seen_positions(keys, start, offs), keys.num_keys)
+
+
+@triton.jit
+def cached_rows_at(cached, pages, keys, entries, start, offs, columns):
+    """Return pointers to columns of the cached tile ``start + offs``, and which of its rows some query sees."""
+    if pages is None:
+        ptr = cached.rows.ptr + tl.cast(start, tl.int64) * cached.rows.stride_row
+        mask = (start + offs >= keys.first_key) & (start + offs < keys.num_keys)
+        rows = Rows(ptr, cached.rows.stride_row, cached.rows.stride_column, 0, None, cached.rows.format)
+        return row_pointers(rows, offs, columns), mask[:, None]
+    else:
+        positions = seen_positions(keys, start, offs)
+        rows = rows_in_pages(cached.rows, cached.page_stride, pages, entries, positions, keys.num_keys)
+        mask = (start + offs >= keys.first_key)[:, None] & (offs[:, None] < rows.num_rows)
+        return row_pointers(rows, offs, columns), mask
+
+
+@triton.jit
+def group_pairs(x):
+    """Return x (rows, columns) in pair order with the first members of every eight pairs before the second ones."""
+    x = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 8, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3]))
+
+
+@triton.jit
+def member_columns(BLOCK_D: tl.constexpr, D: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the columns in memory of the half layout, all first members before the second ones, and which exist."""
+    offs = tile_range(BLOCK_D, 1, LAYOUT)
+    if D == BLOCK_D and R == D:
+        return offs, offs < D
+    else:
+        pairs = offs % (BLOCK_D // 2)
+        first, second = pair_columns(pairs, D, R)
+        RUN: tl.constexpr = min(8, ((R // 2) | (D // 2)) & -((R // 2) | (D // 2)))
+        columns = tl.where(offs < BLOCK_D // 2, first, second)
+        return tl.max_contiguous(tl.multiple_of(columns, RUN), RUN), pairs < D // 2
+
+
+@triton.jit
+def query_positions(keys, unit, offs, GROUP_SIZE, S):
+    """Return the positions of a unit's query rows ``offs``, -1 for those of tokens past the end of the cache."""
+    positions = keys.q_offset + (unit.start + offs) // GROUP_SIZE
+    return tl.where(positions < S, positions, -1)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def query_kernel(
+    q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, q_norm_ptr, rotated_ptr, q_strides, cos_strides,
+    sin_strides, q_sign, norm_eps, norm_offset, B, HKV, GROUP_SIZE, NQ, S, position_limit, D: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+    APPENDS: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate the queries of one unit. Grid: (units,).
+
+    rotated (units, BLOCK_R, BLOCK_D) in q's dtype, in the order of ``group_pairs``, or interleaved ones in that of
+    memory; rows that do not exist are 0.
+    """
+    let_next_launch_start(PDL)
+    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, None, APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
+    rows = NQ * GROUP_SIZE
+    row_blocks = tl.cdiv(rows, BLOCK_R)
+    units = HKV * row_blocks
+    number = tl.program_id(0)
+    unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
+    q_rows = query_rows(unit, GROUP_SIZE)
+    positions = query_positions(cached_keys(caches, unit.sequence), unit, q_rows.offs_m, GROUP_SIZE, S)
+    q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
+    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+    rotation = head_rotation(tables, q_rows.batch, position_limit, q_norm)
+    rows = rows_of_queries(TensorView(q_ptr, q_strides), q_rows, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
+    q = load_rotated(rows, q_rows.offs_m, rotation, positions - q_rows.offs_m, q_sign)
+    if not INTERLEAVED:
+        q = group_pairs(q)
+    at = rotated_ptr + (tl.cast(number, tl.int64) * BLOCK_R + q_rows.offs_m)[:, None] * BLOCK_D
+    tl.store(at + tl.arange(0, BLOCK_D)[None, :], q)
+
+
+@jit(do_not_specialize=NUMBERS)
+def weight_kernel(
+    cache_seqlens_ptr, kv_starts_ptr, scores_ptr, maxima_ptr, weights_ptr, sums_ptr, factors_ptr, last_maxima_ptr,
+    qk_scale, window, B, HKV, GROUP_SIZE, NQ, S, most_tiles, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, APPENDS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Weigh the scores of GROUP tiles of one unit. Grid: (B * units of a sequence * cdiv(most_tiles, GROUP),).
+
+    weights: like the scores, rounded to their dtype, which is q's; sums (units, most_tiles, rows, 4) float32: of the
+    weights of a tile that one thread of a quad of the sm_90 forward has; factors (units, most_tiles, rows) float32: of
+    the sums and the output before the tile; last_maxima (units, rows) float32: those after all tiles, in base 2.
+    """
+    let_next_launch_start(PDL)
+    # A warp has eight rows, and each of its threads two neighbours of every eight keys, as in the sm_90 forward.
+    QUADS: gl.constexpr = quad_layout(BLOCK_R, BLOCK_N, BLOCK_R // 8)
+    SUMS: gl.constexpr = sums_layout(BLOCK_R, BLOCK_R // 8)
+    ROW: gl.constexpr = gl.SliceLayout(1, QUADS)
+    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
+    rows = NQ * GROUP_SIZE
+    stored = gl.minimum(rows, BLOCK_R)
+    row_blocks = (rows + BLOCK_R - 1) // BLOCK_R
+    groups = (most_tiles + GROUP - 1) // GROUP
+    number, group = gl.program_id(0) // groups, gl.program_id(0) % groups
+    sequence = number // (HKV * row_blocks)
+    keys = cached_keys(caches, sequence)
+    tiles = count_key_tiles(keys, BLOCK_N)
+    first = group * GROUP
+    if first >= tiles:
+        return
+    offs = gl.arange(0, BLOCK_R, ROW)
+    exists = offs < gl.minimum(stored, rows - number % row_blocks * BLOCK_R)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, QUADS))
+    quad = gl.arange(0, 4, gl.SliceLayout(0, SUMS))
+    rows_of_sums = gl.arange(0, BLOCK_R, gl.SliceLayout(1, SUMS))
+    place = number.to(gl.int64) * most_tiles
+    row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
+    wait_for_previous_launch(PDL)
+    # The tiles after this group's.
+    end = gl.minimum(tiles, first + GROUP)
+    at = maxima_ptr + (place + tiles - 1) * stored + offs
+    highest = gl.load(at, mask=exists, other=float("-inf"))
+    for _ in range(end, tiles):
+        at -= stored
+        following = gl.load(at, mask=exists, other=float("-inf"))
+        row_max, _, _ = lagging_maximum(row_max, highest, qk_scale)
+        highest = following
+    for i in range(end - first):
+        tile = place + end - 1 - i
+        row_max, subtrahend, factor = lagging_maximum(row_max, highest, qk_scale)
+        within = (tile * stored + offs)[:, None] * BLOCK_N + columns[None, :]
+        scores = gl.load(scores_ptr + within, mask=exists[:, None], other=float("-inf"))
+        if i + 1 < end - first:
+            highest = gl.load(maxima_ptr + (tile - 1) * stored + offs, mask=exists, other=float("-inf"))
+        p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
+        part = gl.convert_layout(sum_quads(p), SUMS)
+        gl.store(weights_ptr + within, p.to(weights_ptr.dtype.element_ty), mask=exists[:, None])
+        gl.store(factors_ptr + tile * stored + offs, factor, mask=exists)
+        sums = sums_ptr + (tile * stored + rows_of_sums)[:, None] * 4 + quad[None, :]
+        gl.store(sums, part, mask=(rows_of_sums < gl.minimum(stored, rows - number % row_blocks * BLOCK_R))[:, None])
+    if first == 0:
+        gl.store(last_maxima_ptr + number * stored + offs, row_max, mask=exists)

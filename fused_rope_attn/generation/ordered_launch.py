@@ -1,0 +1,121 @@
+"""Launches of a generation step that gives the bits of the sm_90 forward; the kernels say how."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.generation.configs import DECODE_ROWS, OrderedConfig
+from fused_rope_attn.generation.launch import WriteCall, cache_arguments, pointers
+from fused_rope_attn.generation.ordered_attend import attend_kernel, score_kernel, value_kernel
+from fused_rope_attn.generation.ordered_kernels import query_kernel, weight_kernel
+from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
+from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.keywords import fill
+from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
+
+
+def most_rows(problem: Problem) -> int:
+    """Return BLOCK_R: the query rows of a key head that one program takes, a power of two of at least 8."""
+    return max(8, 1 << (problem.len_q * problem.group_size - 1).bit_length())
+
+
+class OrderedCall:
+    """The launches of one signature: new tokens, queries, and either one loop over the tiles for each unit, or scores,
+    weights and values."""
+
+    def __init__(self, problem: Problem, tensors: tuple, config: OrderedConfig):
+        given = StepTensors(*tensors)
+        q, v_cache = given.q, given.v_cache
+        cache = cache_of(problem)
+        rows, block_n = problem.len_q * problem.group_size, config.block_n
+        block_r = min(DECODE_ROWS, most_rows(problem))
+        units = problem.batch * problem.heads_kv * -(-rows // block_r)
+        seen = problem.len_k
+        if problem.window_left is not None:  # a window begins and ends within a tile
+            seen = min(seen, problem.window_left + problem.len_q + block_n)
+        most_tiles = max(1, -(-seen // block_n))
+        stored = min(rows, block_r)
+        pad_d = max(64, block_d(problem.head_dim))
+        self.o_strides = output_strides(q)
+        self.rotated_shape = (units, block_r, pad_d)
+        self.tiles_shape = (units, most_tiles, stored)
+        self.block_n = block_n
+        self.last_shape = (units, stored)
+        self.write = WriteCall(problem, fill(Written, given._asdict())) if cache.appends else None
+        self.is_whole = units >= config.least_units
+        of_cache = cache_arguments(given)
+        shared = shared_arguments(problem, given.cos, given.sin) | of_cache
+        shared |= {
+            "B": problem.batch,
+            "S": problem.len_k,
+            "most_tiles": most_tiles,
+            "BLOCK_R": block_r,
+            "BLOCK_N": block_n,
+            "BLOCK_D": pad_d,
+            "APPENDS": cache.appends,
+            "PDL": True,
+            "o_strides": self.o_strides,
+            "USE_INT64_OFFSETS": is_long(q.stride(), given.k_cache.stride(), v_cache.stride(), self.o_strides),
+        }
+        asserts = {} if given.block_table is None else {"debug": True}
+        overlaps = {"launch_pdl": True}
+        queries = Launch(query_kernel, units, {"num_warps": 4}, shared, q_strides=q.stride())
+        if self.is_whole:
+            stage = 2 * block_n * pad_d * q.element_size()
+            stages = min(config.most_stages, (200 * 1024 - 4 * block_r * block_n - 2 * block_r * pad_d) // stage)
+            # Products of two warpgroups have 128 rows at least.
+            warps = 8 if min(block_n, pad_d) >= 128 else 4
+            attend = Launch(attend_kernel, units, {"num_warps": warps, **overlaps, **asserts}, shared, STAGES=stages)
+            self.launches = (queries, attend)
+            return
+        groups = -(-most_tiles // config.score_group)
+        score = Launch(
+            score_kernel,
+            units * groups,
+            {"num_warps": 4, **overlaps, **asserts},
+            shared,
+            GROUP=config.score_group,
+            STAGES=config.score_stages,
+        )
+        groups = -(-most_tiles // config.group)
+        weigh = Launch(
+            weight_kernel, units * groups, {"num_warps": block_r // 8, **overlaps}, shared, GROUP=config.group
+        )
+        add = Launch(
+            value_kernel,
+            units * -(-problem.head_dim // config.columns),
+            {"num_warps": 4, **overlaps},
+            shared,
+            COLUMNS=config.columns,
+            STAGES=min(config.value_stages, 200 * 1024 // (2 * block_n * (max(64, config.columns) + block_r))),
+        )
+        self.launches = (queries, score, weigh, add)
+
+    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = StepTensors(*flat)
+        q = tensors.q
+        stream = device.current_stream(q.device)
+        if self.write is not None:
+            self.write(fill(Written, tensors._asdict()), k_norm=tensors.k_norm)
+        o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+        def workspace(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=q.device)
+
+        given = pointers(tensors, o_ptr=o, lse_ptr=lse, rotated_ptr=workspace(*self.rotated_shape, dtype=q.dtype))
+        if not self.is_whole:
+            given |= {
+                "scores_ptr": workspace(*self.tiles_shape, self.block_n),
+                "weights_ptr": workspace(*self.tiles_shape, self.block_n, dtype=q.dtype),
+                "maxima_ptr": workspace(*self.tiles_shape),
+                "factors_ptr": workspace(*self.tiles_shape),
+                "sums_ptr": workspace(*self.tiles_shape, 4),
+                "last_maxima_ptr": workspace(*self.last_shape),
+            }
+        for launch in self.launches:
+            launch(stream, given)
+        return o, lse
