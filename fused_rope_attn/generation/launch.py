@@ -161,7 +161,8 @@ class StepCall:
 class WriteCall:
     """The launch of one signature that puts new keys and values into a cache."""
 
-    def __init__(self, problem: Problem, tensors: tuple):
+    def __init__(self, problem: Problem, tensors: tuple, pdl: bool = False):
+        """pdl: the next launch may begin early, and waits for this one."""
         given = Written(*tensors)
         small = 16 if device.is_interpreted() else 32
         block_t, heads = small, min(4, problem.heads_kv)
@@ -183,6 +184,7 @@ class WriteCall:
             CACHE_IS_ROTATED=cache_of(problem).is_rotated,
             IS_FLOAT8=cache_of(problem).is_float8,
             USE_INT64_OFFSETS=is_long(*strides),
+            PDL=pdl,
         )
 
     def __call__(self, tensors: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:

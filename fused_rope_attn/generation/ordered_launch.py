@@ -8,8 +8,9 @@ from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, OrderedConfig
 from fused_rope_attn.generation.launch import WriteCall, cache_arguments, pointers
-from fused_rope_attn.generation.ordered_attend import attend_kernel, score_kernel, value_kernel
-from fused_rope_attn.generation.ordered_kernels import query_kernel, weight_kernel
+from fused_rope_attn.generation.ordered_attend import attend_kernel
+from fused_rope_attn.generation.ordered_split import score_kernel, value_kernel, weight_kernel
+from fused_rope_attn.generation.ordered_units import query_kernel
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.keywords import fill
@@ -44,7 +45,7 @@ class OrderedCall:
         self.tiles_shape = (units, most_tiles, stored)
         self.block_n = block_n
         self.last_shape = (units, stored)
-        self.write = WriteCall(problem, fill(Written, given._asdict())) if cache.appends else None
+        self.write = WriteCall(problem, fill(Written, given._asdict()), pdl=True) if cache.appends else None
         self.is_whole = units >= config.least_units
         of_cache = cache_arguments(given)
         shared = shared_arguments(problem, given.cos, given.sin) | of_cache
@@ -62,35 +63,38 @@ class OrderedCall:
         }
         asserts = {} if given.block_table is None else {"debug": True}
         overlaps = {"launch_pdl": True}
-        queries = Launch(query_kernel, units, {"num_warps": 4}, shared, q_strides=q.stride())
+        # It may overlap with the write alone: other launches before it may have made its inputs.
+        options = {"num_warps": 4, **asserts, **(overlaps if cache.appends else {})}
+        queries = Launch(query_kernel, units, options, shared, q_strides=q.stride())
         if self.is_whole:
             stage = 2 * block_n * pad_d * q.element_size()
-            stages = min(config.most_stages, (200 * 1024 - 4 * block_r * block_n - 2 * block_r * pad_d) // stage)
+            stages = min(config.most_stages, (220 * 1024 - 12 * block_r * block_n - 2 * block_r * pad_d) // stage)
             # Products of two warpgroups have 128 rows at least.
             warps = 8 if min(block_n, pad_d) >= 128 else 4
-            attend = Launch(attend_kernel, units, {"num_warps": warps, **overlaps, **asserts}, shared, STAGES=stages)
+            options = {"num_warps": warps, **overlaps}
+            attend = Launch(attend_kernel, units, options, shared, STAGES=stages, WARPS=warps)
             self.launches = (queries, attend)
             return
         groups = -(-most_tiles // config.score_group)
         score = Launch(
             score_kernel,
             units * groups,
-            {"num_warps": 4, **overlaps, **asserts},
+            {"num_warps": 4, **overlaps},
             shared,
             GROUP=config.score_group,
             STAGES=config.score_stages,
         )
-        groups = -(-most_tiles // config.group)
-        weigh = Launch(
-            weight_kernel, units * groups, {"num_warps": block_r // 8, **overlaps}, shared, GROUP=config.group
-        )
+        # A program follows the maxima of all tiles after its own, which takes as long as to weigh a few.
+        group = min(8, max(1, units * most_tiles // config.weighing))
+        programs = units * -(-most_tiles // group)
+        weigh = Launch(weight_kernel, programs, {"num_warps": block_r // 8, **overlaps}, shared, GROUP=group)
         add = Launch(
             value_kernel,
             units * -(-problem.head_dim // config.columns),
             {"num_warps": 4, **overlaps},
             shared,
             COLUMNS=config.columns,
-            STAGES=min(config.value_stages, 200 * 1024 // (2 * block_n * (max(64, config.columns) + block_r))),
+            STAGES=min(config.value_stages, 224 * 1024 // (2 * block_n * (max(64, config.columns) + block_r) + 256)),
         )
         self.launches = (queries, score, weigh, add)
 
@@ -114,6 +118,7 @@ class OrderedCall:
                 "maxima_ptr": workspace(*self.tiles_shape),
                 "factors_ptr": workspace(*self.tiles_shape),
                 "sums_ptr": workspace(*self.tiles_shape, 4),
+                "moves_ptr": workspace(*self.tiles_shape[:2], dtype=torch.int32),
                 "last_maxima_ptr": workspace(*self.last_shape),
             }
         for launch in self.launches:

@@ -38,7 +38,7 @@ class Caches:
 
 @record
 class CachedKeys:
-    """The keys in the cache before this call, or IN_ORDER after it, of one sequence or of each of a vector of sequences."""
+    """The keys in the cache before this call, or IN_ORDER after it, of a sequence or of each of a vector of them."""
 
     num_keys: tl.tensor
     q_offset: tl.tensor  # position of the first query

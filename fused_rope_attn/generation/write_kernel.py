@@ -27,6 +27,7 @@ from fused_rope_attn.kernels.rotation import (
     pair_norm_weights,
     store_pairs,
 )
+from fused_rope_attn.kernels.schedule import let_next_launch_start
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_rows, load_tile, store_tile
 
 
@@ -67,6 +68,7 @@ def write_kernel(
     S, HKV, num_sequences, num_pages, position_limit, tiles, D: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_FLOAT8: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_T tokens of HEADS key heads. Grid: (head blocks * tiles * B,), packed sequences have one B.
 
@@ -75,6 +77,7 @@ def write_kernel(
     are None: table, seqlens (0), lens (N), cu, the scales, the weights k_norm (D,) of a norm of k, and sums (B,) int32,
     which gets seqlens + N. The caches and their arguments are those of ``decode_kernel``.
     """
+    let_next_launch_start(PDL)
     k_cache = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     v_cache = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)

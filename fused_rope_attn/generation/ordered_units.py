@@ -1,25 +1,27 @@
 # mypy: ignore-errors
 """Generation steps with the bits of the sm_90 forward: each key's scores, weights and values in that kernel's order.
 
-The sm_90 forward visits blocks of BLOCK_N keys from the last one down, and the weights of a block depend on the maxima
-of those before it. Scores do not, so that one launch computes them for all blocks at once, split over the card in any
-way (``score_kernel``). A second launch follows the maxima of all blocks, which is quick, and weighs the scores
-(``weight_kernel``). The third goes through the blocks in order and adds up the values, split over their columns
-(``value_kernel``).
+The sm_90 forward visits tiles of BLOCK_N keys from the last one down. The weights of a tile depend on the maxima of the
+tiles before it, and the output and the sums of the weights are added up tile by tile. Scores depend on nothing else.
+
+Long batches have a program for each unit, up to BLOCK_R query rows of one key head of one sequence, which goes through
+its tiles in that order (``attend_kernel``). Few sequences would leave most of the card idle: there one launch computes
+the scores of all tiles, split over the card in any way (``score_kernel``), a second one follows the maxima, which is
+quick, and weighs the scores (``weight_kernel``), and a third one goes through the tiles and adds up the values, split
+over their columns (``value_kernel``).
 
 A product has the same bits with other tiles, with its operands exchanged, or with another order of the 16 columns that
 one instruction multiplies; the order of these groups matters. Here keys and values are the left operands, because there
 are few query rows. Cached keys that are rotated lie in the order of memory, and the sm_90 forward has them in pair
 order: a group of 16 columns is then eight first members, and eight second ones. A copy to shared memory that exchanges
-words of 16 bytes takes several times as long as one that does not, so that the groups are made between there and the
-registers.
+words of 16 bytes takes several times as long as one that does not, so that the groups are made on the way from there to
+the registers.
 """
 
 import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
 from fused_rope_attn.generation.inputs import QueryRows, rows_of_queries
 from fused_rope_attn.generation.pages import (
     BlockTable,
@@ -30,22 +32,16 @@ from fused_rope_attn.generation.pages import (
 )
 from fused_rope_attn.generation.shares import (
     Caches,
-    cache_view,
     cached_keys,
-    count_key_tiles,
-    sequence_of,
-    share_of,
-    tiles_before,
 )
-from fused_rope_attn.kernels.masks import Mask, visible, window_of
 from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.products import approximate_tanh, tanh
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, pair_columns
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, row_pointers, tile_range
-from fused_rope_attn.runtime.triton_compat import gl, jit
+from fused_rope_attn.runtime.triton_compat import (
+    gl,
+)
 
 # The parameters that Triton must not specialise on.
 NUMBERS = "window programs B HKV GROUP_SIZE NQ S num_pages position_limit most_tiles".split()
@@ -182,25 +178,36 @@ def query_positions(keys, unit, offs, GROUP_SIZE, S):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_kernel(
-    q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, q_norm_ptr, rotated_ptr, q_strides, cos_strides,
-    sin_strides, q_sign, norm_eps, norm_offset, B, HKV, GROUP_SIZE, NQ, S, position_limit, D: tl.constexpr,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-    APPENDS: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, q_norm_ptr, rotated_ptr, q_strides,
+    cos_strides, sin_strides, table_strides, q_sign, norm_eps, norm_offset, window, B, HKV, GROUP_SIZE, NQ, S,
+    num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, APPENDS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the queries of one unit. Grid: (units,).
+    """Norm and rotate the queries of one unit, and check that its pages are in the pool. Grid: (units,).
 
     rotated (units, BLOCK_R, BLOCK_D) in q's dtype, in the order of ``group_pairs``, or interleaved ones in that of
     memory; rows that do not exist are 0.
     """
     let_next_launch_start(PDL)
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, None, APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
+    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
     rows = NQ * GROUP_SIZE
     row_blocks = tl.cdiv(rows, BLOCK_R)
     units = HKV * row_blocks
     number = tl.program_id(0)
     unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
+    keys = cached_keys(caches, unit.sequence)
     q_rows = query_rows(unit, GROUP_SIZE)
-    positions = query_positions(cached_keys(caches, unit.sequence), unit, q_rows.offs_m, GROUP_SIZE, S)
+    positions = query_positions(keys, unit, q_rows.offs_m, GROUP_SIZE, S)
+    if block_table_ptr is not None:
+        if number % units == 0:
+            table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+            pages = sequence_pages(table, q_rows.batch, 0, 0)
+            offs = tl.arange(0, 128)
+            highest = tl.zeros((128,), tl.uint32)
+            for start in range(keys.first_key // PAGE_SIZE * PAGE_SIZE, keys.num_keys, 128 * PAGE_SIZE):
+                highest = tl.maximum(highest, page_entries(pages, start + offs * PAGE_SIZE, keys.num_keys))
+            assert_in_pool(highest, pages)
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     rotation = head_rotation(tables, q_rows.batch, position_limit, q_norm)
@@ -210,66 +217,5 @@ def query_kernel(
         q = group_pairs(q)
     at = rotated_ptr + (tl.cast(number, tl.int64) * BLOCK_R + q_rows.offs_m)[:, None] * BLOCK_D
     tl.store(at + tl.arange(0, BLOCK_D)[None, :], q)
-
-
-@jit(do_not_specialize=NUMBERS)
-def weight_kernel(
-    cache_seqlens_ptr, kv_starts_ptr, scores_ptr, maxima_ptr, weights_ptr, sums_ptr, factors_ptr, last_maxima_ptr,
-    qk_scale, window, B, HKV, GROUP_SIZE, NQ, S, most_tiles, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP: gl.constexpr, APPENDS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Weigh the scores of GROUP tiles of one unit. Grid: (B * units of a sequence * cdiv(most_tiles, GROUP),).
-
-    weights: like the scores, rounded to their dtype, which is q's; sums (units, most_tiles, rows, 4) float32: of the
-    weights of a tile that one thread of a quad of the sm_90 forward has; factors (units, most_tiles, rows) float32: of
-    the sums and the output before the tile; last_maxima (units, rows) float32: those after all tiles, in base 2.
-    """
-    let_next_launch_start(PDL)
-    # A warp has eight rows, and each of its threads two neighbours of every eight keys, as in the sm_90 forward.
-    QUADS: gl.constexpr = quad_layout(BLOCK_R, BLOCK_N, BLOCK_R // 8)
-    SUMS: gl.constexpr = sums_layout(BLOCK_R, BLOCK_R // 8)
-    ROW: gl.constexpr = gl.SliceLayout(1, QUADS)
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    rows = NQ * GROUP_SIZE
-    stored = gl.minimum(rows, BLOCK_R)
-    row_blocks = (rows + BLOCK_R - 1) // BLOCK_R
-    groups = (most_tiles + GROUP - 1) // GROUP
-    number, group = gl.program_id(0) // groups, gl.program_id(0) % groups
-    sequence = number // (HKV * row_blocks)
-    keys = cached_keys(caches, sequence)
-    tiles = count_key_tiles(keys, BLOCK_N)
-    first = group * GROUP
-    if first >= tiles:
-        return
-    offs = gl.arange(0, BLOCK_R, ROW)
-    exists = offs < gl.minimum(stored, rows - number % row_blocks * BLOCK_R)
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, QUADS))
-    quad = gl.arange(0, 4, gl.SliceLayout(0, SUMS))
-    rows_of_sums = gl.arange(0, BLOCK_R, gl.SliceLayout(1, SUMS))
-    place = number.to(gl.int64) * most_tiles
-    row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
+    # The next launch waits for this one, and so for the new tokens, which are being written.
     wait_for_previous_launch(PDL)
-    # The tiles after this group's.
-    end = gl.minimum(tiles, first + GROUP)
-    at = maxima_ptr + (place + tiles - 1) * stored + offs
-    highest = gl.load(at, mask=exists, other=float("-inf"))
-    for _ in range(end, tiles):
-        at -= stored
-        following = gl.load(at, mask=exists, other=float("-inf"))
-        row_max, _, _ = lagging_maximum(row_max, highest, qk_scale)
-        highest = following
-    for i in range(end - first):
-        tile = place + end - 1 - i
-        row_max, subtrahend, factor = lagging_maximum(row_max, highest, qk_scale)
-        within = (tile * stored + offs)[:, None] * BLOCK_N + columns[None, :]
-        scores = gl.load(scores_ptr + within, mask=exists[:, None], other=float("-inf"))
-        if i + 1 < end - first:
-            highest = gl.load(maxima_ptr + (tile - 1) * stored + offs, mask=exists, other=float("-inf"))
-        p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
-        part = gl.convert_layout(sum_quads(p), SUMS)
-        gl.store(weights_ptr + within, p.to(weights_ptr.dtype.element_ty), mask=exists[:, None])
-        gl.store(factors_ptr + tile * stored + offs, factor, mask=exists)
-        sums = sums_ptr + (tile * stored + rows_of_sums)[:, None] * 4 + quad[None, :]
-        gl.store(sums, part, mask=(rows_of_sums < gl.minimum(stored, rows - number % row_blocks * BLOCK_R))[:, None])
-    if first == 0:
-        gl.store(last_maxima_ptr + number * stored + offs, row_max, mask=exists)

@@ -1,0 +1,279 @@
+# mypy: ignore-errors
+"""Tiles of an ordered step on sm_90: their layouts, how warps of their own copy them, and what becomes of products.
+
+Products are transposed, because a tensor core's tile has 64 rows, or eight columns: keys and values are left operands.
+"""
+
+from triton import constexpr_function
+
+from fused_rope_attn.generation.ordered_units import (
+    CachedRows,
+    Unit,
+    cached_rows_at,
+    look_up,
+    member_columns,
+    rows_of_cache,
+    unit_of,
+)
+from fused_rope_attn.generation.pages import (
+    SequencePages,
+    sequence_pages,
+)
+from fused_rope_attn.generation.shares import (
+    CachedKeys,
+    cached_keys,
+    count_key_tiles,
+)
+from fused_rope_attn.kernels.masks import Mask, visible
+from fused_rope_attn.kernels.products import approximate_tanh, tanh
+from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
+from fused_rope_attn.kernels.tiles import row_pointers
+from fused_rope_attn.runtime.triton_compat import (
+    async_copy,
+    async_load,
+    gl,
+    jit,
+)
+
+# Warps that copy, in partitions of their own, and those that add up sums of weights.
+COPY_WARPS = gl.constexpr(4)
+SUM_WARPS = gl.constexpr(4)
+COPY_REGISTERS = gl.constexpr(152)
+SUM_REGISTERS = gl.constexpr(96)
+
+
+@constexpr_function
+def copy_layout(rows, columns, warps):
+    """Return the layout in which warps copy a tile (rows, columns), 16 bytes a thread."""
+    across = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
+    down = [[1 << i, 0] for i in range(rows.bit_length() - 1)]
+    threads = 5 + warps.bit_length() - 1
+    bases = across + down
+    bases += [[0, 0]] * (threads - len(bases))  # tiles of less than 16 bytes a thread
+    of_registers = [[0, 1], [0, 2], [0, 4], *bases[threads:]]
+    return gl.DistributedLinearLayout(of_registers, bases[:5], bases[5:threads], [], [rows, columns])
+
+
+@constexpr_function
+def member_layout(rows, columns, warps):
+    """Return the layout of keys (rows, columns), all first members before the second ones, as tensor cores read them.
+
+    A thread has two neighbours of every eight columns, in rows eight apart. A warp has 16 rows.
+    """
+    eights = [[0, 8 << i] for i in range((columns // 16).bit_length() - 1)]
+    of_registers = [[0, 1], [8, 0], [0, columns // 2], *eights]
+    levels = warps.bit_length() - 1
+    of_rows = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(of_registers + of_rows[levels:], lanes, of_rows[:levels], [], [rows, columns])
+
+
+@jit
+def key_operand(tile, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr, WARPS: gl.constexpr):
+    """Return keys (BLOCK_N, BLOCK_D) from shared memory as the left operand of a product with a result of LAYOUT.
+
+    Their columns are in the order of ``query_kernel``'s. INTERLEAVED: they are already in shared memory.
+    """
+    if INTERLEAVED:
+        return tile
+    else:
+        ROWS: gl.constexpr = tile.shape[0]
+        COLUMNS: gl.constexpr = tile.shape[1]
+        k = tile.load(member_layout(ROWS, COLUMNS, WARPS))
+        k = k.reshape((ROWS, 2, COLUMNS // 16, 8)).permute((0, 2, 1, 3)).reshape((ROWS, COLUMNS))
+        return gl.convert_layout(k, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
+
+
+@constexpr_function
+def partials_layout(rows, warps):
+    """Return the layout of partial results (warps, rows) in which a thread has all those of the rows it multiplies."""
+    of_rows = [[0, 8 << i] for i in range((rows // 8).bit_length() - 1)]
+    partials = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout([[0, 1], *of_rows, *partials], lanes, [[0, 0]] * len(partials), [], [warps, rows])
+
+
+@jit
+def highest_scores(scores, WARPS: gl.constexpr):
+    """Return the maxima (BLOCK_R,) of scores (BLOCK_N, BLOCK_R), with one exchange between warps."""
+    BLOCK_N: gl.constexpr = scores.shape[0]
+    BLOCK_R: gl.constexpr = scores.shape[1]
+    # A warp has 16 keys of every 16 * WARPS.
+    partials = gl.max(gl.max(scores.reshape((BLOCK_N // (16 * WARPS), WARPS, 16, BLOCK_R)), 0), 1)
+    highest = gl.max(gl.convert_layout(partials, partials_layout(BLOCK_R, WARPS)), 0)
+    return gl.convert_layout(highest, gl.SliceLayout(0, scores.type.layout), assert_trivial=True)
+
+
+@jit
+def mask_and_cap(scores, cap_scale, walk, positions, start, window, DTYPE: gl.constexpr):
+    """Return scores (BLOCK_N, BLOCK_R), capped, and -inf where a query does not see a key."""
+    if cap_scale is not None:
+        if DTYPE == gl.bfloat16:
+            scores = approximate_tanh(scores * cap_scale)
+        else:
+            scores = tanh(scores * cap_scale, PRECISE=False)
+    offs = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+    if (start < walk.seen_from) | (start + walk.BLOCK_N > walk.seen_until):
+        mask = Mask(walk.keys.num_keys, walk.keys.first_key, window, READS_LENGTHS=True)
+        scores = gl.where(visible(mask, positions[None, :], (start + offs)[:, None]), scores, float("-inf"))
+    return scores
+
+
+@record
+class Walk:
+    """A unit, and the tiles of its sequence: number 0 is the last one."""
+
+    unit: Unit
+    keys: CachedKeys
+    tiles: gl.tensor
+    pages: SequencePages | None
+    first_tile: gl.tensor  # of the workspaces: the one of the last tile
+    rows: gl.tensor  # of a tile in the workspaces
+    last: gl.tensor  # position of the last tile's first key
+    seen_from: gl.tensor  # every query sees the keys from here on
+    seen_until: gl.tensor  # ... before this one
+    BLOCK_N: gl.constexpr
+
+
+@jit
+def walk_of(number, caches, table, window, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
+    """Return the ``Walk`` of unit ``number``."""
+    rows = caches.NQ * GROUP_SIZE
+    row_blocks = (rows + BLOCK_R - 1) // BLOCK_R
+    units = HKV * row_blocks
+    unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
+    keys = cached_keys(caches, unit.sequence)
+    tiles = count_key_tiles(keys, caches.BLOCK_N)
+    pages = None
+    if table.ptr is not None:
+        pages = sequence_pages(table, gl.to_tensor(unit.sequence).to(gl.int64), 0, 0)
+    first_tile = gl.to_tensor(number).to(gl.int64) * most_tiles + tiles - 1
+    last = keys.first_tile + (tiles - 1) * caches.BLOCK_N
+    first_position, last_position = keys.q_offset, keys.q_offset + caches.NQ - 1
+    seen_from, seen_until = keys.first_key, keys.num_keys
+    if window.left is not None:
+        seen_from = gl.maximum(seen_from, last_position - window.left)
+    if window.right is not None:
+        seen_until = gl.minimum(seen_until, first_position + window.right + 1)
+    seen_until = gl.where((first_position >= 0) & (last_position < caches.S), seen_until, 0)
+    stored = gl.minimum(rows, BLOCK_R)
+    return Walk(unit, keys, tiles, pages, first_tile, stored, last, seen_from, seen_until, caches.BLOCK_N)
+
+
+@record
+class Source:
+    """The cached rows of a unit, keys or values, and how tiles of them are copied."""
+
+    cached: CachedRows
+    columns: gl.tensor  # in memory
+    exists: gl.tensor  # which of the columns do
+    offsets: gl.tensor  # of a contiguous cache: of a tile's elements from its first row
+    LAYOUT: gl.constexpr
+    IS_WHOLE: gl.constexpr  # whether all columns exist
+
+
+@jit
+def source_of(view, table, walk, row_format, columns, exists, LAYOUT: gl.constexpr, IS_WHOLE: gl.constexpr):
+    """Return the ``Source`` of a walk's unit."""
+    cached = rows_of_cache(view, table, walk.unit, walk.keys, row_format)
+    offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    offsets = row_pointers(replace(cached.rows, ptr=0), offs, columns)
+    return Source(cached, columns, exists, offsets, LAYOUT, IS_WHOLE)
+
+
+@jit
+def key_source(view, table, walk, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """Return the ``Source`` of rotated keys for ``key_operand``."""
+    D: gl.constexpr = row_format.D
+    BLOCK_D: gl.constexpr = row_format.BLOCK_D
+    COPY: gl.constexpr = copy_layout(walk.BLOCK_N, BLOCK_D, COPY_WARPS)
+    if INTERLEAVED:
+        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
+        return source_of(view, table, walk, row_format, columns, columns < D, COPY, D == BLOCK_D)
+    else:
+        columns, exists = member_columns(BLOCK_D, D, R, COPY)
+        return source_of(view, table, walk, row_format, columns, exists, COPY, D == BLOCK_D)
+
+
+@jit
+def value_source(view, table, walk, row_format, first):
+    """Return the ``Source`` of values, of as many columns as the format's BLOCK_D from ``first`` on."""
+    D: gl.constexpr = row_format.D
+    BLOCK_D: gl.constexpr = row_format.BLOCK_D
+    COPY: gl.constexpr = copy_layout(walk.BLOCK_N, BLOCK_D, COPY_WARPS)
+    columns = first + gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
+    return source_of(view, table, walk, row_format, columns, columns < D, COPY, D % BLOCK_D == 0)
+
+
+@jit
+def copy_rows(source, walk, visit, tile):
+    """Begin to copy the rows of the walk's tile ``visit``, zeros for those that no query sees, and commit nothing.
+
+    Tiles past the last one are not copied. Pages outside the pool count as zeros; ``query_kernel`` stops the call.
+    """
+    offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
+    start = walk.last - visit * walk.BLOCK_N
+    if visit < walk.tiles:
+        if walk.pages is not None:
+            entries = look_up(walk.pages, walk.keys, start, offs)
+            cached = source.cached
+            pointers, mask = cached_rows_at(cached, walk.pages, walk.keys, entries, start, offs, source.columns)
+            async_load(tile, pointers, mask & source.exists[None, :])
+        else:
+            rows = source.cached.rows
+            pointers = rows.ptr + gl.to_tensor(start).to(gl.int64) * rows.stride_row + source.offsets
+            if source.IS_WHOLE:
+                if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
+                    async_load(tile, pointers)
+                else:
+                    mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
+                    async_load(tile, pointers, mask[:, None])
+            else:
+                mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
+                async_load(tile, pointers, mask[:, None] & source.exists[None, :])
+
+
+@jit
+def copy_queries(rotated_ptr, number, q_smem, WARPS: gl.constexpr):
+    """Begin to copy the queries of unit ``number``, of ``query_kernel``."""
+    COPY: gl.constexpr = copy_layout(q_smem.shape[0], q_smem.shape[1], WARPS)
+    rows = gl.arange(0, q_smem.shape[0], gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, q_smem.shape[1], gl.SliceLayout(0, COPY))
+    first_row = gl.to_tensor(number).to(gl.int64) * q_smem.shape[0]
+    async_load(q_smem, rotated_ptr + (first_row + rows)[:, None] * q_smem.shape[1] + columns[None, :])
+
+
+@jit
+def store_unit(walk, acc, row_max, row_sum, sinks_ptr, o_ptr, lse_ptr, o_strides, NQ, HQ, GROUP_SIZE, column, end):
+    """Write the output of a unit, acc (columns, BLOCK_R) of columns from ``column`` on before ``end``, and its lse.
+
+    row_max, in base 2, and row_sum (BLOCK_R,): as the sm_90 forward leaves them.
+    """
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    BLOCK_R: gl.constexpr = acc.shape[1]
+    unit = walk.unit
+    offs = gl.arange(0, BLOCK_R, ROW)
+    row = unit.start + offs
+    tokens, heads = row // GROUP_SIZE, unit.head_kv * GROUP_SIZE + row % GROUP_SIZE
+    exists = offs < unit.num_rows
+    sink = None
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + heads, mask=exists, other=0.0).to(gl.float32) * LOG2E
+    seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
+    factor = gl.where(seen, weight / divisor, 0.0)
+    o = gl.where(seen[None, :], acc * factor[None, :], 0.0).to(o_ptr.dtype.element_ty)
+    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    batch = gl.to_tensor(unit.sequence).to(gl.int64)
+    rows = batch * o_strides[0] + heads.to(gl.int64) * o_strides[1] + tokens.to(gl.int64) * o_strides[2]
+    at = o_ptr + rows[None, :] + columns[:, None] * o_strides[3]
+    gl.store(at, o, mask=exists[None, :] & (columns < end)[:, None])
+    if column == 0:
+        gl.store(lse_ptr + (batch * HQ + heads) * NQ + tokens, log_sum_exp(seen, row_max, divisor), mask=exists)
+
+
+@jit
+def fill_by_copies(channel, cursor):
+    """Let the slot be full when all copies of the calling threads have arrived; each thread arrives."""
+    async_copy.mbarrier_arrive(channel.full_barrier(cursor), increment_count=False)
