@@ -18,7 +18,8 @@ class DecodeJob(LaunchJob):
     """A step. masked: window, softcap, sinks and kv_starts at once; append: with new tokens; of_rotated: the cache;
     page_size: rows of a page, None for contiguous caches; float8: the caches, with a scale for each key head."""
 
-    config: configs.DecodeConfig | HopperForwardConfig  # that of attention: on a contiguous copy of the keys
+    # HopperForwardConfig: attention on a contiguous copy of the keys; OrderedConfig: with the bits of training.
+    config: configs.DecodeConfig | HopperForwardConfig | configs.OrderedConfig
     rotary_dim: int | None = None
     of_rotated: bool = True
     interleaved: bool = False
@@ -33,11 +34,13 @@ class DecodeJob(LaunchJob):
 
     @property
     def title(self) -> str:
-        return "decode" if isinstance(self.config, configs.DecodeConfig) else "gathered chunk"
+        titles = {configs.DecodeConfig: "decode", configs.OrderedConfig: "ordered step"}
+        return titles.get(type(self.config), "gathered chunk")
 
     def launch(self) -> None:
         from fused_rope_attn.generation.chunk_launch import GatheredCall
         from fused_rope_attn.generation.launch import StepCall
+        from fused_rope_attn.generation.ordered_launch import OrderedCall
         from fused_rope_attn.generation.problem import StepTensors, describe_step
 
         pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)
@@ -67,7 +70,8 @@ class DecodeJob(LaunchJob):
             interleaved=self.interleaved,
             **feature_options(self.masked, self.masked, self.norms),
         )
-        call = StepCall if isinstance(self.config, configs.DecodeConfig) else GatheredCall
+        calls = {configs.DecodeConfig: StepCall, configs.OrderedConfig: OrderedCall}
+        call = calls.get(type(self.config), GatheredCall)
         call(problem.for_launch(), tensors, self.config)(tensors)
 
 
@@ -147,6 +151,12 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             if arch == "sm_90" and featured and not rotated and page_size is None:
                 gathered = replace(hopper_configs.forward(128, True, "long", True).config, section_bytes=0)
                 jobs.append(replace(job, config=gathered, page_size=16, len_q=300))
+                ordered = replace(job, of_rotated=True)
+                for least_units in (1, 1 << 30):  # one loop for each key head, or launches for scores and values
+                    config = configs.OrderedConfig(block_n=128, least_units=least_units)
+                    jobs.append(replace(ordered, config=config, page_size=16))
+                    wide = configs.OrderedConfig(block_n=64, least_units=least_units)
+                    jobs.append(replace(ordered, config=wide, head_dim=256, len_q=8, masked=True, norms=True))
             if featured and (rotated or arch == "sm_90"):
                 jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
             if full:

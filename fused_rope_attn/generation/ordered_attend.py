@@ -103,7 +103,7 @@ def add_up_weights(walk, weights, factors, total):
 
 @record
 class Scoring:
-    """How products become scores and weights."""
+    """The factors and masks from products to scores and weights."""
 
     qk_scale: gl.tensor
     cap_scale: gl.tensor | None
@@ -203,7 +203,7 @@ def attend_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], DTYPE)
-    # Eight rows of two neighbours lie in different banks.
+    # Two neighbours in each of eight rows are in different banks.
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)

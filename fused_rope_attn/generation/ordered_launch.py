@@ -18,11 +18,6 @@ from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
 
-def most_rows(problem: Problem) -> int:
-    """Return BLOCK_R: the query rows of a key head that one program takes, a power of two of at least 8."""
-    return max(8, 1 << (problem.len_q * problem.group_size - 1).bit_length())
-
-
 class OrderedCall:
     """The launches of one signature: new tokens, queries, and either one loop over the tiles for each unit, or scores,
     weights and values."""
@@ -32,7 +27,7 @@ class OrderedCall:
         q, v_cache = given.q, given.v_cache
         cache = cache_of(problem)
         rows, block_n = problem.len_q * problem.group_size, config.block_n
-        block_r = min(DECODE_ROWS, most_rows(problem))
+        block_r = min(DECODE_ROWS, max(8, 1 << (rows - 1).bit_length()))
         units = problem.batch * problem.heads_kv * -(-rows // block_r)
         seen = problem.len_k
         if problem.window_left is not None:  # a window begins and ends within a tile
@@ -46,7 +41,8 @@ class OrderedCall:
         self.block_n = block_n
         self.last_shape = (units, stored)
         self.write = WriteCall(problem, fill(Written, given._asdict()), pdl=True) if cache.appends else None
-        self.is_whole = units >= config.least_units
+        # With more rows the sums of wide heads take more registers than a thread has.
+        self.is_whole = units >= config.least_units and block_r <= 32
         of_cache = cache_arguments(given)
         shared = shared_arguments(problem, given.cos, given.sin) | of_cache
         shared |= {
@@ -73,7 +69,7 @@ class OrderedCall:
             warps = 8 if min(block_n, pad_d) >= 128 else 4
             options = {"num_warps": warps, **overlaps}
             attend = Launch(attend_kernel, units, options, shared, STAGES=stages, WARPS=warps)
-            self.launches = (queries, attend)
+            self.launches: tuple[Launch, ...] = (queries, attend)
             return
         groups = -(-most_tiles // config.score_group)
         score = Launch(

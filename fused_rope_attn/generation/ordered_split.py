@@ -71,7 +71,7 @@ def score_kernel(
     first = group * GROUP
     if first >= walk.tiles:
         return
-    # Only this program's tiles, of which number 0 is the last one again.
+    # This program's tiles; number 0 is the last of them again.
     end = gl.minimum(walk.tiles, first + GROUP)
     skipped = walk.tiles - end
     walk = replace(walk, first_tile=walk.first_tile - skipped, last=walk.last - skipped * BLOCK_N, tiles=end - first)
@@ -189,7 +189,7 @@ def weight_kernel(
 
 @record
 class StepWeights:
-    """What ``weight_kernel`` wrote."""
+    """Pointers to the results of ``weight_kernel``."""
 
     weights_ptr: gl.tensor
     factors_ptr: gl.tensor
@@ -271,8 +271,8 @@ def value_kernel(
     v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, weights_ptr, sums_ptr, factors_ptr,
     moves_ptr, last_maxima_ptr, o_ptr, lse_ptr, v_cache_strides, table_strides, o_strides, window, B, HKV, HQ,
     GROUP_SIZE, NQ, S, num_pages, most_tiles, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 

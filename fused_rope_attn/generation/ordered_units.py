@@ -12,7 +12,7 @@ over their columns (``value_kernel``).
 
 A product has the same bits with other tiles, with its operands exchanged, or with another order of the 16 columns that
 one instruction multiplies; the order of these groups matters. Here keys and values are the left operands, because there
-are few query rows. Cached keys that are rotated lie in the order of memory, and the sm_90 forward has them in pair
+are few query rows. Rotated caches hold keys in the order of memory, and the sm_90 forward has them in pair
 order: a group of 16 columns is then eight first members, and eight second ones. A copy to shared memory that exchanges
 words of 16 bytes takes several times as long as one that does not, so that the groups are made on the way from there to
 the registers.

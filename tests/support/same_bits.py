@@ -31,7 +31,8 @@ class Drawn:
         return self.attend((self.q, self.k, self.v), self.cos, self.sin)
 
 
-def drawn(seed, device, dtype, head_dim, longest, backend):
+def drawn(seed, device, dtype, head_dim, longest, backend, features=None):
+    """Draw a call; ``features`` replaces its options and their random choice, so that few kernels serve many pairs."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     group, heads_kv, batch = draw.choice([1, 2, 4]), draw.choice([1, 2]), draw.choice([1, 2, 3])
@@ -49,6 +50,13 @@ def drawn(seed, device, dtype, head_dim, longest, backend):
         options["sinks"] = normal(group * heads_kv)
     if draw.random() < 0.4:
         options |= {"q_norm": normal(head_dim), "k_norm": normal(head_dim), "norm_offset": draw.choice([0.0, 1.0])}
+    if features is not None:
+        rotary_dim = head_dim if features == "plain" else head_dim // 2
+        options = {"backend": backend, "interleaved": features == "norms", "rotary_dim": rotary_dim}
+        if features == "norms":
+            options |= {"q_norm": normal(head_dim), "k_norm": normal(head_dim), "sinks": normal(group * heads_kv)}
+        if features == "masks":
+            options |= {"softcap": 20.0, "window": (draw.randrange(1, length), 0)}
     angles = torch.rand(length, rotary_dim // 2, device=device) * 6.3
     q = normal(batch, group * heads_kv, length, head_dim)
     k, v = (normal(batch, heads_kv, length, head_dim) for _ in range(2))

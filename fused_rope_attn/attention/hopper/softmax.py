@@ -127,7 +127,7 @@ def follow_maximum(scores, row_max, qk_scale):
 
 @jit
 def lagging_maximum(row_max, highest, qk_scale):
-    """Return the results of ``follow_maximum`` for a block whose largest scores are ``highest`` (rows,)."""
+    """Return the results of ``follow_maximum`` for a block with the largest scores ``highest`` (rows,)."""
     highest = gl.maximum(row_max, highest * qk_scale)
     new_max = gl.where(highest - row_max > LAG, highest, row_max)
     subtrahend = gl.where(new_max == float("-inf"), 0.0, new_max)
