@@ -1,7 +1,7 @@
 """Attention with rotary position embedding inside: ``rope_attention(q, k, v, cos, sin, causal)``.
 
-The public names, ``distributed`` and ``experimental`` are imported when they are first used: importing this package
-needs neither a GPU, nor Triton, nor an extra.
+The public names, ``distributed``, ``experimental`` and ``masks`` are imported when they are first used: importing this
+package needs neither a GPU, nor Triton, nor an extra.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fused_rope_attn import distributed as distributed
     from fused_rope_attn import experimental as experimental
+    from fused_rope_attn import masks as masks
     from fused_rope_attn.attention.api import (
         cu_seqlens_from_position_ids,
         plan,
@@ -74,7 +75,7 @@ _MODULES = {
 }
 
 # Public packages. They are not in __all__, because a star import would load them.
-_PACKAGES = ("distributed", "experimental")
+_PACKAGES = ("distributed", "experimental", "masks")
 
 
 if not TYPE_CHECKING:  # because of ``__getattr__`` a type checker would accept any name

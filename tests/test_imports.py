@@ -16,9 +16,10 @@ ROOMS = ("integrations", "distributed", "generation", "attention", "rotation", "
 MAY_IMPORT = {room: {room, *ROOMS[place + 1 :]} for place, room in enumerate(ROOMS)}
 MAY_IMPORT["integrations"].add("__init__")  # the public names
 MAY_IMPORT |= {
-    "__init__": {*ROOMS, "experimental"},  # lazily; the tests of imports below hold that
+    "__init__": {*ROOMS, "experimental", "masks"},  # lazily; the tests of imports below hold that
     "experimental": {"experimental", "kernels", "runtime", "__init__"},
-    "testing": {"testing", *ROOMS, "__init__"},
+    "masks": {"runtime"},
+    "testing": {"testing", "masks", *ROOMS, "__init__"},
     "env": {*ROOMS, "__init__"},
 }
 AROUND = {"baselines", "verification", "bench", "tests", "tools"}
@@ -121,7 +122,7 @@ import {PACKAGE}
 names = dir({PACKAGE})
 assert not {{"torch", "triton"}} & set(sys.modules)
 assert not [name for name in sys.modules if name.startswith("{PACKAGE}.")]
-assert set({PACKAGE}.__all__) | {{"distributed", "experimental", "__version__"}} == set(names), names
+assert set({PACKAGE}.__all__) | {{"distributed", "experimental", "masks", "__version__"}} == set(names), names
 assert callable({PACKAGE}.experimental.corope_attention) and callable({PACKAGE}.distributed.rope_attention_cp)
 for name in names:
     getattr({PACKAGE}, name)

@@ -73,6 +73,8 @@ def rope_attention(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    query_starts: torch.Tensor | None = None,
+    query_ends: torch.Tensor | None = None,
     layout: Layout = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -110,6 +112,11 @@ def rope_attention(
             then also saves q and k as they are before the norm.
         norm_eps: at least 0. A row of zeros stays zero, even with an eps of 0.
         norm_offset: 1 for weights that are stored as their distance from one (Gemma).
+        query_starts, query_ends: ``(B, NK)`` or ``(1, NK)`` int32, either or both: key ``j`` is visible only to the
+            rows ``query_starts[b, j] <= i < query_ends[b, j]`` of q, which count from 0, in addition to every other
+            mask. An empty interval hides the key. ``fused_rope_attn.masks`` makes them for documents, shared prefixes
+            and trees, prefix-LM, bidirectional blocks and chunks. Blocks of keys that no row of a tile sees are not
+            read.
         layout: ``"bhsd"``, or ``"bshd"``: q is ``(B, NQ, HQ, D)``, k and v are ``(B, NK, HKV, D)`` and o is
             ``(B, NQ, HQ, D)``, as flash-attn has them; lse keeps its shape. The tensors are viewed, not copied, and o
             and the gradients are contiguous if the inputs are.
@@ -137,7 +144,9 @@ def rope_attention(
             differentiation (``torch.func.jvp``, ``torch.autograd.forward_ad``), on every backend.
         RuntimeError: an explicit backend that this machine cannot run.
     """
-    tensors = Tensors(q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm)
+    tensors = Tensors(
+        q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm, query_starts, query_ends
+    )
     # In the order of ``Options``, because a record would cost a known call 0.2 us.
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
     options = (causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)

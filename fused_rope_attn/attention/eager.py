@@ -137,11 +137,12 @@ def find(tensors: Tensors, layout: Any, options: tuple) -> EagerCall | None:
 
 def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple:
     """Return the properties that the guard does not compare, and the options with their types, as ``1 == True``."""
-    q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, *_ = tensors
+    q, k, _, _, _, sinks, starts, lens, _, _, q_norm, k_norm, query_starts, query_ends, *_ = tensors
     others: tuple | None = None
     window = options[_WINDOW]
-    if not (window is sinks is starts is lens is q_norm is k_norm is None):
-        others = *map(type, window or ()), *[x is None for x in (sinks, starts, lens, q_norm, k_norm)]
+    if not (window is sinks is starts is lens is q_norm is k_norm is query_starts is query_ends is None):
+        optional = (sinks, starts, lens, q_norm, k_norm, query_starts, query_ends)
+        others = *map(type, window or ()), *[x is None for x in optional]
     return (
         q.shape,
         k.shape,

@@ -6,12 +6,18 @@ SDPA, FLASH, TRANSFORMERS, FLEX = "scaled_dot_product_attention's", "flash-attn'
 MODULE, FLASHINFER, LLAMA = "nn.MultiheadAttention's", "flashinfer's", "Meta's Llama's"
 STEP, PACKED = "rope_attention_with_kvcache's", "rope_attention_varlen's"
 
-_MASK = "use causal and window for bands and kv_starts and kv_lens for padding; other masks are not served"
+_MASK = (
+    "use causal and window for bands, kv_starts and kv_lens for padding, and query_starts and query_ends for an "
+    "interval of query rows for each key, which fused_rope_attn.masks makes"
+)
 _PADDING = "use kv_starts and kv_lens, the first key and the number of keys of every batch entry"
 _NO_DROPOUT = "there is no dropout here, leave it out"
 _TABLES = "pass the table as cos or sin, the fourth and fifth argument"
 _POSITIONS = "key j takes row j of the tables: pass the rows themselves, cos[position_ids] and sin[position_ids]"
 _PAGES = "paged caches are not served by this function"
+_INTERVALS = (
+    "not served by this function yet: intervals count the rows of q, which are only a part of the sequence here"
+)
 
 # Keyword to (its library, advice), for every function of attention. Tables of other functions replace some entries.
 ATTENTION: dict[str, tuple[str, str]] = {
@@ -60,9 +66,14 @@ ATTENTION: dict[str, tuple[str, str]] = {
     "k_cache": (STEP, "it is k here"),
     "v_cache": (STEP, "it is v here"),
     "block_table": (STEP, _PAGES),
+    "query_starts": ("rope_attention's", _INTERVALS),
+    "query_ends": ("rope_attention's", _INTERVALS),
 }
 
 _BOUNDS = "cu_seqlens_k says where the keys of every sequence begin and end"
+_PACKED_INTERVALS = (
+    "pass the packed tokens to rope_attention as one sequence, with intervals of fused_rope_attn.masks.documents"
+)
 _BANDS = "use causal and window for bands; other masks are not served, and padding is left out of packed tensors"
 VARLEN = ATTENTION | {
     "attn_mask": (SDPA, _BANDS),
@@ -80,5 +91,7 @@ VARLEN = ATTENTION | {
     "cache_seqlens": (STEP, _BOUNDS),
     "kv_starts": ("rope_attention's", _BOUNDS),
     "kv_lens": ("rope_attention's", _BOUNDS),
+    "query_starts": ("rope_attention's", _PACKED_INTERVALS),
+    "query_ends": ("rope_attention's", _PACKED_INTERVALS),
     "layout": ("rope_attention's", "packed tensors are always (T, H, D), leave it out"),
 }

@@ -52,7 +52,8 @@ class Needs(NamedTuple):
     """The properties of a call that decide whether a backend can serve it.
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
-    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option.
+    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. intervals: it has query_starts
+    or query_ends.
     """
 
     arch: str
@@ -63,6 +64,7 @@ class Needs(NamedTuple):
     cached: bool = False
     no_keys: bool = False
     batch_invariant: bool = False
+    intervals: bool = False
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -81,6 +83,8 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
             )
     if needs.batch_invariant and needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' with batch_invariant=True, but is 'inline'"
+    if needs.intervals:
+        return NotImplementedError, f"query_starts and query_ends are not served by backend={backend!r} yet"
     if needs.dtype not in dtypes:
         listed = " or ".join(", ".join(str(x).removeprefix("torch.") for x in dtypes).rsplit(", ", 1))
         return NotImplementedError, f"q must be {listed} for {name}, but is {needs.dtype}"
@@ -123,8 +127,8 @@ _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-d
 
 def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
-    invariant = problem.batch_invariant
-    return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, batch_invariant=invariant, **lengths)
+    options = {"batch_invariant": problem.batch_invariant, "intervals": problem.has_intervals}
+    return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, **options, **lengths)
 
 
 def choose_backend(problem: Problem) -> tuple[str, str]:

@@ -25,9 +25,10 @@ class Tensors(NamedTuple):
     q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; sinks
     ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k ``(sequences + 1,)`` int32. Packed
     sequences follow one another along NQ and NK, with B = 1. q_norm and k_norm ``(D,)``: the weights of the norms.
-    Tensors that only the device reads (sinks to k_norm, dlse) are contiguous when they reach a launcher. In a backward
-    pass only: raw_q and raw_k, the caller's q and k, if there are norms and q and k are the normed and rotated ones;
-    dlse ``(B, HQ, NQ)`` float32, the gradient of lse.
+    query_starts and query_ends ``(1|B, NK)`` int32: the query rows that see each key. Tensors that only the device
+    reads (sinks to query_ends, dlse) are contiguous when they reach a launcher. In a backward pass only: raw_q and
+    raw_k, the caller's q and k, if there are norms and q and k are the normed and rotated ones; dlse ``(B, HQ, NQ)``
+    float32, the gradient of lse.
     """
 
     q: Any
@@ -42,6 +43,8 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
     q_norm: Any = None
     k_norm: Any = None
+    query_starts: Any = None
+    query_ends: Any = None
     raw_q: Any = None
     raw_k: Any = None
     dlse: Any = None
@@ -52,7 +55,8 @@ class Tensors(NamedTuple):
 
 
 # Fields of ``Tensors`` that only the device reads.
-READ_BY_THE_DEVICE = ("sinks", "kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "q_norm", "k_norm", "dlse")
+_MASKS = ("kv_starts", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "query_starts", "query_ends")
+READ_BY_THE_DEVICE = ("sinks", *_MASKS, "q_norm", "k_norm", "dlse")
 
 
 class Saving(enum.Enum):
@@ -129,11 +133,12 @@ class Problem(NamedTuple):
     """A call's sizes, dtype, options and masks.
 
     window: (left, right) keys around the diagonal, -1 for unbounded, or None. has_sinks, has_kv_starts, has_kv_lens:
-    whether the call has these tensors; a generation step's cache_seqlens count as kv_lens. sequences: the number of
-    packed sequences, including empty ones, or None. max_seqlen: an upper bound of their lengths. cache: None except in
-    a generation step, where len_k is the cache's capacity. norm_eps and norm_offset: None without norms, because
-    torch.compile would turn a number, even a default, into a graph input. precision: of products, see
-    ``with_precision``. sums_keys: dk and dv are summed over several calls, and so are float32.
+    whether the call has these tensors; a generation step's cache_seqlens count as kv_lens. has_intervals: it has
+    query_starts, query_ends or both. sequences: the number of packed sequences, including empty ones, or None.
+    max_seqlen: an upper bound of their lengths. cache: None except in a generation step, where len_k is the cache's
+    capacity. norm_eps and norm_offset: None without norms, because torch.compile would turn a number, even a default,
+    into a graph input. precision: of products, see ``with_precision``. sums_keys: dk and dv are summed over several
+    calls, and so are float32.
 
     The fields from causal on are options, each with a row in ``CallOptions``.
     """
@@ -152,6 +157,7 @@ class Problem(NamedTuple):
     has_sinks: bool
     has_kv_starts: bool
     has_kv_lens: bool
+    has_intervals: bool
     cache: Cache | None
     precision: str
     sums_keys: bool
@@ -182,11 +188,12 @@ class Problem(NamedTuple):
 
     @property
     def reads_lengths(self) -> bool:
-        """True if a query may have a negative position, or the first key may be masked.
+        """True if a query may have a negative position or see no key, or the first key may be masked.
 
-        This is so if the device reads lengths, or if there are more queries than keys.
+        This is so if the device reads lengths or intervals, or if there are more queries than keys.
         """
-        return self.has_kv_starts or self.has_kv_lens or self.sequences is not None or self.len_q > self.len_k
+        has_tensors = self.has_kv_starts or self.has_kv_lens or self.has_intervals or self.sequences is not None
+        return has_tensors or self.len_q > self.len_k
 
     @property
     def has_masks(self) -> bool:
@@ -299,6 +306,7 @@ def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | No
         sinks is not None,
         kv_starts is not None,
         kv_lens is not None,
+        tensors.query_starts is not None or tensors.query_ends is not None,
         cache,
         "ieee",
         False,

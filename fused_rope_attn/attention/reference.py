@@ -96,6 +96,34 @@ def packed_range(
     return position[None], (low + first)[None], (high + first)[None], position_k[None], outside[None]
 
 
+def in_intervals(
+    query_starts: Tensor | None, query_ends: Tensor | None, rows: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """Return whether each of the query rows ``rows`` (first, end) is in the interval of each key, (1|B, rows, NK).
+
+    query_starts, query_ends (1|B, NK); None if both are None.
+    """
+    row = torch.arange(*rows, device=device).unsqueeze(-1)
+    sees = [] if query_starts is None else [row >= query_starts.unsqueeze(1)]
+    sees += [] if query_ends is None else [row < query_ends.unsqueeze(1)]
+    return functools.reduce(torch.logical_and, sees) if sees else None
+
+
+def apply_intervals(sees: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (high, absent) under the intervals `sees` of `in_intervals` (1|B, NQ, NK), and the keys [low, high).
+
+    high (1|B, NQ) is 0 for rows that see no key, so that they are dead. absent (1|B, NK): keys that no row sees.
+    """
+    sees = sees & pairs_in(low, high, sees.shape[-1])
+    return torch.where(sees.any(-1), high, 0), ~sees.any(-2)
+
+
+def pairs_in(low: Tensor, high: Tensor, len_k: int) -> Tensor:
+    """Return whether each query sees each of `len_k` keys, (1|B, NQ, NK), if it sees the keys [low, high) (1|B, NQ)."""
+    key = torch.arange(len_k, device=low.device)
+    return (key >= low.unsqueeze(-1)) & (key < high.unsqueeze(-1))
+
+
 class _Visible(torch.autograd.Function):
     """Base of the two products of visible pairs, which save their inputs for the gradient."""
 
@@ -155,9 +183,12 @@ def attend(
     softmax_scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    sees: Tensor | None = None,
     apart: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
+
+    sees (1|B, NQ, NK): the pairs of `in_intervals`, None for all; low >= high for rows that see no key with it.
 
     Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q).
     Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
@@ -170,8 +201,9 @@ def attend(
     heads_kv, len_q, len_k = k.shape[1], q.shape[2], k.shape[2]
     rows = {"g": q.shape[1] // heads_kv, "n": len_q}  # both are given: einops cannot divide by an empty length
     dead = (low >= high)[:, None, :, None]
-    key = torch.arange(len_k, device=q.device)
-    visible = ((key >= low.unsqueeze(-1)) & (key < high.unsqueeze(-1))).unsqueeze(1)  # (1|B, 1, NQ, NK)
+    visible = pairs_in(low, high, len_k).unsqueeze(1)  # (1|B, 1, NQ, NK)
+    if sees is not None:
+        visible = visible & sees.unsqueeze(1)
 
     # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
     q = q.masked_fill(dead, 0)
@@ -223,6 +255,8 @@ def attention(
     k_norm: Tensor | None = None,
     norm_eps: float | None = None,
     norm_offset: float | None = None,
+    query_starts: Tensor | None = None,
+    query_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
 
@@ -232,7 +266,8 @@ def attention(
 
     Norm and rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row
     without a visible key gives o = 0, lse = -inf and gradients 0. The values of such a row, and of k and v outside
-    [kv_starts, kv_lens), reach neither the output nor a gradient, even if they are NaN.
+    [kv_starts, kv_lens) or of keys that the intervals hide from all rows, reach neither the output nor a gradient, even
+    if they are NaN.
 
     `cu_seqlens_q`, `cu_seqlens_k` (sequences + 1,) int32, both or neither: B is 1 and the sequences are packed along NQ
     and NK; positions restart in each. This makes the whole (NQ, NK) matrix of scores all the same. NaN and infinities
@@ -253,6 +288,10 @@ def attention(
         )
         rows = max(cos.shape[1] - 1, 0)
         position, of_keys = position.clamp(max=rows), query_rows(cos, sin, position_k.clamp(max=rows))
+    sees = in_intervals(query_starts, query_ends, (0, len_q), q.device)
+    if sees is not None:
+        high, absent = apply_intervals(sees, low, high)
+        low = low.expand_as(high)
     if absent is not None:
         absent = absent[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
@@ -260,7 +299,7 @@ def attention(
     k_rot = norm_rotate(k, k_norm, *of_keys, **options)
     q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), unseeing=low >= high, **options)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
-    return attend(q_rot, k_rot, v, low, high, **scores, apart=cu_seqlens_q is not None)
+    return attend(q_rot, k_rot, v, low, high, **scores, sees=sees, apart=cu_seqlens_q is not None)
 
 
 def norm_rotate(

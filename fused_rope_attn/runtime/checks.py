@@ -210,6 +210,14 @@ def check_bounds_of_keys(name: str, bounds: Any, tensors: Any) -> None:
     check_bounds(name, bounds, tensors.q.device, tensors.q.shape[0])
 
 
+def check_intervals(name: str, bounds: Any, tensors: Any) -> None:
+    """Check the first or the end of the interval of query rows of every key."""
+    batch, len_k = tensors.q.shape[0], tensors.k.shape[2]
+    one = isinstance(bounds, Tensor) and bounds.ndim == 2 and bounds.shape[0] == 1
+    form, shape = "shape (B, NK) or (1, NK)", (1 if one else batch, len_k)
+    check_tensor(name, bounds, (torch.int32,), tensors.q.device, form, shape)
+
+
 def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> None:
     check_tensor(name, bounds, (torch.int32,), device, "shape (B,)", (batch,))
 

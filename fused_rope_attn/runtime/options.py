@@ -99,6 +99,8 @@ class AttentionOptions(PackedOptions, total=False):
 
     kv_starts: Annotated[torch.Tensor | None, Option(None, checks.check_bounds_of_keys)]
     kv_lens: Annotated[torch.Tensor | None, Option(None, checks.check_bounds_of_keys)]
+    query_starts: Annotated[torch.Tensor | None, Option(None, checks.check_intervals)]
+    query_ends: Annotated[torch.Tensor | None, Option(None, checks.check_intervals)]
     layout: Layout
 
 

@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_rope_attn import masks
+
 LAYOUTS = ("bnhd", "bhnd", "odd", "expanded")
 TABLES = ("rope", "yarn", "random")
+# Masks by intervals of query rows. Those up to ``blocks`` have as many queries as keys.
+INTERVALS = ("documents", "tree", "prefix", "chunks", "blocks", "random", "shared", "starts", "ends")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Case:
     norm_dtype: torch.dtype = torch.float32
     seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
     lse_gradient: bool = False  # lse has a gradient, too
+    intervals: str | None = None  # one of INTERVALS
 
     @property
     def rotary(self) -> int:
@@ -87,6 +92,7 @@ class Case:
             f"{_SHORT[self.norm_dtype]}-norms": self.norms is not None and self.norm_dtype != torch.float32,
             "packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens or ()): self.seqlens,
             "dlse": self.lse_gradient,
+            f"intervals={self.intervals}": self.intervals is not None,
             f"seed={self.seed}": self.seed,
         }
         return " ".join(word for word, is_shown in words.items() if is_shown)
@@ -104,13 +110,49 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
         # Always as many, and on the CPU: a case of the first heads alone has the same sinks.
         generator = torch.Generator().manual_seed(case.seed + 1)
         sinks = torch.randn(256, generator=generator)[: case.heads_q].to(device, case.sinks_dtype)
+    starts, ends = intervals_of(case)
     return {
+        "query_starts": None if starts is None else starts.to(device),
+        "query_ends": None if ends is None else ends.to(device),
         "window": case.window,
         "softcap": case.softcap,
         "sinks": sinks,
         "kv_starts": bounds(case.kv_starts),
         "kv_lens": bounds(case.kv_lens),
     }
+
+
+def intervals_of(case: Case) -> tuple[Tensor | None, Tensor | None]:
+    """The intervals of a case, (1|B, NK) int32 on the CPU, as ``rope_attention`` takes them."""
+    if case.intervals is None:
+        return None, None
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    rows, keys = case.len_q, case.len_k
+
+    def below(limit: int, *size: int) -> Tensor:
+        return torch.randint(0, max(1, limit), size, generator=generator, dtype=torch.int32)
+
+    cuts = torch.cat((torch.zeros(1, dtype=torch.int32), below(keys + 1, 3).sort().values)).int()
+    if case.intervals == "documents":
+        return masks.documents(cuts, keys)
+    if case.intervals == "chunks":
+        return masks.chunks(1 + keys // 3, keys)
+    if case.intervals == "tree":
+        lengths = torch.cat((cuts, torch.tensor([keys], dtype=torch.int32))).diff()
+        return masks.prefix_tree([-1, 0, 1, 0], lengths)[:2]
+    if case.intervals == "prefix":
+        return masks.prefix_lm(below(keys, case.batch), keys)
+    if case.intervals == "blocks":
+        ids = torch.arange(keys) // (1 + keys // 5)
+        return masks.bidirectional_blocks(torch.where(ids % 2 == 0, ids, -1).expand(case.batch, -1))
+    # Bounds beyond the rows, empty intervals, and long runs of equal ones, which make blocks that need no comparison.
+    batch = 1 if case.intervals == "shared" else case.batch
+    first, size = below(rows + 20, batch, keys) - 20, below(rows + 20, batch, keys) - 5
+    run = torch.arange(keys) // (1 + keys // 4)
+    is_run = (torch.arange(keys) % (1 + keys // 2) > keys // 8).expand(batch, -1)
+    starts = torch.where(is_run, (first[:, :1] + 0 * run).clamp(max=rows // 3), first).int().contiguous()
+    ends = torch.where(is_run, rows - rows // 4 + run, first + size).int().contiguous()
+    return {"starts": (starts, None), "ends": (None, ends)}.get(case.intervals, (starts, ends))
 
 
 def norms_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -69,6 +69,9 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
             qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
             q_block, k_block, v_block, do_block = (x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs]))
             part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
+            for name in ("query_starts", "query_ends"):
+                x = masks[name]
+                part[name] = x if x is None or x.shape[0] == 1 else x[b : b + 1]
             part["dlse"] = None if inputs.dlse is None else inputs.dlse[qs].to(lse_dtype)
             if case.sinks:
                 part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
@@ -139,6 +142,8 @@ def _reference_heads(
     weights: list[Tensor],
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    query_ends: Tensor | None = None,
     **bounds: Tensor | None,
 ) -> tuple[Any, ...]:
     """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, dq, dk, dv, dsinks or
@@ -149,6 +154,9 @@ def _reference_heads(
             case.len_q, case.len_k, case.causal, window=case.window, device=q.device, **bounds
         )
         absent = reference.absent_keys(case.len_k, position, window=case.window, **bounds)
+        sees = reference.in_intervals(query_starts, query_ends, (0, case.len_q), q.device)
+        if sees is not None:
+            high, absent = reference.apply_intervals(sees, low, high)
         if absent is not None:
             k, v = (x.detach().masked_fill(absent[:, None, :, None], 0).requires_grad_() for x in (k, v))
         weights = [weight.detach().requires_grad_() for weight in weights]
@@ -183,6 +191,7 @@ def _reference_heads(
                 softmax_scale=case.scale,
                 softcap=case.softcap,
                 sinks=leaves[3] if sinks is not None else None,
+                sees=None if sees is None else sees[:, part],
             )
             outputs, upstream = [o_part], [do[:, :, part]]
             if dlse is not None:
@@ -235,7 +244,8 @@ def run_op(
         lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
         ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(q.device)
         max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
-        del options["kv_starts"], options["kv_lens"]
+        for name in ("kv_starts", "kv_lens", "query_starts", "query_ends"):
+            del options[name]
         o, lse = fused_rope_attn.rope_attention_varlen(
             q_packed,
             k_packed,

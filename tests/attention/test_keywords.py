@@ -122,7 +122,8 @@ def test_signatures_are_the_functions_own():
         assert name.startswith("plan") or inspect.Parameter.VAR_KEYWORD not in kinds
     names = (
         "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
-        "q_norm k_norm norm_eps norm_offset layout return_lse deterministic backend strategy batch_invariant"
+        "q_norm k_norm norm_eps norm_offset query_starts query_ends layout return_lse deterministic "
+        "backend strategy batch_invariant"
     )
     assert list(inspect.signature(package.rope_attention).parameters) == names.split()
 

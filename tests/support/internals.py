@@ -54,7 +54,8 @@ def described(inputs, case, *, strategy="auto", backend="triton"):
         longest = max((max(pair) for pair in case.seqlens), default=0)
     norms = norms_of(case, device)
     weights = norms.get("q_norm"), norms.get("k_norm")
-    tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends, *weights)
+    intervals = masks["query_starts"], masks["query_ends"]
+    tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends, *weights, *intervals)
     given = vars(case) | norms | {"softmax_scale": case.scale, "strategy": strategy, "backend": backend}
     options = fill(Options, given)
     return problem_of(tensors, options, case.rotary, longest), tensors

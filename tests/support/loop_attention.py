@@ -53,6 +53,8 @@ def loop_attention(
     sinks=None,
     kv_starts=None,
     kv_lens=None,
+    query_starts=None,
+    query_ends=None,
 ):
     """The contract, sentence by sentence, one score at a time. cos and sin: (S, R/2) or (B, S, R/2)."""
     batch, heads_q, len_q, head_dim = q.shape
@@ -76,6 +78,10 @@ def loop_attention(
                     if window is not None and window[0] != -1 and j < position - window[0]:
                         continue
                     if window is not None and window[1] != -1 and j > position + window[1]:
+                        continue
+                    if query_starts is not None and i < int(query_starts[b % len(query_starts), j]):
+                        continue
+                    if query_ends is not None and i >= int(query_ends[b % len(query_ends), j]):
                         continue
                     key = complex_rotation(k[b, g, j], cos_b[j], sin_b[j], interleaved)
                     score = softmax_scale * sum(x * y for x, y in zip(query, key))
