@@ -61,6 +61,8 @@ def shared_tensors(tensors: Tensors, **own: Any) -> dict[str, Any]:
         "lens_ptr": tensors.kv_lens,
         "cu_q_ptr": tensors.cu_seqlens_q,
         "cu_k_ptr": tensors.cu_seqlens_k,
+        "query_starts_ptr": tensors.query_starts,
+        "query_ends_ptr": tensors.query_ends,
         "q_norm_ptr": tensors.q_norm,
         "k_norm_ptr": tensors.k_norm,
         "dlse_ptr": tensors.dlse,

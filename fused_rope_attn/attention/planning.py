@@ -83,8 +83,6 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
             )
     if needs.batch_invariant and needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' with batch_invariant=True, but is 'inline'"
-    if needs.intervals:
-        return NotImplementedError, f"query_starts and query_ends are not served by backend={backend!r} yet"
     if needs.dtype not in dtypes:
         listed = " or ".join(", ".join(str(x).removeprefix("torch.") for x in dtypes).rsplit(", ", 1))
         return NotImplementedError, f"q must be {listed} for {name}, but is {needs.dtype}"
@@ -107,6 +105,10 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
 
 
 def _hopper_obstacle(needs: Needs) -> Obstacle | None:
+    if needs.intervals:
+        return NotImplementedError, (
+            "query_starts and query_ends are not served by backend='hopper' yet, but by the portable kernels"
+        )
     if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if needs.no_keys:

@@ -12,10 +12,8 @@ A kernel collects a sequence's mask in one record (``sequence_mask``), asks for 
 import triton
 import triton.language as tl
 
+from fused_rope_attn.kernels.intervals import NO_ROW, Intervals, row_interval
 from fused_rope_attn.kernels.records import record
-
-# Past every query row, and far enough from 2**31 that tiles can be counted from it.
-NO_ROW = tl.constexpr(2**30)
 
 
 @record
@@ -41,6 +39,7 @@ class Mask:
     first_key: tl.tensor | None  # no query sees a key before this one, 0 <= first_key <= num_keys
     window: Window
     READS_LENGTHS: tl.constexpr  # the device reads lengths: queries at negative positions see no key
+    intervals: Intervals | None = None  # of query rows, of each key
 
 
 @triton.constexpr_function
@@ -59,17 +58,20 @@ def checks_positions(reads_lengths, right):
 
 
 @triton.jit
-def sequence_mask(starts_ptr, batch, q_offset, num_keys, window, READS_LENGTHS: tl.constexpr):
-    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, or None."""
+def sequence_mask(starts_ptr, batch, q_offset, num_keys, window, READS_LENGTHS: tl.constexpr, intervals=None):
+    """Return the ``Mask`` of batch entry ``batch``. starts_ptr (B,) int32, or None; intervals: its ``Intervals``."""
     start = None
     if starts_ptr is not None or window.left is not None:
         start = first_key(starts_ptr, batch, q_offset, num_keys, window.left)
-    return Mask(num_keys=num_keys, first_key=start, window=window, READS_LENGTHS=READS_LENGTHS)
+    return Mask(num_keys, start, window, READS_LENGTHS, intervals)
 
 
 @triton.jit
 def visible(mask, positions_q, positions_k):
     """Return whether (query, key) pairs see each other, broadcast over the two position tensors."""
+    if mask.intervals is not None:
+        first, end = row_interval(mask, positions_k)
+        return (positions_q >= first) & (positions_q < end)
     sees = positions_k < mask.num_keys
     if mask.window.right is not None:
         sees = sees & (positions_k <= positions_q + mask.window.right)

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from fused_rope_attn.kernels.intervals import IntervalArguments, sequence_intervals
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, rows_of_sequence
 from fused_rope_attn.kernels.masks import Mask, Window, first_key, is_causal, sequence_mask
 from fused_rope_attn.kernels.records import record, replace
@@ -25,6 +26,7 @@ class MaskArguments:
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
     # A sequence begins at its kv_starts: blocks are counted from there, as they are in packed sequences.
     FROM_START: tl.constexpr
+    intervals: IntervalArguments | None = None
 
 
 @record
@@ -124,7 +126,11 @@ def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
         num_keys -= first_position
         starts_ptr = None
     q_offset = num_keys - num_queries
-    mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
+    intervals = None
+    if masks.intervals is not None:
+        num_rows = first_q + num_queries
+        intervals = sequence_intervals(masks.intervals, batch, first_k, num_rows, rows_k, q_offset - first_q)
+    mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS, intervals)
     return Sequence(batch, first_q, num_queries, first_k, num_keys, q_offset, first_position, mask)
 
 

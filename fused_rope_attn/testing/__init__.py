@@ -1,6 +1,6 @@
 """Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share."""
 
-from fused_rope_attn.testing.cases import LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
+from fused_rope_attn.testing.cases import INTERVALS, LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
 from fused_rope_attn.testing.poison import poison_empty
 from fused_rope_attn.testing.rotation import RotationResults, run_rotation_reference
 from fused_rope_attn.testing.rounding import RandomRounding
@@ -9,6 +9,7 @@ from fused_rope_attn.testing.tolerance import DRAWS, Comparison, compare, noise_
 
 __all__ = [
     "DRAWS",
+    "INTERVALS",
     "LAYOUTS",
     "TABLES",
     "Case",

@@ -125,6 +125,7 @@ def test_plan_and_the_sm_90_kernels():
     needs = planning.Needs("sm_90", torch.bfloat16, 128)
     assert planning.obstacle("hopper", needs) is None and planning.obstacle("triton", needs) is None
     error, message = planning.obstacle("hopper", needs._replace(intervals=True))
+    assert planning.obstacle("triton", needs._replace(intervals=True)) is None
     assert error is NotImplementedError and "query_starts and query_ends are not served by backend='hopper'" in message
 
 

@@ -13,6 +13,7 @@ from fused_rope_attn.attention.arguments import (
     shared_tensors,
 )
 from fused_rope_attn.attention.configs import BackwardConfig
+from fused_rope_attn.attention.intervals import IntervalBlocks, interval_strides
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable.backward_kernels import dkdv_kernel, dq_kernel, one_launch_kernel
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -94,6 +95,7 @@ class BackwardCall:
         launch_options = {"launch_pdl": True} if pdl else {}
         pad_d = block_d(problem.head_dim)
         shared = shared_arguments(problem, given.cos, given.sin) | {
+            "interval_strides": interval_strides(given),
             "do_strides": do.stride(),
             "BLOCK_D": pad_d,
             "ROTATE_INLINE": inline,
@@ -157,6 +159,7 @@ class BackwardCall:
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
             )
+        self.find_blocks = IntervalBlocks(problem, shared, config.dq.block_n) if problem.has_intervals else None
         self.results = _Results(problem, given, strides, query_tiles, shared, is_rotated, pdl)
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,6 +178,7 @@ class BackwardCall:
         q_rot, k_rot = self._rotated(q, k)
         stream = device.current_stream(q.device)
         parts = self.results.sink_parts(q)
+        blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
         given = shared_tensors(
             tensors, q_ptr=q_rot, k_ptr=k_rot, v_ptr=v, do_ptr=do, stats_ptr=stats, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv
         )
@@ -185,7 +189,9 @@ class BackwardCall:
         if self.dkdv is not None:
             self.dkdv(stream, given, q_ptr=self.q_source(q_rot), do_ptr=self.do_source(do))
         if self.dq is not None:
-            self.dq(stream, given, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), dsinks_ptr=parts)
+            self.dq(
+                stream, given, k_ptr=self.k_source(k_rot), v_ptr=self.v_source(v), dsinks_ptr=parts, blocks_ptr=blocks
+            )
         return self.results.gradients(stream, tensors, written, parts)
 
 
@@ -210,6 +216,7 @@ class OneLaunchCall:
         self.query_source, self.do_source, self.o_source = (Source(x, queries) for x in (q, do, o))
         self.k_source, self.v_source = Source(k, keys), Source(v, keys)
         shared = shared_arguments(problem, given.cos, given.sin) | {
+            "interval_strides": interval_strides(given),
             "q_strides": q.stride(),
             "k_strides": k.stride(),
             "BLOCK_D": pad_d,
@@ -237,6 +244,7 @@ class OneLaunchCall:
                 DQ_BLOCK_M=config.dq.block_m,
                 DQ_BLOCK_N=config.dq.block_n,
             )
+        self.find_blocks = IntervalBlocks(problem, shared, config.dq.block_n) if problem.has_intervals else None
         self.results = _Results(problem, given, strides, query_tiles, shared, is_rotated, pdl=False)
 
     def __call__(self, arguments: tuple) -> Gradients:
@@ -247,10 +255,12 @@ class OneLaunchCall:
         dq, dk, dv = written = self.results.allocate(o, k, v, outputs)
         parts = self.results.sink_parts(q)
         stream = device.current_stream(q.device)
+        blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
         if self.launch is not None:
+            own = {"lse_ptr": lse, "dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "dsinks_ptr": parts, "blocks_ptr": blocks}
             self.launch(
                 stream,
-                shared_tensors(tensors, lse_ptr=lse, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dsinks_ptr=parts),
+                shared_tensors(tensors, **own),
                 q_ptr=self.query_source(q),
                 k_ptr=self.k_source(k),
                 v_ptr=self.v_source(v),

@@ -16,6 +16,7 @@ from fused_rope_attn.attention.portable.backward_roles import (
     write_dkdv,
     write_dq,
 )
+from fused_rope_attn.kernels.intervals import intervals_of
 from fused_rope_attn.kernels.lengths import count_tiles
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
@@ -25,13 +26,16 @@ from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_pre
 from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_keys, scheduled_queries
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 
+# Parameters of all kernels that differ from call to call.
+_SIZES = "NQ NK HQ HKV GROUP_SIZE num_sequences window interval_strides".split()
 
-@triton.jit(do_not_specialize="NQ NK HQ HKV GROUP_SIZE num_heads heads_per_section num_sequences window".split())
+
+@triton.jit(do_not_specialize=[*_SIZES, "num_heads", "heads_per_section"])
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dk_ptr, dv_ptr,
-                starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides,
-                dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window,
-                num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
-                D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, q_strides, k_strides,
+                v_strides, do_strides, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale,
+                norm_eps, norm_offset, window, interval_strides, num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences,
+                heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
                 ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
                 USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -39,12 +43,14 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
 
     Grid: (``count_tiles`` of the keys * B * HKV). stats (2, B, HQ, NQ) float32: lse and delta, from
     ``preprocess_kernel``. Without ROTATE_INLINE q and k are stored normed and rotated, in pair order, and q_sign is in
-    q; with it q_norm and k_norm (D,) are the weights of their norms, or None.
+    q; with it q_norm and k_norm (D,) are the weights of their norms, or None. query_starts and query_ends: as
+    ``IntervalArguments`` has them.
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
+    intervals = intervals_of(query_starts_ptr, query_ends_ptr, None, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
     )
     tile = scheduled_keys(tl.program_id(0), NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N)
     if cu_k_ptr is not None or FROM_START:
@@ -66,22 +72,24 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize="NQ NK HQ HKV GROUP_SIZE num_heads heads_per_section num_sequences window".split())
+@triton.jit(do_not_specialize=[*_SIZES, "num_heads", "heads_per_section"])
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, dq_ptr, dsinks_ptr,
-              sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, do_strides,
-              dq_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps, norm_offset,
-              window, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section,
-              D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-              BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
-              ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+              sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr,
+              q_strides, k_strides, v_strides, do_strides, dq_strides, cos_strides, sin_strides, qk_scale, q_sign,
+              softmax_scale, cap_scale, norm_eps, norm_offset, window, interval_strides, num_heads, HQ, GROUP_SIZE, NQ,
+              NK, num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
+              FROM_START: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
               USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
 
-    Grid: (``count_tiles`` of the queries * B * HQ). stats, ROTATE_INLINE and the norms as in ``dkdv_kernel``. With
-    PDL it starts while dkdv_kernel drains: it reads only the pre-process's results, for which dkdv_kernel has waited.
+    Grid: (``count_tiles`` of the queries * B * HQ). stats, ROTATE_INLINE, the norms and intervals as in
+    ``dkdv_kernel``; blocks: of ``interval_blocks_kernel``. With PDL it starts while dkdv_kernel drains: it reads only
+    the pre-process's results, for which dkdv_kernel has waited.
     """
+    intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
     )
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     if cu_q_ptr is not None:
@@ -103,25 +111,26 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M, BLOCK_N, PDL)
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "HQ", "HKV", "GROUP_SIZE", "num_batches", "num_sequences", "window"])
-def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos_ptr, sin_ptr, q_norm_ptr,
-                      k_norm_ptr, dq_ptr, dk_ptr, dv_ptr, dsinks_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr,
-                      cu_k_ptr, q_strides, k_strides, v_strides, do_strides, o_strides, dq_strides, dk_strides,
-                      dv_strides, cos_strides, sin_strides, qk_scale, q_sign, softmax_scale, cap_scale, norm_eps,
-                      norm_offset, window, num_batches, HQ, HKV, GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr,
-                      R: tl.constexpr, DKDV_BLOCK_M: tl.constexpr, DKDV_BLOCK_N: tl.constexpr,
-                      DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                      INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
-                      ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
-                      USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=[*_SIZES, "num_batches"])
+def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+                      dq_ptr, dk_ptr, dv_ptr, dsinks_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr,
+                      query_starts_ptr, query_ends_ptr, blocks_ptr, q_strides, k_strides, v_strides, do_strides,
+                      o_strides, dq_strides, dk_strides, dv_strides, cos_strides, sin_strides, qk_scale, q_sign,
+                      softmax_scale, cap_scale, norm_eps, norm_offset, window, interval_strides, num_batches, HQ, HKV,
+                      GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr, R: tl.constexpr, DKDV_BLOCK_M: tl.constexpr,
+                      DKDV_BLOCK_N: tl.constexpr, DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr,
+                      BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
+                      FROM_START: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
+                      USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """The whole backward pass: first programs of ``dkdv_kernel``, which take longer, then those of ``dq_kernel``.
 
     Both compute lse and delta of the rows that they read from forward's o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32,
     and dlse like lse or None.
     Grid: the sum of both kernels'. The rest as there, with num_batches = B.
     """
+    intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
     )
     q, k = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides)
     v, do = TensorView(v_ptr, v_strides), TensorView(do_ptr, do_strides)

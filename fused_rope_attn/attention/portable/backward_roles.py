@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.kernels.intervals import narrowed_queries, next_run, row_interval, without_unseen
 from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient, score_product
@@ -160,6 +161,17 @@ def load_delta(statistics, do, lse, start, offs, exists, CHECK_ROWS: tl.constexp
 
 
 @triton.jit
+def without_unseeing(tile, lse, mask):
+    """Return a tile (rows, columns) of q or dO with zeros for queries that see no key: their ``load_lse`` is +inf.
+
+    With intervals these rows are anywhere, so that loads do not check for them. They may hold NaN, and 0 * NaN is NaN.
+    """
+    if mask.intervals is not None:
+        tile = tl.where((lse != float("inf"))[:, None], tile, 0.0).to(tile.dtype)
+    return tile
+
+
+@triton.jit
 def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_after, jump_to, APPLY_MASK: tl.constexpr):
     """Add ``count`` query blocks to dk and dv, (BLOCK_N, BLOCK_D) float32, and return them.
 
@@ -182,6 +194,8 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
             queries.q, queries.rotation, start_m, offs, queries.q_offset, queries.sign, CHECK_ROWS=APPLY_MASK
         )
         lse = load_lse(queries.statistics, start_m, offs, exists)
+        if APPLY_MASK:
+            q = without_unseeing(q, lse, queries.mask)
         scores_t = score_product(k, q, scale)
         p_t = tl.math.exp2(scores_t * scale.qk_scale - lse[None, :])
         if APPLY_MASK:
@@ -190,6 +204,8 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
                 positions_q = (start_m + queries.q_offset + offs)[None, :]
                 p_t = tl.where(visible(mask, positions_q, positions_k[:, None]), p_t, 0.0)
         do = load_head_tile(queries.do, start_m, offs, CHECK_ROWS=APPLY_MASK)
+        if APPLY_MASK:
+            do = without_unseeing(do, lse, queries.mask)
         dv = add_product(p_t.to(do.dtype), do, dv, scale.PRECISION)
         delta = load_delta(queries.statistics, do, lse, start_m, offs, exists, CHECK_ROWS=APPLY_MASK)
         dp_t = tl.dot(v, tl.trans(do), input_precision=scale.PRECISION)
@@ -215,8 +231,8 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
     k_tiles = head_tiles(inputs.k, tile.origin, num_keys, row_format, None, READS_LENGTHS, inputs.ALL_TMA)
     v_tiles = head_tiles(inputs.v, tile.origin, num_keys, row_format, None, READS_LENGTHS, inputs.ALL_TMA)
     offs = tl.arange(0, BLOCK_N)
-    k = load_rotated_tile(k_tiles, k_rotation, start_n, offs, 0)
-    v = load_head_tile(v_tiles, start_n, offs, CHECK_ROWS=True)
+    k = without_unseen(load_rotated_tile(k_tiles, k_rotation, start_n, offs, 0), mask, start_n, offs)
+    v = without_unseen(load_head_tile(v_tiles, start_n, offs, CHECK_ROWS=True), mask, start_n, offs)
     positions_k = start_n + offs
 
     first_row = None
@@ -225,6 +241,10 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
     first, full_first, full_last, last = query_range(
         mask, start_n, sequence.q_offset, sequence.num_queries, BLOCK_M, BLOCK_N
     )
+    if mask.intervals is not None:
+        rows = row_interval(mask, positions_k)
+        bounds = first, full_first, full_last, last
+        first, full_first, full_last, last = narrowed_queries(bounds, rows, sequence.q_offset, BLOCK_M)
     BLOCK_D: tl.constexpr = row_format.BLOCK_D
     dk_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -248,6 +268,8 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
         exists = positions_k < sequence.num_keys
         if mask.first_key is not None:
             exists = exists & (positions_k >= mask.first_key)
+        if mask.intervals is not None:
+            exists = exists & (rows[0] < rows[1])
         dk_sum = tl.where(exists[:, None], dk_sum, 0.0)
         dv_sum = tl.where(exists[:, None], dv_sum, 0.0)
     softmax_scale = scale.qk_scale * LN2
@@ -273,11 +295,33 @@ def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY
         scores = score_product(q, k, scale)
         p = tl.math.exp2(scores * scale.qk_scale - lse[:, None])
         if APPLY_MASK:
+            k = without_unseen(k, keys.mask, start_n, offs)
+            v = without_unseen(v, keys.mask, start_n, offs)
             p = tl.where(visible(keys.mask, positions_q[:, None], (start_n + offs)[None, :]), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=scale.PRECISION)
         ds = score_gradient(p, dp, delta[:, None], scores, scale)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=scale.PRECISION)
     return dq
+
+
+@triton.jit
+def dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_m, BLOCK_M: tl.constexpr):
+    """Add the keys that the tile of rows [start_m, start_m + BLOCK_M) sees to dq, as ``dq_range`` does, and return it.
+
+    Blocks of keys that no row sees are skipped. bounds: ``key_range``'s.
+    """
+    BLOCK_N: tl.constexpr = keys.BLOCK_N
+    first, full_first, full_last, last = bounds
+    block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
+    full_first, full_last = full_first // BLOCK_N, full_last // BLOCK_N
+    while block < last_block:
+        begin, middle, block = next_run(keys.mask, block, last_block, full_first, full_last, start_m, BLOCK_M, BLOCK_N)
+        start, end = begin * BLOCK_N, middle * BLOCK_N
+        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, start, end, APPLY_MASK=True)
+        start, end = middle * BLOCK_N, block * BLOCK_N
+        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, start, end, APPLY_MASK=False)
+    # Queries that see no key may hold NaN.
+    return tl.where((lse != float("inf"))[:, None], dq, 0.0)
 
 
 @triton.jit
@@ -313,11 +357,15 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
 
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, row_format.BLOCK_D), tl.float32)
-    if mask.first_key is not None:
-        end = tl.minimum(full_first, last)
-        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, end, APPLY_MASK=True)
-    dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_first, full_last, APPLY_MASK=False)
-    dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_last, last, APPLY_MASK=True)
+    if mask.intervals is not None:
+        bounds = first, full_first, full_last, last
+        dq = dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_m, BLOCK_M)
+    else:
+        if mask.first_key is not None:
+            end = tl.minimum(full_first, last)
+            dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, end, APPLY_MASK=True)
+        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_first, full_last, APPLY_MASK=False)
+        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_last, last, APPLY_MASK=True)
     # Not for data: the launch after this one must find dk and dv finished too.
     wait_for_previous_launch(PDL)
     if outputs.sinks_ptr is not None:

@@ -12,6 +12,7 @@ from fused_rope_attn.attention.arguments import (
     shared_tensors,
 )
 from fused_rope_attn.attention.configs import ForwardConfig
+from fused_rope_attn.attention.intervals import IntervalBlocks, interval_strides
 from fused_rope_attn.attention.portable.forward_kernel import forward_kernel
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
@@ -47,7 +48,7 @@ class ForwardCall:
         self.o_strides = result_strides(outputs, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.empty = problem.batch * problem.len_q == 0
-        shared = shared_arguments(problem, given.cos, given.sin)
+        shared = shared_arguments(problem, given.cos, given.sin) | {"interval_strides": interval_strides(given)}
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
@@ -65,6 +66,7 @@ class ForwardCall:
         self.k_source, self.v_source = Source(k_like, block), Source(v, block)
         # Without a pre-pass there is no launch of this call to overlap with.
         pdl = config.pdl and not inline
+        self.find_blocks = IntervalBlocks(problem, shared, tile.block_n) if problem.has_intervals else None
         num_heads = problem.batch * problem.heads_q
         kv_bytes = 2 * problem.longest(problem.len_k) * problem.head_dim * k.element_size()
         self.launch = Launch(
@@ -102,6 +104,8 @@ class ForwardCall:
         if self.empty:
             return Outputs(o, lse)
         stream = device.current_stream(q.device)
+        # Before the pre-pass: the kernel reads the bounds before it waits for that.
+        blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
         if self.rotate_keys is not None:
             k = self.rotate_keys(stream, tensors)
         q_rot = None
@@ -109,7 +113,7 @@ class ForwardCall:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         self.launch(
             stream,
-            shared_tensors(tensors, q_ptr=q, q_rot_ptr=q_rot, o_ptr=o, lse_ptr=lse),
+            shared_tensors(tensors, q_ptr=q, q_rot_ptr=q_rot, o_ptr=o, lse_ptr=lse, blocks_ptr=blocks),
             k_ptr=self.k_source(k),
             v_ptr=self.v_source(tensors.v),
         )

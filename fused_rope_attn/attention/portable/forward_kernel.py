@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.kernels.intervals import intervals_of, next_run, without_unseen
 from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible, window_of
 from fused_rope_attn.kernels.norm import Norm
@@ -55,7 +56,10 @@ def block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK: tl.constexpr)
 @triton.jit
 def add_values(softmax, keys, start_n, scale, CHECK_ROWS: tl.constexpr):
     """Return ``acc`` plus the last weights times the values of their keys, [start_n, start_n + BLOCK_N)."""
-    v = load_head_tile(keys.v, start_n, tl.arange(0, keys.BLOCK_N), CHECK_ROWS)
+    offs_n = tl.arange(0, keys.BLOCK_N)
+    v = load_head_tile(keys.v, start_n, offs_n, CHECK_ROWS)
+    if CHECK_ROWS:
+        v = without_unseen(v, keys.mask, start_n, offs_n)
     p = softmax.p.to(v.dtype)
     return tl.dot(p, v, softmax.acc * softmax.correction[:, None], input_precision=scale.PRECISION)
 
@@ -76,6 +80,45 @@ def attend_range(softmax, q, positions_q, keys, first, last, scale, APPLY_MASK: 
         )
         softmax = RunningSoftmax(acc=acc, row_max=row_max, row_sum=row_sum, p=p, correction=correction)
     return softmax
+
+
+@triton.jit
+def attend_run(acc, row_max, row_sum, q, positions_q, keys, first, last, scale, APPLY_MASK: tl.constexpr):
+    """Fold keys [first, last) and their values into the running sums and return them, with ``attend_range``'s bits.
+
+    acc, row_max and row_sum as in ``RunningSoftmax``. APPLY_MASK as for ``block_scores``.
+    """
+    for start_n in range(first, last, keys.BLOCK_N):
+        scores = block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK)
+        p, correction, row_max, row_sum = online_softmax(
+            scores, row_max, row_sum, scale.qk_scale, HAS_EMPTY_ROWS=APPLY_MASK
+        )
+        softmax = RunningSoftmax(acc=acc, row_max=row_max, row_sum=row_sum, p=p, correction=correction)
+        acc = add_values(softmax, keys, start_n, scale, APPLY_MASK)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_intervals(acc, row_max, row_sum, q, positions_q, keys, start_m, bounds, scale, BLOCK_M: tl.constexpr):
+    """Fold the keys that the tile of rows [start_m, start_m + BLOCK_M) sees into the running sums and return them.
+
+    Blocks of keys that no row sees are skipped. bounds: ``key_range``'s.
+    """
+    BLOCK_N: tl.constexpr = keys.BLOCK_N
+    first, full_first, full_last, last = bounds
+    block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
+    full_first, full_last = full_first // BLOCK_N, full_last // BLOCK_N
+    while block < last_block:
+        begin, middle, block = next_run(keys.mask, block, last_block, full_first, full_last, start_m, BLOCK_M, BLOCK_N)
+        start, end = begin * BLOCK_N, middle * BLOCK_N
+        acc, row_max, row_sum = attend_run(
+            acc, row_max, row_sum, q, positions_q, keys, start, end, scale, APPLY_MASK=True
+        )
+        start, end = middle * BLOCK_N, block * BLOCK_N
+        acc, row_max, row_sum = attend_run(
+            acc, row_max, row_sum, q, positions_q, keys, start, end, scale, APPLY_MASK=False
+        )
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -106,14 +149,16 @@ def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
         "heads_per_section",
         "num_sequences",
         "window",
+        "interval_strides",
         "position_limit",
     ]
 )
 def forward_kernel(
     q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr,
-    lens_ptr, cu_q_ptr, cu_k_ptr, q_strides, k_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides,
-    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences,
-    heads_per_section, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr, q_strides, k_strides, v_strides,
+    o_strides, q_rot_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window,
+    interval_strides, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section, position_limit,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
     ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
     PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
@@ -121,12 +166,14 @@ def forward_kernel(
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. Arguments that
-    a call does not use are None and cost nothing: q_norm and k_norm (D,), sinks to cu_k, cap_scale to window,
-    num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated
-    queries (``save_queries``). Without ROTATE_INLINE k is stored normed and rotated, in pair order.
+    a call does not use are None and cost nothing: q_norm and k_norm (D,), sinks to blocks, cap_scale to
+    interval_strides, num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the
+    buffer for the rotated queries (``save_queries``). blocks: of ``interval_blocks_kernel``. Without ROTATE_INLINE k is
+    stored normed and rotated, in pair order.
     """
+    intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
     )
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
@@ -161,6 +208,7 @@ def forward_kernel(
 
     # The first block is processed before the loops; blocks in [full_first, full_last) run without masks.
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
+    of_intervals = first, full_first, full_last, last
     if mask.first_key is None:
         first = 0
         full_first = BLOCK_N
@@ -176,21 +224,27 @@ def forward_kernel(
         # Values need no rotation: fetch them while the pre-pass rotates the keys.
         prefetch_rows(keys.v.rows, first, last, PREFETCH_ROWS)
     wait_for_previous_launch(PDL)
-    scores = block_scores(q, positions_q, keys, first, scale, APPLY_MASK=True)
-    p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS=True)
-    softmax = RunningSoftmax(acc=acc, row_max=row_max, row_sum=row_sum, p=p, correction=correction)
-    if mask.first_key is not None:
-        start, end = first + BLOCK_N, tl.minimum(full_first, last)
-        softmax = attend_range(softmax, q, positions_q, keys, start, end, scale, APPLY_MASK=True, CHECK_VALUES=True)
-    softmax = attend_range(softmax, q, positions_q, keys, full_first, full_last, scale, APPLY_MASK=False)
-    softmax = attend_range(softmax, q, positions_q, keys, full_last, last, scale, APPLY_MASK=True)
-    last_block = tl.maximum(first, (tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N)
-    acc = add_values(softmax, keys, last_block, scale, CHECK_ROWS=True)
+    if mask.intervals is not None:
+        acc, row_max, row_sum = attend_intervals(
+            acc, row_max, row_sum, q, positions_q, keys, start_m, of_intervals, scale, BLOCK_M
+        )
+    else:
+        scores = block_scores(q, positions_q, keys, first, scale, APPLY_MASK=True)
+        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS=True)
+        softmax = RunningSoftmax(acc=acc, row_max=row_max, row_sum=row_sum, p=p, correction=correction)
+        if mask.first_key is not None:
+            start, end = first + BLOCK_N, tl.minimum(full_first, last)
+            softmax = attend_range(softmax, q, positions_q, keys, start, end, scale, APPLY_MASK=True, CHECK_VALUES=True)
+        softmax = attend_range(softmax, q, positions_q, keys, full_first, full_last, scale, APPLY_MASK=False)
+        softmax = attend_range(softmax, q, positions_q, keys, full_last, last, scale, APPLY_MASK=True)
+        last_block = tl.maximum(first, (tl.cdiv(last, BLOCK_N) - 1) * BLOCK_N)
+        acc = add_values(softmax, keys, last_block, scale, CHECK_ROWS=True)
+        row_max, row_sum = softmax.row_max, softmax.row_sum
 
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + tile.origin.head).to(tl.float32) * LOG2E
-    o, lse = finish_softmax(acc, softmax.row_max, softmax.row_sum, sink)
+    o, lse = finish_softmax(acc, row_max, row_sum, sink)
     lse_rows = lse_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row + start_m
     tl.store(lse_rows + offs, lse, mask=offs < tile.num_rows - start_m)
     o_rows = head_rows(TensorView(o_ptr, o_strides), tile.origin, tile.num_rows, row_format)

@@ -1,0 +1,186 @@
+"""The blocks that kernels visit under intervals of query rows, compared with every pair by itself."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.intervals import (
+    BLOCKS,
+    NO_ROW,
+    interval_blocks_kernel,
+    intervals_of,
+    narrowed_queries,
+    next_run,
+    row_interval,
+    sequence_intervals,
+)
+from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, visible, window_of
+from tests.support.marks import interpreted
+
+pytestmark = interpreted
+
+
+class Drawn(NamedTuple):
+    """One batch entry: sizes, a window (left, right) or None, kv_starts, and the interval of each key."""
+
+    num_rows: int
+    num_keys: int
+    left: int | None
+    right: int | None
+    start: int
+    first: list[int]
+    end: list[int]
+
+    @property
+    def q_offset(self):
+        return self.num_keys - self.num_rows
+
+    def sees(self, row, key):
+        position = row + self.q_offset
+        return (
+            self.start <= key < self.num_keys
+            and position >= 0
+            and (self.left is None or key >= position - self.left)
+            and (self.right is None or key <= position + self.right)
+            and self.first[key] <= row < self.end[key]
+        )
+
+
+def drawn(seed):
+    draw = random.Random(seed)
+    num_rows, num_keys = draw.randint(1, 40), draw.randint(1, 40)
+    first, end = [], []
+    while len(first) < num_keys:  # runs of equal intervals, and single ones of any kind
+        low, high = draw.randint(-3, num_rows + 2), draw.randint(-3, num_rows + 5)
+        for _ in range(draw.choice([1, 2, 9, 14])):
+            first.append(draw.choice([low, low, low, 0]))
+            end.append(max(high, num_rows // 2) if draw.random() < 0.8 else high)
+    bound = draw.choice([None, None, 0, 3, 11])
+    left, start = draw.choice([None, None, 5, 14]), draw.choice([0, 0, 3, 12])
+    return Drawn(num_rows, num_keys, left, bound, start, first[:num_keys], end[:num_keys])
+
+
+@triton.jit
+def write_visits(
+    out_ptr, pairs_ptr, starts_ptr, ends_ptr, blocks_ptr, kv_starts_ptr, window, NQ, NK, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write pairs (ROWS, KEYS), for each block of queries the kinds of all blocks of keys (0: skipped, 1: mixed, 2:
+    whole), and for each block of keys ``narrowed_queries``: out (64, 64) int32 and (64, 4) int32 after it."""
+    intervals = sequence_intervals(intervals_of(starts_ptr, ends_ptr, blocks_ptr, (NK, NK)), 1, 0, NQ, NK, NK - NQ)
+    mask = sequence_mask(kv_starts_ptr, 1, NK - NQ, NK, window_of(window), True, intervals)
+    rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
+    tl.store(pairs_ptr + rows * KEYS + keys, visible(mask, rows + NK - NQ, keys).to(tl.int32))
+    for tile in range(tl.cdiv(NQ, BLOCK_M)):
+        first, full_first, full_last, last = key_range(mask, tile * BLOCK_M, NK - NQ, BLOCK_M, BLOCK_N)
+        block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
+        while block < last_block:
+            begin, middle, block = next_run(
+                mask, block, last_block, full_first // BLOCK_N, full_last // BLOCK_N, tile * BLOCK_M, BLOCK_M, BLOCK_N
+            )
+            for i in range(begin, middle):
+                tl.store(out_ptr + tile * 64 + i, 1)
+            for i in range(middle, block):
+                tl.store(out_ptr + tile * 64 + i, 2)
+    for tile in range(tl.cdiv(NK, BLOCK_N)):
+        bounds = query_range(mask, tile * BLOCK_N, NK - NQ, NQ, BLOCK_M, BLOCK_N)
+        bounds = narrowed_queries(bounds, row_interval(mask, tile * BLOCK_N + tl.arange(0, BLOCK_N)), NK - NQ, BLOCK_M)
+        for j in tl.static_range(4):
+            tl.store(out_ptr + 64 * 64 + tile * 4 + j, bounds[j])
+
+
+@pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (16, 2)], ids=str)
+@pytest.mark.parametrize("seed", range(40))
+def test_the_blocks_that_tiles_visit(seed, blocks):
+    block_m, block_n = blocks
+    case = drawn(seed)
+    # The second of two batch entries; the first would show an offset that is missing.
+    first, end = (torch.tensor([[7] * case.num_keys, x], dtype=torch.int32) for x in (case.first, case.end))
+    count = -(-case.num_keys // block_n)
+    bounds = torch.full((2, 4, count), -1, dtype=torch.int32)
+    interval_blocks_kernel[(2 * -(-count // BLOCKS.value),)](
+        bounds, first, end, None, None, (case.num_keys, case.num_keys), case.num_rows, case.num_keys, False, block_n
+    )
+    out, pairs = torch.zeros(64 * 64 + 256, dtype=torch.int32), torch.zeros((64, 64), dtype=torch.int32)
+    kv_starts = torch.tensor([0, case.start], dtype=torch.int32) if case.start else None
+    right = tl.constexpr(0) if case.right == 0 else case.right
+    write_visits[(1,)](
+        out, pairs, first, end, bounds, kv_starts, (case.left, right), case.num_rows, case.num_keys,
+        ROWS=64, KEYS=64, BLOCK_M=block_m, BLOCK_N=block_n,
+    )  # fmt: skip
+    expected = torch.tensor([[case.sees(i, j) for j in range(case.num_keys)] for i in range(case.num_rows)])
+    assert torch.equal(pairs[: case.num_rows, : case.num_keys].bool(), expected)
+    assert not pairs[: case.num_rows, case.num_keys :].any()
+    kinds, of_keys = out[: 64 * 64].view(64, 64), out[64 * 64 :].view(64, 4).tolist()
+    for i in range(-(-case.num_rows // block_m)):
+        rows = expected[i * block_m : (i + 1) * block_m]
+        for j in range(count):
+            block = rows[:, j * block_n : (j + 1) * block_n]
+            kind = int(kinds[i, j])
+            assert kind > 0 or not block.any()
+            assert kind < 2 or (block.all() and block.shape[1] == block_n)
+            if kind == 1:  # the bounds do not say that it could be skipped
+                low, high = i * block_m, min((i + 1) * block_m, case.num_rows)
+                some, last, every, every_end = bounds[1, :, j].tolist()
+                assert some < high and last > low
+                shown = [
+                    case.first[k] <= low and case.end[k] >= high
+                    for k in range(j * block_n, (j + 1) * block_n)
+                    if k < case.num_keys
+                ]
+                assert (every <= low and every_end >= high) == all(shown)
+    for j in range(count):
+        keys = expected[:, j * block_n : (j + 1) * block_n]
+        keys = keys[:, keys.any(0)]  # hidden keys are zeros
+        low, full_low, full_high, high = of_keys[j]
+        assert 0 <= low <= full_low <= full_high and high <= -(-case.num_rows // block_m)
+        for i in range(-(-case.num_rows // block_m)):
+            tile = keys[i * block_m : (i + 1) * block_m]
+            assert low <= i < high or not tile.any()
+            assert not full_low <= i < full_high or (tile.all() and tile.shape[0] == block_m)
+        seen = [i for i in range(-(-case.num_rows // block_m)) if keys[i * block_m : (i + 1) * block_m].any()]
+        if seen and not case.left and case.right is None:
+            assert (low, high) == (seen[0], seen[-1] + 1)
+        assert seen or low == high or case.q_offset < 0 or case.start
+
+
+def test_bounds_of_blocks():
+    """One value for each of the four bounds: of blocks of 4 keys, with a hidden key, with none, past the last key."""
+    first = torch.tensor([[3, 5, 4, 4, 9, 9, 9, 9, 1, 2, 7, 1, 0, 2]], dtype=torch.int32)
+    end = torch.tensor([[8, 6, 9, 8, 9, 3, 0, 9, 5, 2, 10, 20, 4, 6]], dtype=torch.int32)
+    bounds = torch.zeros((1, 4, 4), dtype=torch.int32)
+    interval_blocks_kernel[(1,)](bounds, first, end, None, None, (0, 0), 10, 14, False, 4)
+    none = NO_ROW.value
+    assert bounds[0].T.tolist() == [[3, 9, 5, 6], [none, 0, none, 0], [1, 10, none, 2], [0, 6, 2, 4]]
+
+
+@pytest.mark.parametrize("blocks", [300])
+def test_runs_longer_than_a_chunk(blocks):
+    """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
+    keys = 4 * blocks
+    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(blocks)]
+    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
+    end = torch.full((1, keys), 16, dtype=torch.int32)
+    bounds = torch.zeros((1, 4, blocks), dtype=torch.int32)
+    interval_blocks_kernel[(-(-blocks // BLOCKS.value),)](bounds, first, end, None, None, (0, 0), 16, keys, False, 4)
+    out = torch.zeros(blocks, dtype=torch.int32)
+    write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
+    assert out.tolist() == kind
+
+
+@triton.jit
+def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add to out (blocks,) int32 the kind of each block for the first tile of queries."""
+    intervals = sequence_intervals(intervals_of(starts_ptr, ends_ptr, blocks_ptr, (0, 0)), 0, 0, NQ, NK, NK - NQ)
+    mask = sequence_mask(None, 0, NK - NQ, NK, window_of((None, None)), True, intervals)
+    block, last = 0, NK // BLOCK_N
+    while block < last:
+        begin, middle, block = next_run(mask, block, last, 0, last, 0, BLOCK_M, BLOCK_N)
+        for i in range(begin, middle):
+            tl.store(out_ptr + i, tl.load(out_ptr + i) + 1)
+        for i in range(middle, block):
+            tl.store(out_ptr + i, tl.load(out_ptr + i) + 2)
