@@ -1,5 +1,7 @@
 """The same bits of a row in any batch, pack, chunk and cache, by the portable kernels in Triton's interpreter."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,8 @@ from fused_rope_attn import (
 )
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.same_bits import WAYS, differing_rows, drawn, later_tables, starts
+from tests.support.same_bits import WAYS, differing_rows, drawn, later_tables, padded
+from tests.support.same_bits import starts as kv_starts
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_tokens_past_the_end_of_a_cache(before):
     rows = before + first + room
     caches = [torch.full((batch, heads, rows, head_dim), torch.nan).half() for _ in range(2)]
     tables = [x[:rows] for x in later_tables(call, before)]
-    step = {"batch_invariant": True, "return_lse": True, "kv_starts": starts(call, before), **call.options}
+    step = {"batch_invariant": True, "return_lse": True, "kv_starts": kv_starts(call, before), **call.options}
     for new in (slice(0, first), slice(first, None)):
         found, found_lse = rope_attention_with_kvcache(
             call.q[:, :, new],
@@ -59,12 +62,56 @@ def test_tokens_past_the_end_of_a_cache(before):
             *tables,
             call.k[:, :, new],
             call.v[:, :, new],
-            cache_seqlens=starts(call, before + new.start),
+            cache_seqlens=kv_starts(call, before + new.start),
             **step,
         )
     kept = slice(first, first + room)
     assert torch.equal(found[:, :, :room], o[:, :, kept]) and torch.equal(found_lse[:, :, :room], lse[:, :, kept])
     assert (found[:, :, room:] == 0).all() and (found_lse[:, :, room:] == -torch.inf).all()
+
+
+def random_intervals(draw, length):
+    """Intervals (1, length) of single keys of any kind, between runs of keys that many rows see or that none sees."""
+    starts, ends = [], []
+    while len(starts) < length:
+        low, high = draw.randrange(length), draw.choice([0, length, length])
+        for _ in range(draw.choice([1, 3, 40, 70])):
+            starts.append(draw.choice([low, low, low, 0]))
+            ends.append(high)
+    return [torch.tensor([x[:length]], dtype=torch.int32) for x in (starts, ends)]
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("seed", range(4))
+def test_intervals_keep_the_bits(seed):
+    """Which blocks of keys a tile skips, and which it compares, changes no bit of a row."""
+    call, draw = drawn(seed, "cpu", F16, 32, 220, "triton")
+    length = call.length
+    starts, ends = random_intervals(draw, length)
+    tensors, tables = (call.q, call.k, call.v), (call.cos, call.sin)
+
+    def attend(tensors, starts, ends, tables=tables, **masks):
+        return call.attend(tensors, *tables, query_starts=starts.int(), query_ends=ends.int(), **masks)
+
+    whole = attend(tensors, starts, ends)
+    assert (whole[1] > -math.inf).any()
+    first = draw.randrange(length)
+    last = attend((call.q[:, :, first:], call.k, call.v), starts - first, ends - first)
+    assert all(torch.equal(x, y[:, :, first:]) for x, y in zip(last, whole))
+    before = draw.randrange(1, 200)
+    shifted = [torch.cat((torch.zeros(1, before), x + before), 1) for x in (starts, ends)]
+    found = attend(
+        [padded(x, before) for x in tensors], *shifted, later_tables(call, before), kv_starts=kv_starts(call, before)
+    )
+    assert all(torch.equal(x[:, :, before:], y) for x, y in zip(found, whole))
+    for row in [draw.randrange(length) for _ in range(3)]:
+        seen = (starts <= row) & (row < ends)
+        alone = attend(tensors, torch.where(seen, row, 0), torch.where(seen, row + 1, 0))
+        assert all(torch.equal(x[:, :, row], y[:, :, row]) for x, y in zip(alone, whole))
+    everything = attend(tensors, 0 * starts, 0 * ends + length)
+    assert all(torch.equal(x, y) for x, y in zip(everything, call.whole()))
 
 
 @interpreted
