@@ -10,7 +10,12 @@ import torch
 from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
-from fused_rope_attn.attention.validation import check_attention, check_packed, check_position_ids
+from fused_rope_attn.attention.validation import (
+    check_attention,
+    check_packed,
+    check_position_ids,
+    check_token_tables,
+)
 from fused_rope_attn.runtime.autocast import autocast, stand_in
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.checks import heads_first
@@ -18,7 +23,7 @@ from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
 from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
-from fused_rope_attn.runtime.options import AttentionOptions, Backend, PackedOptions, Strategy
+from fused_rope_attn.runtime.options import AttentionOptions, Backend, Strategy, VarlenOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -168,7 +173,7 @@ def rope_attention(
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
-    *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions],
+    *, return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -176,7 +181,7 @@ def rope_attention_varlen(
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
-    *, return_lse: Literal[True], **options: Unpack[PackedOptions],
+    *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -184,7 +189,7 @@ def rope_attention_varlen(
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
-    *, return_lse: bool, **options: Unpack[PackedOptions],
+    *, return_lse: bool, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -211,6 +216,7 @@ def rope_attention_varlen(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    token_tables: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: Backend = "auto",
@@ -233,6 +239,9 @@ def rope_attention_varlen(
             gradients 0, and with ``TRITON_DEBUG=1`` in the environment a device-side assertion fails.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths of sequences. They choose a configuration, and the
             tables must have at least max_seqlen_k rows.
+        token_tables: row ``t`` of the tables belongs to packed token ``t`` instead: for positions that do not count the
+            tokens of a sequence (multimodal RoPE, documents that continue, trees). cos and sin have exactly T rows, and
+            queries and keys are the same sequences: T_q is T_k, and cu_seqlens_q equals cu_seqlens_k.
 
     The other arguments, and the errors, are those of ``rope_attention``.
 
@@ -243,7 +252,7 @@ def rope_attention_varlen(
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
     options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)
-    problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k))
+    problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k), token_tables=token_tables)
     o, lse = _attend(problem, tensors, "thd", return_lse)
     return (o, lse.squeeze(0)) if return_lse else o
 
@@ -307,7 +316,7 @@ def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, *
     longest = given["max_seqlen_q"], given["max_seqlen_k"]
     q, k, v = _packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], *longest)
     tensors = fill(Tensors, given | {"q": q, "k": k, "v": v})
-    return _plan(_describe(tensors, fill(Options, given), "thd", longest, stand_in)[0])
+    return _plan(_describe(tensors, fill(Options, given), "thd", longest, stand_in, given["token_tables"])[0])
 
 
 def _plan(problem: Problem) -> planning.Plan:
@@ -320,12 +329,17 @@ def _plan(problem: Problem) -> planning.Plan:
 
 
 def _describe(
-    tensors: Tensors, options: Any, layout: str, max_seqlens: tuple[int, int] | None = None, convert=torch.Tensor.to
+    tensors: Tensors,
+    options: Any,
+    layout: str,
+    max_seqlens: tuple[int, int] | None = None,
+    convert=torch.Tensor.to,
+    token_tables: bool = False,
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
     max_seqlens: of queries and keys in packed sequences, if the tensors are from ``_packed``. convert: as in
-    ``autocast``.
+    ``autocast``. token_tables: of ``rope_attention_varlen``.
     """
     if in_context_parallel():
         refuse_context_parallel("rope_attention" if max_seqlens is None else "rope_attention_varlen")
@@ -338,7 +352,8 @@ def _describe(
     if max_seqlens is None:
         return problem_of(tensors, options, check_attention(tensors, options, layout)), tensors
     rotary_dim = check_attention(tensors, options, layout, max_seqlens[1])
-    return problem_of(tensors, options, rotary_dim, max(*max_seqlens)), tensors
+    check_token_tables(token_tables, tensors)
+    return problem_of(tensors, options, rotary_dim, max(*max_seqlens), token_tables=token_tables), tensors
 
 
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> tuple:

@@ -46,6 +46,7 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
         "R": problem.rotary_dim,
         "INTERLEAVED": problem.interleaved,
         "READS_LENGTHS": problem.reads_lengths,
+        "TOKEN_TABLES": problem.token_tables,
         "FROM_START": problem.batch_invariant and problem.has_kv_starts,
         "PRECISION": problem.precision,
     }

@@ -53,7 +53,7 @@ class Needs(NamedTuple):
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
     cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. intervals: it has query_starts
-    or query_ends.
+    or query_ends. token_tables: row t of the tables belongs to packed token t.
     """
 
     arch: str
@@ -65,6 +65,7 @@ class Needs(NamedTuple):
     no_keys: bool = False
     batch_invariant: bool = False
     intervals: bool = False
+    token_tables: bool = False
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -105,6 +106,8 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
 
 
 def _hopper_obstacle(needs: Needs) -> Obstacle | None:
+    if needs.token_tables:
+        return NotImplementedError, "token_tables is not served by backend='hopper' yet, but by the portable kernels"
     if needs.intervals:
         return NotImplementedError, (
             "query_starts and query_ends are not served by backend='hopper' yet, but by the portable kernels"
@@ -129,7 +132,11 @@ _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-d
 
 def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
-    options = {"batch_invariant": problem.batch_invariant, "intervals": problem.has_intervals}
+    options = {
+        "batch_invariant": problem.batch_invariant,
+        "intervals": problem.has_intervals,
+        "token_tables": problem.token_tables,
+    }
     return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, **options, **lengths)
 
 

@@ -22,6 +22,7 @@ from fused_rope_attn.kernels.rotation import (
     norm_and_rotate,
     pack_pairs,
     pair_norm_weights,
+    rotation_from,
 )
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView, heads_from, rows_of_head, sequence_heads, store_tile
@@ -88,7 +89,7 @@ def rotate_kernel(
     out_strides, cos_strides, sin_strides, sign, norm_eps, norm_offset, H, N, num_sequences, position_limit, NQ, NK,
     ZERO_COUNTER: tl.constexpr, TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-    END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
+    TOKEN_TABLES: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write x (B, H, N, D) rotated to out, in pair order. Grid: (row blocks * head chunks * batch).
 
@@ -100,6 +101,8 @@ def rotate_kernel(
 
     ZERO_COUNTER: set the word at ``counter`` to zero, because the next launch counts in it. With cu_q, the same as cu
     for NQ queries, a table of the queries' tiles of TILE_ROWS rows (``describe_tiles``) follows TILE_WORDS words later.
+
+    TOKEN_TABLES: row t of the tables belongs to packed key t.
 
     PAD_TO: packed rows of out are padded as ``sequence_rows`` says, with zeros.
 
@@ -132,10 +135,13 @@ def rotate_kernel(
     x, out = TensorView(x_ptr, x_strides), TensorView(out_ptr, out_strides)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     norm = Norm(norm_ptr, norm_eps, norm_offset, D) if norm_ptr is not None else None
+    rotation = head_rotation(tables, batch, position_limit, norm)
+    if TOKEN_TABLES:
+        rotation = rotation_from(rotation, rows.first_row)
     rotate_heads(
         sequence_heads(x, batch, rows.first_row, rows.num_rows, row_format),
         sequence_heads(out, batch, rows.first_padded, rows.num_padded, row_format),
-        head_rotation(tables, batch, position_limit, norm),
+        rotation,
         start=block * BLOCK_N,
         q_offset=0 if NK is None else NK - rows.num_rows,
         sign=1.0 if sign is None else sign,

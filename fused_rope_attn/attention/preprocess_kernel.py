@@ -11,7 +11,7 @@ from fused_rope_attn.attention.prepass_kernel import rotate_heads, sequence_rows
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation
+from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, rotation_from
 from fused_rope_attn.kernels.schedule import block_of_heads, let_next_launch_start
 from fused_rope_attn.kernels.softmax import lse_in_base_2, output_delta
 from fused_rope_attn.kernels.tiles import (
@@ -80,9 +80,9 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
                       sin_strides, q_sign, norm_eps, norm_offset, num_counters, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
                       num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      READS_LENGTHS: tl.constexpr, ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr,
-                      PAD_TO: tl.constexpr, COLUMNS: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
+                      READS_LENGTHS: tl.constexpr, TOKEN_TABLES: tl.constexpr, ROTATE: tl.constexpr,
+                      PROGRESS_ROWS: tl.constexpr, PAD_TO: tl.constexpr, COLUMNS: tl.constexpr,
+                      USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Write row statistics, and with ROTATE the rotated copies of q and k, normed before if the call has weights q_norm
     and k_norm (D,). Grid: query programs, then key programs.
 
@@ -138,10 +138,13 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
             num_rot = rows.num_padded if PAD_TO else rows.num_rows
             q, q_rot = TensorView(q_ptr, q_strides), TensorView(q_rot_ptr, q_rot_strides)
             q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
+            rotation = head_rotation(tables, batch, position_limit, q_norm)
+            if TOKEN_TABLES:
+                rotation = rotation_from(rotation, rows.first_row)
             rotate_heads(
                 sequence_heads(q, batch, rows.first_row, rows.num_rows, row_format),
                 sequence_heads(q_rot, batch, rows.first_padded, num_rot, row_format),
-                head_rotation(tables, batch, position_limit, q_norm),
+                rotation,
                 start=start,
                 q_offset=len_k - rows.num_rows,
                 sign=q_sign,
@@ -161,10 +164,13 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
                 _, first_k, len_k, block = packed_tile(block, cu_k_ptr, None, num_sequences, NK, 0, BLOCK_N)
             k, k_rot = TensorView(k_ptr, k_strides), TensorView(k_rot_ptr, k_rot_strides)
             k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
+            rotation = head_rotation(tables, batch, position_limit, k_norm)
+            if TOKEN_TABLES:
+                rotation = rotation_from(rotation, first_k)
             rotate_heads(
                 sequence_heads(k, batch, first_k, len_k, row_format),
                 sequence_heads(k_rot, batch, first_k, len_k, row_format),
-                head_rotation(tables, batch, position_limit, k_norm),
+                rotation,
                 start=block * BLOCK_N,
                 q_offset=0,
                 sign=1.0,

@@ -138,7 +138,7 @@ class Problem(NamedTuple):
     max_seqlen: an upper bound of their lengths. cache: None except in a generation step, where len_k is the cache's
     capacity. norm_eps and norm_offset: None without norms, because torch.compile would turn a number, even a default,
     into a graph input. precision: of products, see ``with_precision``. sums_keys: dk and dv are summed over several
-    calls, and so are float32.
+    calls, and so are float32. token_tables: row t of the tables belongs to packed token t.
 
     The fields from causal on are options, each with a row in ``CallOptions``.
     """
@@ -161,6 +161,7 @@ class Problem(NamedTuple):
     cache: Cache | None
     precision: str
     sums_keys: bool
+    token_tables: bool
     causal: bool = False
     softmax_scale: float = 1.0
     interleaved: bool = False
@@ -269,24 +270,37 @@ def check_options(tensors: Any, options: Any) -> None:
 
 
 def problem_of(
-    tensors: Tensors, options: Any, rotary_dim: int, max_seqlen: int = 0, cache: Cache | None = None
+    tensors: Tensors,
+    options: Any,
+    rotary_dim: int,
+    max_seqlen: int = 0,
+    cache: Cache | None = None,
+    token_tables: bool = False,
 ) -> Problem:
     """Return the ``Problem`` of checked ``Options`` and the rotary dim that the check has found."""
     values = [
         getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
     ]
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache), *values)
+    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache, token_tables), *values)
 
 
 def describe(
-    tensors: Tensors, *, rotary_dim: int, max_seqlen: int = 0, cache: Cache | None = None, **options: Any
+    tensors: Tensors,
+    *,
+    rotary_dim: int,
+    max_seqlen: int = 0,
+    cache: Cache | None = None,
+    token_tables: bool = False,
+    **options: Any,
 ) -> Problem:
     """Return the ``Problem`` of these tensors with options by name, each as a ``Problem`` holds it."""
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache), **options)
+    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache, token_tables), **options)
 
 
-def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | None = None) -> tuple:
+def _sizes(
+    tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | None = None, token_tables: bool = False
+) -> tuple:
     """Return the fields of ``Problem`` before its options. By position: this is on the path of every eager call."""
     q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     batch, heads_q, len_q, head_dim = q.shape
@@ -310,6 +324,7 @@ def _sizes(tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | No
         cache,
         "ieee",
         False,
+        token_tables,
     )
 
 
@@ -328,8 +343,10 @@ def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:
 
 
 # Types of an operator's arguments other than tensors: sizes that no tensor has, and the options.
-_OPERATOR_TYPES = {"rotary_dim": "int", "max_seqlen": "SymInt"} | {name: ROWS[name].operator for name in DESCRIBED}
-_ARGUMENTS = ("rotary_dim", "max_seqlen", *DESCRIBED)
+_OPERATOR_TYPES = {"rotary_dim": "int", "max_seqlen": "SymInt", "token_tables": "bool"} | {
+    name: ROWS[name].operator for name in DESCRIBED
+}
+_ARGUMENTS = ("rotary_dim", "max_seqlen", "token_tables", *DESCRIBED)
 # The arguments of the operators in the order of ``flatten``.
 SCHEMA = schema_of(
     [f"{'Tensor?' if name in Tensors._field_defaults else 'Tensor'} {name}" for name in Tensors._fields], _ARGUMENTS
@@ -344,8 +361,8 @@ def flatten(problem: Problem, tensors: Tensors) -> tuple:
 def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
     """Undo ``flatten``."""
     tensors = Tensors(*arguments[: len(Tensors._fields)])
-    rotary_dim, max_seqlen, *values = arguments[len(Tensors._fields) :]
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen), *from_operator(values)), tensors
+    rotary_dim, max_seqlen, token_tables, *values = arguments[len(Tensors._fields) :]
+    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, None, token_tables), *from_operator(values)), tensors
 
 
 def from_operator(values: Iterable[Any]) -> list[Any]:

@@ -257,6 +257,7 @@ def attention(
     norm_offset: float | None = None,
     query_starts: Tensor | None = None,
     query_ends: Tensor | None = None,
+    token_tables: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
 
@@ -270,8 +271,9 @@ def attention(
     if they are NaN.
 
     `cu_seqlens_q`, `cu_seqlens_k` (sequences + 1,) int32, both or neither: B is 1 and the sequences are packed along NQ
-    and NK; positions restart in each. This makes the whole (NQ, NK) matrix of scores all the same. NaN and infinities
-    of one sequence, or of rows after the last, do not reach other rows, in o and in the gradients.
+    and NK; positions restart in each, or with `token_tables` row t of the tables belongs to token t. This makes the
+    whole (NQ, NK) matrix of scores all the same. NaN and infinities of one sequence, or of rows after the last, do not
+    reach other rows, in o and in the gradients.
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
@@ -287,6 +289,8 @@ def attention(
             cu_seqlens_q, cu_seqlens_k, len_q, len_k, causal, window=window
         )
         rows = max(cos.shape[1] - 1, 0)
+        if token_tables:
+            position = position_k = torch.arange(len_k, device=q.device)[None]
         position, of_keys = position.clamp(max=rows), query_rows(cos, sin, position_k.clamp(max=rows))
     sees = in_intervals(query_starts, query_ends, (0, len_q), q.device)
     if sees is not None:

@@ -15,12 +15,14 @@ from fused_rope_attn.attention.problem import Tensors, check_options
 from fused_rope_attn.runtime.axes import in_layout
 from fused_rope_attn.runtime.checks import (
     are_ordinary,
+    check_bool,
     check_ends,
     check_int,
     check_kinds,
     check_queries_and_keys,
     check_tables,
     check_tensor,
+    is_plain,
     named,
     shown,
     warn_once,
@@ -107,6 +109,23 @@ def check_packed(
     longest = 0 if ends is None else max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
     if longest > max_seqlen_k:
         raise ValueError(f"max_seqlen_k must be at least the longest sequence of k, {longest}, but is {max_seqlen_k}")
+
+
+def check_token_tables(token_tables: bool, tensors: Tensors) -> None:
+    """Check token_tables of `rope_attention_varlen` with its checked tensors."""
+    check_bool("token_tables", token_tables)
+    if not token_tables:
+        return
+    q, k, cos, cu_seqlens_q, cu_seqlens_k = (tensors[i] for i in (0, 1, 3, 8, 9))
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k must have q's {q.shape[2]} tokens with token_tables=True, but has {k.shape[2]}")
+    if cos.shape[-2] != k.shape[2]:
+        raise ValueError(
+            f"cos must have a row for each of {k.shape[2]} tokens with token_tables=True, but has {cos.shape[-2]} rows"
+        )
+    on_cpu = cu_seqlens_q.device.type == "cpu" and is_plain(cu_seqlens_q, cu_seqlens_k)
+    if on_cpu and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        raise ValueError("cu_seqlens_k must equal cu_seqlens_q with token_tables=True, but they differ")
 
 
 def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:

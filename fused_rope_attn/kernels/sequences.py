@@ -26,6 +26,7 @@ class MaskArguments:
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
     # A sequence begins at its kv_starts: blocks are counted from there, as they are in packed sequences.
     FROM_START: tl.constexpr
+    TOKEN_TABLES: tl.constexpr = False  # row t of the tables belongs to packed token t
     intervals: IntervalArguments | None = None
 
 
@@ -125,6 +126,8 @@ def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
         first_k += first_position
         num_keys -= first_position
         starts_ptr = None
+    if masks.TOKEN_TABLES:
+        first_position = first_k
     q_offset = num_keys - num_queries
     intervals = None
     if masks.intervals is not None:

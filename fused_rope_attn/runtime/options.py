@@ -86,12 +86,18 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class PackedOptions(ScoreOptions, total=False):
-    """Options of ``rope_attention_varlen``."""
+    """Options of ``rope_attention_varlen`` and of ``rope_attention``."""
 
     deterministic: Annotated[bool, Option(False, checks.check_bool, _deterministic, "bool")]
     backend: Annotated[Backend, Option("auto", checks.check_choice(get_args(Backend)), None, "str")]
     strategy: Annotated[Strategy, Option("auto", checks.check_choice(get_args(Strategy)), None, "str")]
     batch_invariant: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
+
+
+class VarlenOptions(PackedOptions, total=False):
+    """Options of ``rope_attention_varlen``, and of no other function."""
+
+    token_tables: bool
 
 
 class AttentionOptions(PackedOptions, total=False):

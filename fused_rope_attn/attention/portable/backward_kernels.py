@@ -37,7 +37,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
                 norm_eps, norm_offset, window, interval_strides, num_heads, HKV, GROUP_SIZE, NQ, NK, num_sequences,
                 heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
-                ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+                TOKEN_TABLES: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
                 USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
@@ -50,8 +50,9 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm
     let_next_launch_start(PDL)
     intervals = intervals_of(query_starts_ptr, query_ends_ptr, None, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
-    )
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
+        TOKEN_TABLES, intervals,
+    )  # fmt: skip
     tile = scheduled_keys(tl.program_id(0), NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_N)
     if cu_k_ptr is not None or FROM_START:
         if tile.index * BLOCK_N >= tile.num_rows:
@@ -79,8 +80,9 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
               softmax_scale, cap_scale, norm_eps, norm_offset, window, interval_strides, num_heads, HQ, GROUP_SIZE, NQ,
               NK, num_sequences, heads_per_section, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
-              FROM_START: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
-              USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+              FROM_START: tl.constexpr, TOKEN_TABLES: tl.constexpr, ROTATE_INLINE: tl.constexpr,
+              PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
     """dq of BLOCK_M query rows of one head, and their part of the sink's gradient (dsinks, (tiles, B * HQ) float32).
 
     Grid: (``count_tiles`` of the queries * B * HQ). stats, ROTATE_INLINE, the norms and intervals as in
@@ -89,8 +91,9 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_p
     """
     intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
-    )
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
+        TOKEN_TABLES, intervals,
+    )  # fmt: skip
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     if cu_q_ptr is not None:
         if tile.index * BLOCK_M >= tile.num_rows:
@@ -120,8 +123,8 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos
                       GROUP_SIZE, NQ, NK, num_sequences, D: tl.constexpr, R: tl.constexpr, DKDV_BLOCK_M: tl.constexpr,
                       DKDV_BLOCK_N: tl.constexpr, DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr,
                       BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr,
-                      FROM_START: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr,
-                      USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
+                      FROM_START: tl.constexpr, TOKEN_TABLES: tl.constexpr, ROTATE_INLINE: tl.constexpr,
+                      PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):  # fmt: skip
     """The whole backward pass: first programs of ``dkdv_kernel``, which take longer, then those of ``dq_kernel``.
 
     Both compute lse and delta of the rows that they read from forward's o (B, HQ, NQ, D) and lse (B, HQ, NQ) float32,
@@ -130,8 +133,9 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos
     """
     intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
-    )
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
+        TOKEN_TABLES, intervals,
+    )  # fmt: skip
     q, k = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides)
     v, do = TensorView(v_ptr, v_strides), TensorView(do_ptr, do_strides)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)

@@ -158,8 +158,8 @@ def forward_kernel(
     lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr, q_strides, k_strides, v_strides,
     o_strides, q_rot_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window,
     interval_strides, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section, position_limit,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, TOKEN_TABLES: tl.constexpr,
     ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
     PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +173,9 @@ def forward_kernel(
     """
     intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START, intervals
-    )
+        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
+        TOKEN_TABLES, intervals,
+    )  # fmt: skip
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
     if cu_q_ptr is not None:
