@@ -57,6 +57,8 @@ class AttentionCheck(Call):
         tables = self.tables_of(inputs)
         do = tensors.pop("do")
         masks = {name: x for name, x in testing.masks_of(self, device).items() if name in (*WEIGHTS, *_BOUNDS)}
+        if self.intervals is not None:
+            masks |= self._intervals(device)
         if self.seqlens is not None:
             tables = {name: x[..., : self.longest[1] + self.extra_rows, :] for name, x in tables.items()}
             masks = {name: masks[name] for name in WEIGHTS if name in masks} | self._ends(device)
@@ -67,6 +69,11 @@ class AttentionCheck(Call):
         ends = torch.tensor(((0, 0), *self.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         found = {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
         return found | {f"max_seqlen_{name}": self.longest[i] for i, name in enumerate("qk")}
+
+    def _intervals(self, device: str) -> dict[str, Tensor]:
+        """Return those of query_starts and query_ends that the case has."""
+        found = testing.masks_of(self, device)
+        return {name: found[name] for name in _INTERVALS if found[name] is not None}
 
     def _unseen(self, device: str) -> dict[str, Tensor]:
         """Return the rows (1|B, N) of each tensor that no query or no key sees, as True."""
@@ -80,6 +87,10 @@ class AttentionCheck(Call):
             self.len_q, self.len_k, self.causal, window=self.window, device=torch.device(device), **bounds
         )
         absent = reference.absent_keys(self.len_k, position, window=self.window, **bounds)
+        intervals = {"query_starts": None, "query_ends": None} | self._intervals(device)
+        sees = reference.in_intervals(**intervals, rows=(0, self.len_q), device=torch.device(device))
+        if sees is not None:
+            high, absent = reference.apply_intervals(sees, low, high)
         found = {"q": low >= high, "do": low >= high}
         return found | ({} if absent is None else {"k": absent, "v": absent})
 
@@ -87,7 +98,13 @@ class AttentionCheck(Call):
         if variant[0] == "reference" or variant == ("auto", "auto"):
             return None
         needs = planning.Needs(
-            arch, self.dtype, self.head_dim, variant[1], packed=self.seqlens is not None, no_keys=self.len_k == 0
+            arch,
+            self.dtype,
+            self.head_dim,
+            variant[1],
+            packed=self.seqlens is not None,
+            no_keys=self.len_k == 0,
+            intervals=self.intervals is not None,
         )
         return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", needs)
 
@@ -146,6 +163,7 @@ class AttentionCheck(Call):
 
 
 _BOUNDS = ("kv_starts", "kv_lens")
+_INTERVALS = ("query_starts", "query_ends")
 
 
 @dataclass(frozen=True)

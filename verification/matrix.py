@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fused_rope_attn.testing import INTERVALS
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Call
 from verification.decode import DecodeCheck
@@ -84,6 +85,12 @@ _SMALL = (
     _small("kv_starts, not causal", batch=2, kv_starts=(50, 7), causal=False),
     _small("kv_lens, not causal, an empty entry", batch=2, kv_lens=(0, 37), causal=False, len_q=33),
     _small("kv_starts + causal + per-batch tables", batch=2, kv_starts=(0, 41), table_batch=True),
+    # intervals of query rows
+    *(_small(f"intervals: {kind}", causal=False, intervals=kind, hides_nan=True) for kind in INTERVALS),
+    _small("random intervals, batch of 2, causal, kv_starts + kv_lens, GQA", batch=2, heads_q=4, intervals="random",
+           kv_starts=(3, 20), kv_lens=(80, 61), hides_nan=True, len_q=50),
+    _small("random intervals, window, softcap, sinks, norms", intervals="random", window=(30, 9), causal=False,
+           softcap=5.0, sinks=True, norms=1.0, hides_nan=True),
     _small("window + softcap + GQA", window=(20, 0), softcap=5.0, heads_q=4),
     _small("sinks + window", sinks=True, window=(20, 0)),
     # norms of q and k
@@ -132,6 +139,10 @@ _LARGE = (
     _large("4K window (1024, 0) + softcap, D 256 GQA", 1, 8, 4, 4096, 256, window=(1024, 0), softcap=50.0),
     _large("4K window (127, 0), D 64 GQA", 1, 16, 2, 4096, 64, window=(127, 0)),
     _large("4K kv_starts + kv_lens", 2, 8, 2, 4096, 128, kv_starts=(1000, 0), kv_lens=(4096, 2049)),
+    _large("4K documents by intervals GQA", 1, 8, 2, 4096, 128, causal=False, intervals="documents"),
+    _large("4K a tree by intervals GQA", 1, 8, 2, 4096, 128, causal=False, intervals="tree"),
+    _large("4K blocks that see both ways, D 64", 2, 4, 4, 4096, 64, causal=False, intervals="blocks"),
+    _large("4K random intervals, D 256 GQA", 1, 4, 2, 4096, 256, intervals="random", hides_nan=True),
     _large("64 packed sequences of 16 to 4096 tokens", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED))),
     _large("64 packed sequences, window (256, 0)", 1, 8, 2, sum(_MIXED), 128, seqlens=tuple(zip(_MIXED, _MIXED)),
            window=(256, 0)),

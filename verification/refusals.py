@@ -144,9 +144,10 @@ def _can_have_out(a: Arguments) -> bool:
 
 _TENSORS = (
     "x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", *ENDS, "sinks", "kv_starts", "kv_lens", "position_ids",
-    *NORMS, "block_table", *SCALES,
+    *NORMS, "block_table", *SCALES, "query_starts", "query_ends",
 )  # fmt: skip
 _BOUNDS = ("sinks", "kv_starts", "kv_lens", "cache_seqlens")
+_INTERVALS = ("query_starts", "query_ends")
 _NUMBERS = ("softmax_scale", "softcap", "base", "norm_eps", "norm_offset")
 _FLAGS = ("causal", "interleaved", "return_lse", "deterministic", "inverse", "cache_is_rotated")
 _FUNCTIONS = (
@@ -161,9 +162,11 @@ _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception
     (("x", "q", "cos", "sin"), "of integers", lambda x: x.int(), TypeError),
     (("x", "q", "k", "v", *CACHES), "of another rank", lambda x: x[None], ValueError),
     (("k", "v"), "of another dtype", lambda x: x.to(_other_float(x)), TypeError),
-    ((*_BOUNDS, *ENDS), "of int64", lambda x: x.long(), TypeError),
+    ((*_BOUNDS, *ENDS, *_INTERVALS), "of int64", lambda x: x.long(), TypeError),
     ((*_BOUNDS, *ENDS, *NORMS), "of rank 2", lambda x: x[None], ValueError),
     ((*_BOUNDS, *NORMS), "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError),
+    (_INTERVALS, "of rank 3", lambda x: x[None], ValueError),
+    (_INTERVALS, "too long", lambda x: torch.cat((x, x.new_zeros(x.shape[0], 1)), 1), ValueError),
     (("block_table", *SCALES), "of another dtype", lambda x: x.double(), TypeError),
     (("block_table", *SCALES), "too long", lambda x: torch.cat((x, x, x)), ValueError),
     (("block_table",), "of rank 1", lambda x: x.flatten(), ValueError),

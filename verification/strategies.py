@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
+from fused_rope_attn.testing import INTERVALS
 from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck
 from verification.calls import DTYPES, Call, Machine
 from verification.decode import DecodeCheck, WriteCheck
@@ -170,6 +171,7 @@ _OF_MASKS = {
     "softcap": {0.0: 9, 2.0: 1, 15.0: 1, 50.0: 1},
     "sinks": {False: 7, True: 3},
     "kv_starts": {None: 2, (): 1},
+    "intervals": {None: 8, "random": 2} | dict.fromkeys(INTERVALS, 0.4),
 }
 # A prototype has None where its calls have no such bound.
 _BOUNDS = ("window", "kv_starts", "kv_lens", "seqlens", "norms")
@@ -290,7 +292,7 @@ def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCh
 
 
 def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
-    return _dense_prototype(draw, machine, seqlens=(), kv_starts=None, kv_lens=None, table_batch=False)
+    return _dense_prototype(draw, machine, seqlens=(), kv_starts=None, kv_lens=None, intervals=None, table_batch=False)
 
 
 def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
@@ -368,7 +370,7 @@ def _decode_prototype(draw: Draw, machine: Machine) -> DecodeCheck:
     group = _size(draw, machine, "group") if chance(draw, 0.7) else 1
     fields = {"heads_q": group, "len_q": _size(draw, machine, "len_q"), "variants": _variants(draw, machine, weights)}
     fields["memory"] = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _ALONE, _ALONE)
-    found = _prototype(draw, DecodeCheck, machine, _OF_DECODE, **fields, **_masks(draw))
+    found = _prototype(draw, DecodeCheck, machine, _OF_DECODE, **fields, **_masks(draw) | {"intervals": None})
     if found.append or found.page_size is not None or chance(draw, 0.5):
         return found
     return replace(found, memory=found.memory[:3] + _memories(draw, _MEMORY, _MEMORY))  # nothing is written

@@ -67,7 +67,8 @@ def test_everything_is_drawn():
     for feature in ("bfloat16", "float16", "float32", "window=(0, 0)", "sinks=True", "softcap", "kv_starts", "kv_lens",
                     "seqlens", "yarn", "random", "interleaved", "table_batch", "full_width", "columns", "one number",
                     "offset", "softmax_scale=0.0", "deterministic", "rotated=False", "append=False", "in place",
-                    "two ids", "page_size=16", 'float8="head"', "norms=1.0", "hides_nan", "packed=True"):  # fmt: skip
+                    "two ids", "page_size=16", 'float8="head"', "norms=1.0", "hides_nan", "packed=True",
+                    "intervals"):  # fmt: skip
         assert feature in text, feature
 
 
