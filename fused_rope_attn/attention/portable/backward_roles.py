@@ -292,11 +292,12 @@ def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY
     for start_n in range(first, last, keys.BLOCK_N):
         k = load_rotated_tile(keys.k, keys.rotation, start_n, offs, 0, CHECK_ROWS=APPLY_MASK)
         v = load_head_tile(keys.v, start_n, offs, CHECK_ROWS=APPLY_MASK)
-        scores = score_product(q, k, scale)
-        p = tl.math.exp2(scores * scale.qk_scale - lse[:, None])
         if APPLY_MASK:
             k = without_unseen(k, keys.mask, start_n, offs)
             v = without_unseen(v, keys.mask, start_n, offs)
+        scores = score_product(q, k, scale)
+        p = tl.math.exp2(scores * scale.qk_scale - lse[:, None])
+        if APPLY_MASK:
             p = tl.where(visible(keys.mask, positions_q[:, None], (start_n + offs)[None, :]), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=scale.PRECISION)
         ds = score_gradient(p, dp, delta[:, None], scores, scale)

@@ -44,10 +44,11 @@ def test_intervals(case, strategy):
 @ignore_overflow
 @both_strategies
 @pytest.mark.parametrize("norms", [None, 1.0])
-@pytest.mark.parametrize("length", [70, 150])
-def test_nan_where_no_row_and_no_key_is_seen_changes_no_bit(strategy, norms, length):
+@pytest.mark.parametrize(("length", "softcap"), [(70, 2.0), (150, 0.0)])
+def test_nan_where_no_row_and_no_key_is_seen_changes_no_bit(strategy, norms, length, softcap):
     """Hidden keys next to visible ones and in whole blocks; rows that see nothing in the middle of a tile."""
     case = replace(TWO, len_q=length, len_k=length, norms=norms, sinks=True, causal=True, window=(60, 0))
+    case = replace(case, softcap=softcap)
     inputs, options = make_inputs(case), masks_of(case)
     generator = torch.Generator().manual_seed(5)
     starts = torch.randint(0, length, (2, length), generator=generator, dtype=torch.int32)
