@@ -49,7 +49,7 @@ from verification.table import format_table
 # the fastest measured in places); beyond this the tile is too large for the card.
 SPILL_LIMIT = 512
 BF16 = {"dtype": torch.bfloat16}
-MASKS = ("window", "softcap", "sinks", "kv_starts", "kv_lens", "packed")
+MASKS = ("window", "softcap", "sinks", "kv_starts", "kv_lens", "packed", "intervals")
 COLUMNS = ("arch", "job", "kernel", "warps", "stages", "registers", "spill", "shared", "limit", "seconds", "verdict")
 
 
@@ -91,7 +91,8 @@ class Job(LaunchJob):
         sinks = meta(heads_q) if "sinks" in self.masks else None
         bounds = (int32(batch) if name in self.masks else None for name in ("kv_starts", "kv_lens"))
         ends, weight = int32(9) if packed else None, meta(self.head_dim) if self.norms else None
-        tensors = Tensors(q, k, v, cos, sin, sinks, *bounds, ends, ends, weight, weight)
+        intervals = (int32(batch, length) if "intervals" in self.masks else None for _ in range(2))
+        tensors = Tensors(q, k, v, cos, sin, sinks, *bounds, ends, ends, weight, weight, *intervals)
         problem = describe(
             tensors,
             causal=self.causal,
@@ -162,20 +163,23 @@ def _variants(job: Job) -> list[Job]:
 # The pairs that models combine, and the most that one kernel can hold.
 _WINDOW, _PADDED, _MOST = ("window",), ("kv_starts", "kv_lens"), ("window", "softcap", "sinks", "packed")
 _HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED), ("packed",), _MOST)
-_MASKED = (_WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
+_INTERVALS = ("intervals", "window", "softcap", "sinks", *_PADDED)
+_MASKED = (_INTERVALS, _WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
 
 
 def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     """Jobs with masks, bfloat16 and causal, in the configurations of medium lengths.
 
     The masks that take most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on
-    sm_90, sm_86 and gfx942: the other cards have the instructions of one of them. On sm_90 also inline, a window alone
-    and padded batches. ``full``: every combination, strategy and width everywhere.
+    sm_90, sm_86 and gfx942, there with intervals too: the other cards have the instructions of one of them. On sm_90
+    also inline, intervals, a window and padded batches by themselves. ``full``: every combination, strategy and width
+    everywhere.
     """
     chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
-    chosen += [("prepass", 128, _MOST)] if arch in (*aot.THOROUGH, "gfx942") else []
+    chosen += [("prepass", 128, _MOST), ("prepass", 128, _INTERVALS)] if arch in (*aot.THOROUGH, "gfx942") else []
     if arch == "sm_90":
         chosen += [("inline", 128, _MOST), ("prepass", 128, _WINDOW), ("prepass", 128, _PADDED)]
+        chosen += [("prepass", 128, ("intervals",)), ("inline", 128, _INTERVALS), ("prepass", 256, _INTERVALS)]
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
     jobs = [
