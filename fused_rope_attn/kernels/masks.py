@@ -67,10 +67,13 @@ def sequence_mask(starts_ptr, batch, q_offset, num_keys, window, READS_LENGTHS: 
 
 
 @triton.jit
-def visible(mask, positions_q, positions_k):
-    """Return whether (query, key) pairs see each other, broadcast over the two position tensors."""
+def visible(mask, positions_q, positions_k, rows=None):
+    """Return whether (query, key) pairs see each other, broadcast over the two position tensors.
+
+    rows: ``row_interval`` of positions_k, if the caller has it; only with intervals.
+    """
     if mask.intervals is not None:
-        first, end = row_interval(mask, positions_k)
+        first, end = row_interval(mask, positions_k) if rows is None else rows
         return (positions_q >= first) & (positions_q < end)
     sees = positions_k < mask.num_keys
     if mask.window.right is not None:

@@ -75,7 +75,7 @@ def random_intervals(draw, length):
     starts, ends = [], []
     while len(starts) < length:
         low, high = draw.randrange(length), draw.choice([0, length, length])
-        for _ in range(draw.choice([1, 3, 40, 70])):
+        for _ in range(draw.choice([1, 3, 12, 40])):
             starts.append(draw.choice([low, low, low, 0]))
             ends.append(high)
     return [torch.tensor([x[:length]], dtype=torch.int32) for x in (starts, ends)]
@@ -112,6 +112,25 @@ def test_intervals_keep_the_bits(seed):
         assert all(torch.equal(x[:, :, row], y[:, :, row]) for x, y in zip(alone, whole))
     everything = attend(tensors, 0 * starts, 0 * ends + length)
     assert all(torch.equal(x, y) for x, y in zip(everything, call.whole()))
+
+
+@interpreted
+@ignore_overflow
+@pytest.mark.parametrize(("seed", "first"), [(3, 0), (4, 0), (3, 45)])
+def test_gradients_with_intervals_and_left_padding(seed, first):
+    """Rows count from the first row of q, also where blocks of queries count from the first key."""
+    call, draw = drawn(seed, "cpu", F32, 32, 150, "triton")
+    call.options = {}
+    starts, ends = random_intervals(draw, call.length)
+    bounds = {"query_starts": starts - first, "query_ends": ends - first, "kv_starts": kv_starts(call, 30)}
+    do = torch.randn_like(call.q[:, :, first:])
+    found = []
+    for options in ({"backend": "triton", "batch_invariant": True}, {"backend": "reference"}):
+        leaves = [x.detach().clone().requires_grad_() for x in (call.q[:, :, first:], call.k, call.v)]
+        o = rope_attention(*leaves, call.cos, call.sin, True, rotary_dim=2 * call.cos.shape[1], **bounds, **options)
+        found.append((o, *torch.autograd.grad(o, leaves, do)))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @interpreted

@@ -172,10 +172,13 @@ def without_unseeing(tile, lse, mask):
 
 
 @triton.jit
-def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_after, jump_to, APPLY_MASK: tl.constexpr):
+def dkdv_range(
+    dk, dv, k, v, positions_k, rows, queries, scale, first, count, jump_after, jump_to, APPLY_MASK: tl.constexpr
+):
     """Add ``count`` query blocks to dk and dv, (BLOCK_N, BLOCK_D) float32, and return them.
 
-    k (rotated) and v (BLOCK_N, BLOCK_D) and their positions_k (BLOCK_N,) are the program's. The query blocks are
+    k (rotated) and v (BLOCK_N, BLOCK_D), their positions_k (BLOCK_N,) and with intervals their ``row_interval``, else
+    None, are the program's. The query blocks are
     ``jump_after`` blocks from number ``first`` on, and then those from number ``jump_to`` on.
 
     APPLY_MASK: some of the pairs may be hidden, and some of the queries may not exist. Without it there is no jump.
@@ -202,7 +205,10 @@ def dkdv_range(dk, dv, k, v, positions_k, queries, scale, first, count, jump_aft
             mask = queries.mask
             if mask.READS_LENGTHS or mask.window.HIDES_PAIRS:
                 positions_q = (start_m + queries.q_offset + offs)[None, :]
-                p_t = tl.where(visible(mask, positions_q, positions_k[:, None]), p_t, 0.0)
+                of_keys = None
+                if rows is not None:
+                    of_keys = rows[0][:, None], rows[1][:, None]
+                p_t = tl.where(visible(mask, positions_q, positions_k[:, None], of_keys), p_t, 0.0)
         do = load_head_tile(queries.do, start_m, offs, CHECK_ROWS=APPLY_MASK)
         if APPLY_MASK:
             do = without_unseeing(do, lse, queries.mask)
@@ -241,6 +247,7 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
     first, full_first, full_last, last = query_range(
         mask, start_n, sequence.q_offset, sequence.num_queries, BLOCK_M, BLOCK_N
     )
+    rows = None
     if mask.intervals is not None:
         rows = row_interval(mask, positions_k)
         bounds = first, full_first, full_last, last
@@ -257,11 +264,23 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
         queries = RoleQueries(q_tiles, do_tiles, statistics, q_rotation, sign, q_offset, mask, BLOCK_M)
         count, jump_after = full_first - first + last - full_last, full_first - first
         dk_sum, dv_sum = dkdv_range(
-            dk_sum, dv_sum, k, v, positions_k, queries, scale, first, count, jump_after, full_last, APPLY_MASK=True
+            dk_sum,
+            dv_sum,
+            k,
+            v,
+            positions_k,
+            rows,
+            queries,
+            scale,
+            first,
+            count,
+            jump_after,
+            full_last,
+            APPLY_MASK=True,
         )
         count = full_last - full_first
         dk_sum, dv_sum = dkdv_range(
-            dk_sum, dv_sum, k, v, positions_k, queries, scale, full_first, count, 0, 0, APPLY_MASK=False
+            dk_sum, dv_sum, k, v, positions_k, rows, queries, scale, full_first, count, 0, 0, APPLY_MASK=False
         )
     # Rows of dk and dv are written whether or not their keys exist.
     if READS_LENGTHS or mask.first_key is not None:

@@ -81,6 +81,25 @@ def test_nan_where_no_row_and_no_key_is_seen_changes_no_bit(strategy, norms, len
 @interpreted
 @ignore_overflow
 @both_strategies
+def test_hidden_keys_between_keys_that_every_row_sees(strategy):
+    """Blocks of queries run without comparisons then, and the hidden keys' gradients are zero all the same."""
+    inputs = make_inputs(replace(BASE, intervals=None))
+    ends = torch.full((1, 150), 150, dtype=torch.int32)
+    ends[:, [3, 64, 65, 149]] = 0
+    kept = ends[0] > 0
+    options = {"query_ends": ends, "backend": "triton", "strategy": strategy}
+    found = gradients(lambda q, k, v: rope_attention(q, k, v, *inputs[3:5], **options), inputs)
+    expected = gradients(
+        lambda q, k, v: rope_attention(q, k, v, *inputs[3:5], query_ends=ends, backend="reference"), inputs
+    )
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y)
+    assert not found[2][:, :, ~kept].any() and not found[3][:, :, ~kept].any()
+
+
+@interpreted
+@ignore_overflow
+@both_strategies
 def test_calls_are_told_apart_by_which_tensors_they_have_and_their_values(strategy):
     """A known call is replayed with other intervals; a call with other tensors is another call."""
     inputs = make_inputs(replace(TWO, len_q=40, len_k=40))
