@@ -125,8 +125,8 @@ def bidirectional_blocks(block_ids: Tensor) -> Intervals:
 
     Args:
         block_ids: ``(B, N)`` int32 or int64. Tokens with the same id of 0 or more, which must be adjacent, see one
-            another; tokens with a negative id are causal. On a CPU an id that comes back after another one is a
-            ValueError. On a GPU the host does not wait to read ids, and each run of equal ids is a block.
+            another; tokens with a negative id are causal. On a CPU an id in two places is a ValueError. On a GPU the
+            host does not wait to read ids, and each run of equal ids is a block.
 
     Returns:
         query_starts and query_ends, ``(B, N)`` int32 each on the device of block_ids.

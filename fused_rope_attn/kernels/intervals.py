@@ -40,7 +40,7 @@ class Intervals:
     blocks_ptr: tl.tensor | None
     batch: tl.tensor  # int64
     num_rows: tl.tensor  # NQ
-    num_keys: tl.tensor  # NK, of which some may not exist
+    num_keys: tl.tensor  # NK; some of these keys may not exist
     shift: tl.tensor
 
 
@@ -55,7 +55,7 @@ def intervals_of(starts_ptr, ends_ptr, blocks_ptr, strides):
 
 @triton.jit
 def sequence_intervals(intervals, batch, first_key, num_rows, num_keys, shift):
-    """Return the ``Intervals`` of batch entry ``batch`` (int64), whose first key is number ``first_key`` in it.
+    """Return the ``Intervals`` of batch entry ``batch`` (int64). The sequence begins with its key ``first_key``.
 
     intervals: ``IntervalArguments``. num_rows, num_keys and shift as in ``Intervals``.
     """
@@ -174,8 +174,8 @@ def interval_blocks_kernel(
     """Write which rows of q see each block of BLOCK_N keys by their intervals. Grid: (blocks / BLOCKS * B).
 
     blocks (B, 4, cdiv(NK, BLOCK_N)) int32: the first row that sees any of its keys (NO_ROW if none does) and the row
-    after the last one (0), then the same of the rows that see all of its keys; a block of which a key is hidden has
-    none. Other masks do not count here. With FROM_START blocks begin at kv_starts (starts_ptr).
+    after the last one (0), then the same of the rows that see all of its keys; no row does if a key is hidden. Other
+    masks do not count here. With FROM_START blocks begin at kv_starts (starts_ptr).
     """
     count = tl.cdiv(NK, BLOCK_N)
     programs = tl.cdiv(count, BLOCKS)
