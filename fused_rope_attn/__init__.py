@@ -20,6 +20,12 @@ if TYPE_CHECKING:
         rope_attention,
         rope_attention_varlen,
     )
+    from fused_rope_attn.attention.latent_api import (
+        plan_mla,
+        plan_mla_varlen,
+        rope_attention_mla,
+        rope_attention_mla_varlen,
+    )
     from fused_rope_attn.attention.planning import Plan
     from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
@@ -42,9 +48,13 @@ __all__ = [
     "cu_seqlens_from_position_ids",
     "permute_rope_layout",
     "plan",
+    "plan_mla",
+    "plan_mla_varlen",
     "plan_varlen",
     "plan_with_kvcache",
     "rope_attention",
+    "rope_attention_mla",
+    "rope_attention_mla_varlen",
     "rope_attention_varlen",
     "rope_attention_with_kvcache",
     "rope_tables",
@@ -64,9 +74,13 @@ _MODULES = {
     "cu_seqlens_from_position_ids": "attention.api",
     "permute_rope_layout": "rotation.layouts",
     "plan": "attention.api",
+    "plan_mla": "attention.latent_api",
+    "plan_mla_varlen": "attention.latent_api",
     "plan_varlen": "attention.api",
     "plan_with_kvcache": "generation.api",
     "rope_attention": "attention.api",
+    "rope_attention_mla": "attention.latent_api",
+    "rope_attention_mla_varlen": "attention.latent_api",
     "rope_attention_varlen": "attention.api",
     "rope_attention_with_kvcache": "generation.api",
     "rope_tables": "rotation.tables",

@@ -49,6 +49,7 @@ from verification.table import format_table
 # the fastest measured in places); beyond this the tile is too large for the card.
 SPILL_LIMIT = 512
 BF16 = {"dtype": torch.bfloat16}
+ROPE_DIM = 64  # columns of multi-head latent attention that are rotated
 MASKS = ("window", "softcap", "sinks", "kv_starts", "kv_lens", "packed", "intervals")
 COLUMNS = ("arch", "job", "kernel", "warps", "stages", "registers", "spill", "shared", "limit", "seconds", "verdict")
 
@@ -67,6 +68,7 @@ class Job(LaunchJob):
     rotated: bool = False  # forward saves rotated q and k, backward takes them
     norms: bool = False  # of q and k, before their rotation
     sums: bool = False  # dk and dv in float32, as context parallelism adds them up
+    latent: bool = False  # multi-head latent attention, with 64 of the head_dim columns rotated
 
     @property
     def is_hopper(self) -> bool:
@@ -74,6 +76,8 @@ class Job(LaunchJob):
 
     @property
     def title(self) -> str:
+        if self.latent:
+            return f"{self.direction} mla"
         return f"hopper {self.direction}" if self.is_hopper else f"{self.direction} {self.config.strategy}"
 
     def launch(self) -> None:
@@ -85,14 +89,23 @@ class Job(LaunchJob):
         packed = "packed" in self.masks
         batch, length, heads_q, heads_kv = 1 if packed else 2, 1000, 8, 1 if self.gqa else 8
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        q, k, v = (self.heads(batch, length, heads) for heads in (heads_q, heads_kv, heads_kv))
+        nope = {}
+        if self.latent:
+            rotary_dim, columns = ROPE_DIM, self.head_dim - ROPE_DIM
+            q, k, v, q_nope, k_nope = (
+                meta(batch, length, heads, width, dtype=self.dtype).transpose(1, 2)
+                for heads, width in ((8, ROPE_DIM), (1, ROPE_DIM), (8, columns), (8, columns), (8, columns))
+            )
+            nope = {"q_nope": q_nope, "k_nope": k_nope}
+        else:
+            q, k, v = (self.heads(batch, length, heads) for heads in (heads_q, heads_kv, heads_kv))
         # Full-width tables where they are read at another stride than half-width ones.
         cos = sin = meta(length, rotary_dim if self.interleaved else rotary_dim // 2)
         sinks = meta(heads_q) if "sinks" in self.masks else None
         bounds = (int32(batch) if name in self.masks else None for name in ("kv_starts", "kv_lens"))
         ends, weight = int32(9) if packed else None, meta(self.head_dim) if self.norms else None
         intervals = (int32(batch, length) if "intervals" in self.masks else None for _ in range(2))
-        tensors = Tensors(q, k, v, cos, sin, sinks, *bounds, ends, ends, weight, weight, *intervals)
+        tensors = Tensors(q, k, v, cos, sin, sinks, *bounds, ends, ends, weight, weight, *intervals, **nope)
         problem = describe(
             tensors,
             causal=self.causal,
@@ -106,7 +119,8 @@ class Job(LaunchJob):
             kept = Saving.TILES if packed else Saving.ROWS
             forward.ForwardCall(problem, tensors, self.config, kept if self.rotated else Saving.NOTHING)(tensors)
         else:
-            do, o, lse = torch.empty_like(q), torch.empty_like(q), meta(batch, heads_q, length)
+            like_o = v if self.latent else q
+            do, o, lse = torch.empty_like(like_o), torch.empty_like(like_o), meta(batch, heads_q, length)
             if self.rotated:
                 shape = rotated_shape(problem)
                 raw = {"raw_q": q, "raw_k": k} if self.norms else {}
@@ -130,6 +144,8 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
         for row, strategy in itertools.product(table, configs.STRATEGIES):
             if arch not in row.arch or strategy not in row.strategy or row.masked:  # those are mask_jobs'
+                continue
+            if row.latent:  # those are latent_jobs'
                 continue
             thorough = arch in aot.THOROUGH and row.element_size == 2
             if not thorough and strategy != row.strategy[0] and not full:
@@ -194,6 +210,28 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
         call = {"direction": "forward", "dtype": torch.float16, "head_dim": 24, "config": config}
         narrow = Job(**call, arch=arch, gqa=True, interleaved=True, masks=("kv_starts",))
         jobs += [narrow, replace(narrow, causal=False)]
+    return jobs
+
+
+def latent_jobs(arch: str, full: bool = False) -> list[Job]:
+    """Return a job for each row for multi-head latent attention, at the widths of DeepSeek, causal and interleaved.
+
+    Also with the masks that take most registers: on every card in bfloat16, or with ``full`` in float32 too.
+    """
+    jobs = []
+    for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
+        for row in table:
+            if arch not in row.arch or not row.latent:
+                continue
+            dtype = torch.bfloat16 if row.element_size == 2 else torch.float32
+            config = replace(row.config(arch, "prepass"), section_bytes=0)
+            call = {"arch": arch, "direction": direction, "dtype": dtype, "head_dim": row.head_dim, "config": config}
+            job = Job(**call, interleaved=True, latent=True)
+            jobs.append(job)
+            if row.element_size == 2 or full:
+                jobs += [replace(job, masks=("window", "kv_starts", "kv_lens")), replace(job, masks=("packed",))]
+            if full:
+                jobs += [replace(job, causal=False), replace(job, interleaved=False), replace(job, head_dim=112)]
     return jobs
 
 
@@ -264,7 +302,7 @@ def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
     Leave out a job that repeats another card's (``repeated_job``), unless it is the first of its title or ``full`` is
     set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
     """
-    tables = (table_jobs, mask_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
+    tables = (table_jobs, mask_jobs, latent_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]
     every, first = set(jobs), {(job.arch, job.title): job for job in reversed(jobs)}
     return [job for job in jobs if full or job is first[job.arch, job.title] or repeated_job(job) not in every]

@@ -24,7 +24,8 @@ from verification.memory import lay, lay_table
 
 FUNCTIONS = {
     name: getattr(fused_rope_attn, name)
-    for name in ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "write_kvcache",
+    for name in ("rope_attention", "rope_attention_varlen", "rope_attention_mla", "rope_attention_mla_varlen",
+                 "rope_attention_with_kvcache", "write_kvcache",
                  "apply_rope", "apply_rope_qk")
 } | {"corope_attention": corope_attention}  # fmt: skip
 _PARAMETERS = {name: tuple(inspect.signature(function).parameters) for name, function in FUNCTIONS.items()}
@@ -350,7 +351,7 @@ class Call(testing.Case):
         leaves = {name: given[name].detach() for name in self.wanted if given.get(name) is not None}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)  # more queries than keys
+            warnings.filterwarnings("ignore", "q.* positions and k", UserWarning)  # more queries than keys
             returned = function(**(given | leaves))
         found = dict(zip(self.outputs, returned if isinstance(returned, tuple) else (returned,)))
         of = [name for name in made.upstream if found[name].requires_grad]

@@ -14,6 +14,7 @@ from fused_rope_attn.testing import INTERVALS
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Call
 from verification.decode import DecodeCheck
+from verification.latent import LatentCheck
 from verification.rotation import RopeCheck
 
 SIZES = ("small", "large", "huge")
@@ -286,4 +287,35 @@ COROPE = (
     _corope("Co-RoPE, heads 16/1, 1000 tokens, D 64", 1, 16, 1, 1000, 64, size="large"),
     _corope("Co-RoPE, heads 4/1, 8192 tokens", 1, 4, 1, 8192, 128, size="large"),
 )
-CHECKS = ATTENTION + ROTATION + DECODE + COROPE
+
+
+def _latent(name: str, heads: int, length: int, widths: tuple[int, int, int], **changes) -> LatentCheck:
+    """Return a case of DN, R and DV columns; as many queries as keys but for the changes."""
+    nope, rope, value = widths
+    fields = {"len_q": length, "len_k": length, "head_dim": rope, "nope": nope, "value": value, "interleaved": True}
+    fields |= {"batch": 1, "heads_q": heads, "variants": (("triton", "auto"),)} | changes
+    return LatentCheck(name=name, heads_kv=heads, **fields)
+
+
+_DEEPSEEK = (128, 64, 128)
+LATENT = (
+    _latent("MLA", 3, 70, (32, 16, 48)),
+    _latent("MLA, the widths of DeepSeek, any tables", 5, 66, _DEEPSEEK, tables="random"),
+    _latent("MLA, widths that are no powers of two, negative scale", 2, 40, (48, 48, 80), softmax_scale=-0.3,
+            interleaved=False),
+    _latent("MLA, unaligned rows, not causal, dlse", 2, 70, (32, 16, 32), causal=False, lse_gradient=True,
+            memory=("odd", "offset", "odd", "columns", "wide", "bnhd")),
+    _latent("MLA, window + kv_starts + kv_lens", 2, 75, (32, 16, 32), batch=2, len_q=40, window=(20, 3),
+            kv_starts=(0, 33), kv_lens=(75, 60), deterministic=True),
+    _latent("MLA, layout bshd, queries that see nothing", 2, 40, (16, 16, 16), len_q=70, form="bshd"),
+    _latent("MLA, packed sequences, an empty one", 2, 80, (32, 16, 32), seqlens=((50, 50), (0, 0), (30, 30))),
+    _latent("MLA, packed, NQ and NK differ, window", 2, 75, (32, 16, 32), len_q=50, seqlens=((10, 50), (40, 25)),
+            window=(20, 0)),
+    _latent("DeepSeek-V2-Lite-4K", 16, 4096, _DEEPSEEK, tables="yarn", size="large", deterministic=True),
+    _latent("DeepSeek-V3-1K", 128, 1024, _DEEPSEEK, size="large"),
+    _latent("MLA, odd lengths, padded", 16, 1111, _DEEPSEEK, batch=3, len_q=777, kv_starts=(0, 500, 1000),
+            kv_lens=(1111, 900, 1050), lse_gradient=True, size="large"),
+    _latent("MLA, 9 packed sequences", 16, 5000, _DEEPSEEK, size="large",
+            seqlens=tuple((n, n) for n in (1000, 1, 999, 0, 64, 65, 1500, 371, 1000))),
+)  # fmt: skip
+CHECKS = ATTENTION + LATENT + ROTATION + DECODE + COROPE

@@ -16,6 +16,7 @@ from fused_rope_attn import testing
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, copies, refusal, untouched
 from verification.decode import CACHES, DecodeCheck, WriteCheck
+from verification.latent import LatentCheck
 from verification.rotation import NORMS, RopeCheck
 
 Arguments = dict[str, Any]
@@ -56,11 +57,11 @@ def _attends(a: Arguments) -> bool:
 
 def _first(a: Arguments) -> str:
     """Name the tensor that sets dtype and device."""
-    return "x" if "x" in a else "q"
+    return next(name for name in ("x", "q", "q_rope") if name in a)
 
 
 def _keys(a: Arguments) -> str:
-    return "k_cache" if "k_cache" in a else "k"
+    return next(name for name in ("k_cache", "k", "k_rope") if name in a)
 
 
 def _values(a: Arguments) -> str:
@@ -91,7 +92,7 @@ def _heads_axis(a: Arguments) -> int:
 def _rows_axis(a: Arguments) -> int:
     if _rotates(a):
         return {"bhsd": 2, "bshd": 1, "sbhd": 0, "thd": 0}[a["layout"]]
-    return 0 if a["q"].ndim == 3 else 3 - _heads_axis(a)
+    return 0 if a[_first(a)].ndim == 3 else 3 - _heads_axis(a)
 
 
 def _resized(x: Tensor, axis: int, size: int) -> Tensor:
@@ -142,9 +143,11 @@ def _can_have_out(a: Arguments) -> bool:
     return _rotates(a) and a[_first(a)].numel() > 1
 
 
+# Of multi-head latent attention, in addition to q_rope and v.
+PARTS = ("q_nope", "k_nope", "k_rope")
 _TENSORS = (
-    "x", "q", "k", "v", "cos", "sin", *CACHES, "cache_seqlens", *ENDS, "sinks", "kv_starts", "kv_lens", "position_ids",
-    *NORMS, "block_table", *SCALES, "query_starts", "query_ends",
+    "x", "q", "q_rope", "k", "v", *PARTS, "cos", "sin", *CACHES, "cache_seqlens", *ENDS, "sinks", "kv_starts",
+    "kv_lens", "position_ids", *NORMS, "block_table", *SCALES, "query_starts", "query_ends",
 )  # fmt: skip
 _BOUNDS = ("sinks", "kv_starts", "kv_lens", "cache_seqlens")
 _INTERVALS = ("query_starts", "query_ends")
@@ -152,16 +155,16 @@ _NUMBERS = ("softmax_scale", "softcap", "base", "norm_eps", "norm_offset")
 _FLAGS = ("causal", "interleaved", "return_lse", "deterministic", "inverse", "cache_is_rotated")
 _FUNCTIONS = (
     "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
-    "corope_attention",
+    "corope_attention", "rope_attention_mla", "rope_attention_mla_varlen",
 )  # fmt: skip
 
 # Arguments, the change of each, and the error that names it.
 _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception]], ...] = (
     (_TENSORS, "a list", lambda x: [1.0, 2.0], TypeError),
-    (_TENSORS[2:], "on another device", _elsewhere, ValueError),  # that of x or q is the one that counts
-    (("x", "q", "cos", "sin"), "of integers", lambda x: x.int(), TypeError),
-    (("x", "q", "k", "v", *CACHES), "of another rank", lambda x: x[None], ValueError),
-    (("k", "v"), "of another dtype", lambda x: x.to(_other_float(x)), TypeError),
+    (_TENSORS[3:], "on another device", _elsewhere, ValueError),  # that of x, q or q_rope is the one that counts
+    (("x", "q", "q_rope", "cos", "sin"), "of integers", lambda x: x.int(), TypeError),
+    (("x", "q", "q_rope", "k", "v", *PARTS, *CACHES), "of another rank", lambda x: x[None], ValueError),
+    (("k", "v", *PARTS), "of another dtype", lambda x: x.to(_other_float(x)), TypeError),
     ((*_BOUNDS, *ENDS, *_INTERVALS), "of int64", lambda x: x.long(), TypeError),
     ((*_BOUNDS, *ENDS, *NORMS), "of rank 2", lambda x: x[None], ValueError),
     ((*_BOUNDS, *NORMS), "too long", lambda x: torch.cat((x, x.new_zeros(1))), ValueError),
@@ -207,7 +210,7 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
     ("v is left out", _writes_cache, lambda a: {"v": None}, ValueError, ("v",)),
     *((f"a tangent of {x}", lambda a, x=x: a.get(x) is not None and a.get("out") is None,
          lambda a, x=x: {x: forward_ad.make_dual(a[x].clone(), torch.ones_like(a[x]))}, NotImplementedError, _FUNCTIONS)
-        for x in ("x", "q", "k", "sinks", *NORMS)
+        for x in ("x", "q", "k", "sinks", *NORMS, "q_rope", *PARTS)
     ),
     *((f"{x} requires a gradient", _has("k_cache"), lambda a, x=x: {x: _leaf(a[x])}, ValueError, (x,))
         for x in ("q", *CACHES)
@@ -229,7 +232,12 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
      lambda a: {_values(a): torch.cat([a[_values(a)]] * 2, _rows_axis(a))}, ValueError, ("v", "v_cache")),
     ("k of another batch", lambda a: _attends(a) and a["q"].ndim == 4,
      lambda a: {_keys(a): _resized(a[_keys(a)], 0, len(a[_keys(a)]) + 1)}, ValueError, ("k", *CACHES)),
-    ("queries at negative positions", lambda a: "kv_lens" in a,
+    ("k_rope of several heads", _has("k_rope"),
+     lambda a: {"k_rope": torch.cat([a["k_rope"]] * 2, _heads_axis(a))}, ValueError, ("k_rope",)),
+    ("k_nope of other columns", _has("k_nope"), lambda a: {"k_nope": a["k_nope"][..., :-1]}, ValueError, ("k_nope",)),
+    ("v of other heads", _has("v", "k_rope"),
+     lambda a: {"v": torch.cat([a["v"]] * 2, _heads_axis(a))}, ValueError, ("v",)),
+    ("queries at negative positions", lambda a: "kv_lens" in a and "q" in a,
      lambda a: {"q": _resized(a["q"], _rows_axis(a), a["k"].shape[_rows_axis(a)] + 1), "causal": False,
                 "kv_lens": None}, ValueError, ("q",)),
     ("cu_seqlens_q with gaps", lambda a: len(a.get("cu_seqlens_q", ())) > 1,
@@ -334,7 +342,8 @@ def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Argume
         function(**illegal)
         torch.cuda.synchronize()
         return
-    leaves = {name: illegal[name].detach().requires_grad_() for name in ("q", "k", "v")}
+    names = [name for name in ("q", "k", "v", "q_rope", *PARTS) if name in illegal]
+    leaves = {name: illegal[name].detach().requires_grad_() for name in names}
     with testing.poison_empty():
         o, lse = function(**(illegal | leaves | {"return_lse": True}))
         found = {"o": o, **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))))}
@@ -343,4 +352,4 @@ def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Argume
 
 
 # The names that a written call holds.
-KINDS = (AttentionCheck, DecodeCheck, WriteCheck, RopeCheck, CoRopeCheck, IllegalCheck)
+KINDS = (AttentionCheck, LatentCheck, DecodeCheck, WriteCheck, RopeCheck, CoRopeCheck, IllegalCheck)

@@ -23,6 +23,7 @@ from fused_rope_attn.testing import INTERVALS
 from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck
 from verification.calls import DTYPES, Call, Machine
 from verification.decode import DecodeCheck, WriteCheck
+from verification.latent import ROWS, LatentCheck
 from verification.memory import SHARED
 from verification.refusals import MUTATIONS, IllegalCheck
 from verification.rotation import NORMS, RopeCheck
@@ -295,6 +296,25 @@ def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
     return _dense_prototype(draw, machine, seqlens=(), kv_starts=None, kv_lens=None, intervals=None, table_batch=False)
 
 
+def _latent_prototype(draw: Draw, machine: Machine) -> LatentCheck:
+    weights = {("triton", "auto"): 6, ("auto", "auto"): 2 if machine.has_gpu else 0.5, ("hopper", "auto"): 0.3}
+    wide = 5 if machine.has_gpu else 1
+    columns = {16: 3, 32: 3, 48: 1, 64: 1, 80: 0.5, 128: wide, 144: 0.1, 20: 0.1}
+    nope, value = (pick(draw, columns) for _ in range(2))
+    fields = {"head_dim": pick(draw, {16: 3, 32: 2, 64: wide, 48: 0.5, 80: 0.1}), "nope": nope, "value": value}
+    fields |= {"memory": _memories(draw, *[_MEMORY] * 5, _GRADIENT), "variants": _variants(draw, machine, weights)}
+    fields |= {"lse_gradient": chance(draw, 0.2), "norms": None}
+    masks = _fields(draw, {name: _OF_MASKS[name] for name in ("window", "kv_starts")})
+    packed = {"seqlens": (), "kv_starts": None, "kv_lens": None, "table_batch": False} if chance(draw, 0.35) else {}
+    found = _prototype(draw, LatentCheck, machine, _OF_ATTENTION, **(fields | masks | packed))
+    return replace(found, rotary_dim=None)
+
+
+def _latent_call(draw: Draw, prototype: LatentCheck, machine: Machine) -> LatentCheck:
+    call = _attention_call(draw, prototype, machine)
+    return replace(call, heads_q=call.heads_kv, hides_nan=False, norms=None, wanted=_some(draw, ROWS))
+
+
 def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
     """Return a call of a prototype with these fields, and others that all functions have."""
     scales = {None: 12} | {x * prototype.head_dim**-0.5: w for x, w in ((1, 2), (0, 1), (-1, 1), (-3, 0.5), (2.5, 1))}
@@ -507,6 +527,7 @@ class Family:
 FAMILIES = {
     "attention": Family(_dense_prototype, _attention_call, (8, 8)),
     "packed": Family(_packed_prototype, _attention_call, (4, 4)),
+    "mla": Family(_latent_prototype, _latent_call, (3, 3)),
     "decode": Family(_decode_prototype, _decode_call, (5, 2)),
     "rope": Family(functools.partial(_rope_prototype, several=False), _rope_call, (1.5, 2)),
     "rope of several": Family(_rope_prototype, _rope_call, (2, 2)),

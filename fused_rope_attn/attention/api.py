@@ -34,6 +34,7 @@ else:  # planning sends every call to the reference
     eager = None  # type: ignore[assignment]
 
 _OF_ATTENTION = parameters_of(reference.attention)
+_DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope")
 
 
 @overload
@@ -163,7 +164,7 @@ def rope_attention(
         o = from_heads_first(o, layout)
         return (o, lse) if return_lse else o
     problem, described = _describe(tensors, Options(*options), layout)
-    o, lse = _attend(problem, described, layout, return_lse)
+    o, lse = attend(problem, described, layout, return_lse)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
     return (o, lse) if return_lse else o
@@ -253,7 +254,7 @@ def rope_attention_varlen(
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
     options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k), token_tables=token_tables)
-    o, lse = _attend(problem, tensors, "thd", return_lse)
+    o, lse = attend(problem, tensors, "thd", return_lse)
     return (o, lse.squeeze(0)) if return_lse else o
 
 
@@ -306,7 +307,7 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **option
     Launch nothing. Raise the errors that ``rope_attention`` would raise.
     """
     given = bind(rope_attention, q, k, v, *arguments, **options)
-    return _plan(_describe(fill(Tensors, given), fill(Options, given), given["layout"], convert=stand_in)[0])
+    return plan_of(_describe(fill(Tensors, given), fill(Options, given), given["layout"], convert=stand_in)[0])
 
 
 @explain_keywords(VARLEN, of=rope_attention_varlen)
@@ -316,10 +317,10 @@ def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, *
     longest = given["max_seqlen_q"], given["max_seqlen_k"]
     q, k, v = _packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], *longest)
     tensors = fill(Tensors, given | {"q": q, "k": k, "v": v})
-    return _plan(_describe(tensors, fill(Options, given), "thd", longest, stand_in, given["token_tables"])[0])
+    return plan_of(_describe(tensors, fill(Options, given), "thd", longest, stand_in, given["token_tables"])[0])
 
 
-def _plan(problem: Problem) -> planning.Plan:
+def plan_of(problem: Problem) -> planning.Plan:
     """Return the plan of a described call."""
     chosen, reason = planning.choose_backend(problem)
     if chosen == "reference":
@@ -362,16 +363,19 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
-def _attend(problem: Problem, tensors: Tensors, layout: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a described call by the backend that planning chooses; return (o in the layout, lse)."""
+def attend(
+    problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str = "rope_attention"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a described call by the backend that planning chooses; return (o in the layout, lse).
+
+    function: the public function that messages about unsupported derivatives name.
+    """
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
         o, lse = eager.attention(chosen_problem, tensors, return_lse)
         return from_heads_first(o, layout), lse
-    q, k, v, sinks, q_norm, k_norm = differentiable(
-        "rope_attention", (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm)
-    )
-    tensors = tensors._replace(q=q, k=k, v=v, sinks=sinks, q_norm=q_norm, k_norm=k_norm)
+    views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
+    tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
     o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
     return from_heads_first(o, layout, contiguous=True), lse

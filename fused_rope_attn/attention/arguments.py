@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
-from fused_rope_attn.runtime.layouts import output_strides, table_strides
+from fused_rope_attn.runtime.layouts import block_d, output_strides, table_strides
 
 # Query rows that the sm_90 backward takes at a time: packed sequences have whole tiles of them in its buffers.
 PADDED_TILE_ROWS = 64
@@ -31,6 +31,8 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
         "softmax_scale": problem.softmax_scale,
         "qk_scale": qk_scale,
         "q_sign": q_sign,
+        # Most scales are positive: their calls read q_nope without a multiplication.
+        "nope_sign": None if q_sign == 1.0 or problem.nope_dim is None else q_sign,
         "cap_scale": cap_scale,
         "norm_eps": None if problem.norm_eps is None else float(problem.norm_eps),
         "norm_offset": None if problem.norm_offset is None else float(problem.norm_offset),
@@ -43,6 +45,10 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
         "NK": problem.len_k,
         "num_sequences": problem.sequences,
         "D": problem.head_dim,
+        "DN": problem.nope_dim,
+        "BLOCK_DN": None if problem.nope_dim is None else block_d(problem.nope_dim),
+        "DV": problem.value_dim,
+        "BLOCK_DV": block_d(problem.value_dim),
         "R": problem.rotary_dim,
         "INTERLEAVED": problem.interleaved,
         "READS_LENGTHS": problem.reads_lengths,
@@ -67,8 +73,27 @@ def shared_tensors(tensors: Tensors, **own: Any) -> dict[str, Any]:
         "q_norm_ptr": tensors.q_norm,
         "k_norm_ptr": tensors.k_norm,
         "dlse_ptr": tensors.dlse,
+        "q_nope_ptr": tensors.q_nope,
+        "k_nope_ptr": tensors.k_nope,
         **own,
     }
+
+
+def rows_of(tensors: Tensors) -> list[Any]:
+    """Return the rows of queries, keys and values that a call has."""
+    given = (tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope)
+    return [x for x in given if x is not None]
+
+
+def nope_strides(tensors: Tensors) -> dict[str, Any]:
+    """Return the strides of q_nope and k_nope by the kernels' names, None if the call has neither."""
+    given = {"q_nope_strides": tensors.q_nope, "k_nope_strides": tensors.k_nope}
+    return {name: None if x is None else x.stride() for name, x in given.items()}
+
+
+def of_shared_head(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return the strides of k (B, 1, NK, R) with which every head reads its one head."""
+    return (strides[0], 0, strides[2], strides[3])
 
 
 def padded_rows(len_q: int, sequences: int | None) -> int:

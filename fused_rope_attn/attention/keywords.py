@@ -95,3 +95,19 @@ VARLEN = ATTENTION | {
     "query_ends": ("rope_attention's", _PACKED_INTERVALS),
     "layout": ("rope_attention's", "packed tensors are always (T, H, D), leave it out"),
 }
+
+ALONE = "rope_attention's"
+_NOT_LATENT = "multi-head latent attention does not serve it"
+_OF_LATENT: dict[str, tuple[str, str]] = {
+    "q": (ALONE, "pass its columns as q_nope and q_rope, for example from q.split([DN, R], -1)"),
+    "k": (ALONE, "pass k_nope, and as k_rope the one head that is rotated"),
+    "rotary_dim": (ALONE, "q_rope and k_rope hold exactly the columns that are rotated, leave it out"),
+    "softcap": (ALONE, _NOT_LATENT),
+    "sinks": (ALONE, _NOT_LATENT),
+    "q_norm": (ALONE, _NOT_LATENT),
+    "k_norm": (ALONE, _NOT_LATENT),
+    "strategy": (ALONE, "k_rope is always rotated once, leave it out"),
+    "batch_invariant": (ALONE, _NOT_LATENT),
+}
+LATENT = ATTENTION | _OF_LATENT
+PACKED_LATENT = VARLEN | _OF_LATENT

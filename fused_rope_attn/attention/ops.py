@@ -51,7 +51,8 @@ def _readable(tensors: Tensors) -> Tensors:
 
     Rows of q, k and v begin at multiples of 16 bytes. Tensors that only the device reads have unit stride.
     """
-    changed = {name: with_aligned_rows(getattr(tensors, name)) for name in ("q", "k", "v")}
+    rows = ("q", "k", "v") if tensors.q_nope is None else ("q", "k", "v", "q_nope", "k_nope")
+    changed = {name: with_aligned_rows(getattr(tensors, name)) for name in rows}
     changed |= {name: x.contiguous() for name in READ_BY_THE_DEVICE if (x := getattr(tensors, name)) is not None}
     changed = {name: x for name, x in changed.items() if x is not getattr(tensors, name)}
     return tensors._replace(**changed) if changed else tensors
@@ -166,8 +167,10 @@ def without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
     return Gradients(*(do.new_empty(0) if gradient is None else gradient for gradient in gradients))
 
 
-def _forward_fake(q, *arguments):
-    return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _forward_fake(*arguments):
+    problem, tensors = rebuild(*arguments)
+    q = tensors.q
+    return like_input(q, problem.value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def backward_fake(do, o, lse, *arguments):
@@ -182,13 +185,13 @@ def _rotated_backward_fake(do, o, lse, *arguments):
 
 
 def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
-    """Return the gradients of sinks and of the weights of norms in the form of ``without_none``."""
-    given = (tensors.sinks, tensors.q_norm, tensors.k_norm)
-    return [do.new_empty(0) if x is None else torch.empty_like(x) for x in given]
+    """Return the gradients after dv in the form of ``without_none``."""
+    given = [getattr(tensors, name) for name in _WEIGHTS]
+    return [do.new_empty(0) if x is None else torch.empty_like(x) if x.ndim == 1 else like_input(x) for x in given]
 
 
 # Tensors that may have a gradient, in addition to q, k and v: name in ``Tensors`` to index in ``Gradients``.
-_WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5}
+_WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5, "q_nope": 6, "k_nope": 7}
 _ALWAYS_GIVEN = len(Tensors._fields) - len(Tensors._field_defaults)
 
 
@@ -198,7 +201,8 @@ def needs_gradient(tensors: Tensors) -> bool:
         return False
     if tensors.q.requires_grad or tensors.k.requires_grad or tensors.v.requires_grad:
         return True
-    return any(x is not None and x.requires_grad for x in (tensors.sinks, tensors.q_norm, tensors.k_norm))
+    others = (tensors.sinks, tensors.q_norm, tensors.k_norm, tensors.q_nope, tensors.k_nope)
+    return any(x is not None and x.requires_grad for x in others)
 
 
 # Makes a ``Saved`` of the tensors that autograd has kept of it.
@@ -304,7 +308,7 @@ forward_operator = Operator(
     autograd=_forward_autograd,
 )
 _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
-# The last results are the gradients of sinks and of the norms' weights, empty if there are none.
+# The results after dv are empty if the call has no such tensor.
 _backward = Operator(
     f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,

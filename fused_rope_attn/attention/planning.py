@@ -17,6 +17,8 @@ from fused_rope_attn.runtime.layouts import block_d
 
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+# Of multi-head latent attention: the columns that are rotated, and the others and those of v.
+MAX_ROPE_DIM, MAX_LATENT_DIM, LATENT_DIM_STEP = 64, 128, 16
 HOPPER_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
 
@@ -53,7 +55,8 @@ class Needs(NamedTuple):
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
     cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. intervals: it has query_starts
-    or query_ends. token_tables: row t of the tables belongs to packed token t.
+    or query_ends. token_tables: row t of the tables belongs to packed token t. nope_dim and value_dim: as in
+    ``Problem``, None except in multi-head latent attention, where head_dim is that of q_rope.
     """
 
     arch: str
@@ -66,6 +69,8 @@ class Needs(NamedTuple):
     batch_invariant: bool = False
     intervals: bool = False
     token_tables: bool = False
+    nope_dim: int | None = None
+    value_dim: int | None = None
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -87,7 +92,11 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
     if needs.dtype not in dtypes:
         listed = " or ".join(", ".join(str(x).removeprefix("torch.") for x in dtypes).rsplit(", ", 1))
         return NotImplementedError, f"q must be {listed} for {name}, but is {needs.dtype}"
-    if needs.head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= needs.head_dim <= MAX_HEAD_DIM:
+    if needs.nope_dim is not None:
+        found = _latent_obstacle(backend, needs)
+        if found is not None:
+            return found
+    elif needs.head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= needs.head_dim <= MAX_HEAD_DIM:
         return NotImplementedError, (
             f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} for "
             f"{name}, but has {needs.head_dim}"
@@ -95,6 +104,19 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
     if backend == "triton":
         return _portable_machine_obstacle(needs.arch)
     return _hopper_obstacle(needs)
+
+
+def _latent_obstacle(backend: str, needs: Needs) -> Obstacle | None:
+    if backend == "hopper":
+        return NotImplementedError, "backend='hopper' does not serve multi-head latent attention yet, but 'triton' does"
+    dims = (("q_rope", needs.head_dim, MAX_ROPE_DIM), ("q_nope", needs.nope_dim, MAX_LATENT_DIM))
+    for name, columns, most in (*dims, ("v", needs.value_dim, MAX_LATENT_DIM)):
+        if columns is not None and (columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most):
+            return NotImplementedError, (
+                f"{name} must have a number of columns that is a multiple of {LATENT_DIM_STEP} from {LATENT_DIM_STEP} "
+                f"to {most} for the Triton kernels, but has {columns}"
+            )
+    return None
 
 
 def _portable_machine_obstacle(arch: str) -> Obstacle | None:
@@ -132,11 +154,13 @@ _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-d
 
 def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
-    options = {
+    options: dict[str, Any] = {
         "batch_invariant": problem.batch_invariant,
         "intervals": problem.has_intervals,
         "token_tables": problem.token_tables,
     }
+    if problem.nope_dim is not None:
+        options |= {"nope_dim": problem.nope_dim, "value_dim": problem.value_dim}
     return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, **options, **lengths)
 
 
@@ -189,7 +213,7 @@ def plan_for(problem: Problem) -> Plan:
         longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
     visited = visited_keys(visited, problem.causal, problem.window)
     # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
-    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.head_dim)
+    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.score_dim)
     arch, packed = device.arch(problem.device), problem.sequences is not None
     needs = _needs(problem, arch, packed=packed, no_keys=length == 0)
     return _plan(
@@ -225,8 +249,10 @@ def _plan(
     shape = (causal, length_bucket, gqa)
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
     # configurations of the sm_90 forward differ in ways that change no bit.
-    portable_shape = (causal, "long", gqa, True) if needs.batch_invariant else (*shape, masked)
-    strategy = needs.strategy
+    portable_shape: tuple[bool | str, ...] = (causal, "long", gqa, True) if needs.batch_invariant else (*shape, masked)
+    # The one head of keys that latent attention rotates is too little work to rotate it again for each query block.
+    latent = needs.nope_dim is not None
+    strategy = "prepass" if latent else needs.strategy
     hopper_obstacle = obstacle("hopper", needs)
     if hopper_obstacle is None:
         row, row_backward = (
@@ -255,8 +281,11 @@ def _plan(
         )
         backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
 
-    portable = (configs.family(needs.arch), needs.dtype.itemsize, needs.head_dim)
-    why, backward_strategy = "strategy asked for", strategy
+    head_dim = needs.head_dim + (needs.nope_dim or 0)
+    portable = (configs.family(needs.arch), needs.dtype.itemsize, head_dim)
+    if latent:
+        portable_shape = (*shape, masked, True)
+    why, backward_strategy = "the shared key head is rotated once" if latent else "strategy asked for", strategy
     if strategy == "auto":
         # Backward has a pre-process anyway, so rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
@@ -277,7 +306,8 @@ def _plan(
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
         else portable_configs.backward(*portable, backward_strategy, *portable_shape),
-        rotates_before and not (needs.packed and stores_tiles and not backward[0]),
+        # The launchers of latent attention save what the caller gave, so that the dispatcher's calls are the same.
+        rotates_before and not latent and not (needs.packed and stores_tiles and not backward[0]),
     )
 
 

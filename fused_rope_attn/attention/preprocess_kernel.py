@@ -79,12 +79,12 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
                       cu_k_ptr, o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
                       sin_strides, q_sign, norm_eps, norm_offset, num_counters, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
                       num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      READS_LENGTHS: tl.constexpr, TOKEN_TABLES: tl.constexpr, ROTATE: tl.constexpr,
-                      PROGRESS_ROWS: tl.constexpr, PAD_TO: tl.constexpr, COLUMNS: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+                      INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, TOKEN_TABLES: tl.constexpr,
+                      ROTATE: tl.constexpr, PROGRESS_ROWS: tl.constexpr, PAD_TO: tl.constexpr, COLUMNS: tl.constexpr,
                       USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Write row statistics, and with ROTATE the rotated copies of q and k, normed before if the call has weights q_norm
-    and k_norm (D,). Grid: query programs, then key programs.
+    and k_norm (D,). Grid: query programs, then key programs. o and do have DV columns.
 
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf if a row saw nothing, so that p = exp2(s - lse) = 0) and
     delta = sum(o * do) - dlse, where dlse (B, HQ, NQ) float32 is the gradient of lse, or None; both are 0 from NQ to
@@ -109,6 +109,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
         q_blocks = count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+    value_format = RowFormat(DV, BLOCK_DV, USE_INT64_OFFSETS)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     if pid < q_blocks * q_chunks * B:
         block, chunk, batch = block_of_heads(pid, q_blocks, q_chunks)
@@ -119,8 +120,8 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
         if cu_q_ptr is not None:
             _, len_k = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         start = block * BLOCK_N
-        o = sequence_heads(TensorView(o_ptr, o_strides), batch, rows.first_row, rows.num_rows, row_format)
-        do = sequence_heads(TensorView(do_ptr, do_strides), batch, rows.first_row, rows.num_rows, row_format)
+        o = sequence_heads(TensorView(o_ptr, o_strides), batch, rows.first_row, rows.num_rows, value_format)
+        do = sequence_heads(TensorView(do_ptr, do_strides), batch, rows.first_row, rows.num_rows, value_format)
         o, do = heads_from(o, start), heads_from(do, start)
         size, key_heads = tl.cast(B, tl.int64) * HQ * pitch, B * HKV
         out = Statistics(

@@ -29,6 +29,10 @@ class Tensors(NamedTuple):
     reads (sinks to query_ends, dlse) are contiguous when they reach a launcher. In a backward pass only: raw_q and
     raw_k, the caller's q and k, if there are norms and q and k are the normed and rotated ones; dlse ``(B, HQ, NQ)``
     float32, the gradient of lse.
+
+    With multi-head latent attention q and k hold the rotated columns alone, q ``(B, H, NQ, R)`` and k ``(B, 1, NK,
+    R)``, and q_nope ``(B, H, NQ, DN)`` and k_nope ``(B, H, NK, DN)`` the columns that are not rotated; v and o have DV
+    columns. Other calls have neither.
     """
 
     q: Any
@@ -48,6 +52,8 @@ class Tensors(NamedTuple):
     raw_q: Any = None
     raw_k: Any = None
     dlse: Any = None
+    q_nope: Any = None
+    k_nope: Any = None
 
     def given(self) -> list[Any]:
         """Return the tensors that are given, in their order."""
@@ -71,7 +77,7 @@ class Saving(enum.Enum):
 
 
 class Outputs(NamedTuple):
-    """The results of a forward pass: o like q, lse ``(B, HQ, NQ)``, and rotated copies if they are saved.
+    """The results of a forward pass: o like q with v's columns, lse ``(B, HQ, NQ)``, and rotated copies if saved.
 
     q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are the operands of Q K^T: normed, rotated, in
     pair order, q times the sign of softmax_scale. With ``Saving.TILES`` q_rot has ``arguments.padded_rows`` rows.
@@ -84,7 +90,7 @@ class Outputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The results of a backward pass: gradients like q, k, v, and like sinks and norm weights if they are given."""
+    """The results of a backward pass: gradients like q, k and v, and like the other tensors if they are given."""
 
     dq: Any
     dk: Any
@@ -92,6 +98,8 @@ class Gradients(NamedTuple):
     dsinks: Any = None
     dq_norm: Any = None
     dk_norm: Any = None
+    dq_nope: Any = None
+    dk_nope: Any = None
 
 
 class Saved(NamedTuple):
@@ -138,7 +146,9 @@ class Problem(NamedTuple):
     max_seqlen: an upper bound of their lengths. cache: None except in a generation step, where len_k is the cache's
     capacity. norm_eps and norm_offset: None without norms, because torch.compile would turn a number, even a default,
     into a graph input. precision: of products, see ``with_precision``. sums_keys: dk and dv are summed over several
-    calls, and so are float32. token_tables: row t of the tables belongs to packed token t.
+    calls, and so are float32. token_tables: row t of the tables belongs to packed token t. value_dim: columns of v
+    and o. nope_dim: columns of q_nope and k_nope, None except in multi-head latent attention, where head_dim and
+    rotary_dim are both R, and heads_kv is the number of heads of k_nope and v.
 
     The fields from causal on are options, each with a row in ``CallOptions``.
     """
@@ -152,6 +162,8 @@ class Problem(NamedTuple):
     len_k: int
     head_dim: int
     rotary_dim: int
+    value_dim: int
+    nope_dim: int | None
     max_seqlen: int
     sequences: int | None
     has_sinks: bool
@@ -182,6 +194,11 @@ class Problem(NamedTuple):
     @property
     def is_packed(self) -> bool:
         return self.sequences is not None
+
+    @property
+    def score_dim(self) -> int:
+        """Columns of q and k that a score sums over."""
+        return self.head_dim + (self.nope_dim or 0)
 
     @property
     def has_norms(self) -> bool:
@@ -302,9 +319,10 @@ def _sizes(
     tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | None = None, token_tables: bool = False
 ) -> tuple:
     """Return the fields of ``Problem`` before its options. By position: this is on the path of every eager call."""
-    q, k, _, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
+    q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
+    q_nope = getattr(tensors, "q_nope", None)  # a generation step lacks the field
     batch, heads_q, len_q, head_dim = q.shape
-    _, heads_kv, len_k, _ = k.shape
+    _, heads_kv, len_k, value_dim = v.shape
     return (
         q.dtype,
         q.device,
@@ -315,6 +333,8 @@ def _sizes(
         len_k,
         head_dim,
         rotary_dim,
+        value_dim,
+        None if q_nope is None else q_nope.shape[3],
         as_int(max_seqlen),
         None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         sinks is not None,

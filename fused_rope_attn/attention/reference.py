@@ -258,6 +258,8 @@ def attention(
     query_starts: Tensor | None = None,
     query_ends: Tensor | None = None,
     token_tables: bool = False,
+    q_nope: Tensor | None = None,
+    k_nope: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
 
@@ -274,6 +276,10 @@ def attention(
     and NK; positions restart in each, or with `token_tables` row t of the tables belongs to token t. This makes the
     whole (NQ, NK) matrix of scores all the same. NaN and infinities of one sequence, or of rows after the last, do not
     reach other rows, in o and in the gradients.
+
+    `q_nope` (B, H, NQ, DN) and `k_nope` (B, H, NK, DN), both or neither: multi-head latent attention, with q (B, H, NQ,
+    R), k (B, 1, NK, R) and v and o of DV columns. The rotated columns are appended to these, and k is expanded to all
+    heads, because DeepSeek V2's own code does so.
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
@@ -299,9 +305,13 @@ def attention(
     if absent is not None:
         absent = absent[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+        k_nope = None if k_nope is None else k_nope.masked_fill(absent, 0)
     options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
     k_rot = norm_rotate(k, k_norm, *of_keys, **options)
     q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), unseeing=low >= high, **options)
+    if q_nope is not None and k_nope is not None:
+        q_rot = torch.cat((q_nope, q_rot), -1)
+        k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
     return attend(q_rot, k_rot, v, low, high, **scores, sees=sees, apart=cu_seqlens_q is not None)
 

@@ -140,7 +140,7 @@ class _ContextParallel(torch.autograd.Function):
             gradients = _run_backward(ctx.cut, ctx.problem, tensors, do, o, lse)
         else:
             gradients = Gradients(*_backward(do, o, lse, *ctx.cut, *flatten(ctx.problem, tensors)))
-        dq, dk, dv, dsinks, dq_norm, dk_norm = gradients
+        dq, dk, dv, dsinks, dq_norm, dk_norm = gradients[:6]
         of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
         return None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 

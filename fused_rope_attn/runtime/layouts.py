@@ -35,9 +35,13 @@ def is_long(*strides: tuple[int, ...]) -> bool:
     return any((row + column) * _LARGEST_TILE >= 2**31 for _, _, row, column in strides)
 
 
-def like_input(x: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor like x, stored as (B, N, H, D) if x is, else as (B, H, N, D)."""
-    return torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device)
+def like_input(x: torch.Tensor, columns: int | None = None) -> torch.Tensor:
+    """Return an uninitialised tensor like x, stored as (B, N, H, D) if x is, else as (B, H, N, D).
+
+    columns: D of the result, if it is not x's.
+    """
+    shape = x.shape if columns is None else (*x.shape[:3], columns)
+    return torch.empty_strided(shape, output_strides(x, columns), dtype=x.dtype, device=x.device)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -53,12 +57,14 @@ def layout_of_rows(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[
     return (batch, heads, length), (max(1, heads) * max(1, length), max(1, length), 1)
 
 
-def output_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of ``like_input(x)``."""
-    _, heads, length, head_dim = x.shape
+def output_strides(x: torch.Tensor, columns: int | None = None) -> tuple[int, int, int, int]:
+    """Return the strides of ``like_input(x, columns)``."""
+    batch, heads, length, head_dim = x.shape
+    if columns is not None:
+        head_dim = columns
     if heads > 1 and x.stride(1) < x.stride(2):
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
-    return contiguous_strides(x.shape)
+    return contiguous_strides((batch, heads, length, head_dim))
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:

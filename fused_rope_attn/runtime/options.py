@@ -47,7 +47,10 @@ def rows_of(table: Any) -> dict[str, Option]:
 
 
 def _scale(value: Any, tensors: Any) -> float:
-    return tensors.q.shape[3] ** -0.5 if value is None else float(value)
+    if value is not None:
+        return float(value)
+    q_nope = getattr(tensors, "q_nope", None)
+    return (tensors.q.shape[3] + (0 if q_nope is None else q_nope.shape[3])) ** -0.5
 
 
 def _window(value: Any, _: Any) -> tuple[int, int] | None:
@@ -107,6 +110,24 @@ class AttentionOptions(PackedOptions, total=False):
     kv_lens: Annotated[torch.Tensor | None, Option(None, checks.check_bounds_of_keys)]
     query_starts: Annotated[torch.Tensor | None, Option(None, checks.check_intervals)]
     query_ends: Annotated[torch.Tensor | None, Option(None, checks.check_intervals)]
+    layout: Layout
+
+
+class PackedLatentOptions(TypedDict, total=False):
+    """Options of ``rope_attention_mla_varlen``. Their rows are those of ``CallOptions``."""
+
+    softmax_scale: float | None
+    interleaved: bool
+    window: tuple[int, int] | None
+    deterministic: bool
+    backend: Backend
+
+
+class LatentOptions(PackedLatentOptions, total=False):
+    """Options of ``rope_attention_mla``."""
+
+    kv_starts: torch.Tensor | None
+    kv_lens: torch.Tensor | None
     layout: Layout
 
 

@@ -78,7 +78,7 @@ ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
 def run_operators(inputs, case, *, forward, backward, **options):
     """``Results`` of the two operators, called one after the other with a backend each."""
     o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
-    dq, dk, dv, dsinks, dq_norm, dk_norm = OPERATORS.attention_backward(
+    dq, dk, dv, dsinks, dq_norm, dk_norm, *_ = OPERATORS.attention_backward(
         inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward, **options)
     )
     results = Results(o, lse, dq, dk, dv)

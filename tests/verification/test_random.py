@@ -57,7 +57,7 @@ def test_everything_is_drawn():
     drawn = [drawn_call(0, index, GPU) for index in range(0, 30_000, 31)]
     assert {call.function for call in drawn} == {
         "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
-        "corope_attention", "write_kvcache",
+        "corope_attention", "write_kvcache", "rope_attention_mla", "rope_attention_mla_varlen",
     }  # fmt: skip
     illegal = sum(isinstance(call, IllegalCheck) for call in drawn) / len(drawn)
     assert 0.12 < illegal < 0.22

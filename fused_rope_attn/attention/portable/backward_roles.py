@@ -11,10 +11,21 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.attention.portable.parts import (
+    NopeViews,
+    Parts,
+    accumulate_parts,
+    add_to_parts,
+    load_parts,
+    nope_tiles,
+    parts_product,
+    zero_parts,
+    zero_tile,
+)
 from fused_rope_attn.kernels.intervals import narrowed_queries, next_run, row_interval, without_unseen
 from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
 from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient, score_product
+from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import (
     RotaryTables,
@@ -41,7 +52,11 @@ from fused_rope_attn.kernels.tiles import (
 
 @record
 class BackwardInputs:
-    """The tensors that both roles read: q, do, o (B, HQ, NQ, D), k and v (B, HKV, NK, D), and sizes and formats.
+    """The tensors that both roles read, and sizes and formats: q (B, HQ, NQ, D), k (B, HKV, NK, D), do and o (B, HQ,
+    NQ, DV), v (B, HKV, NK, DV).
+
+    With ``nope``, of multi-head latent attention, key head c of the dkdv role has GROUP_SIZE query heads that share its
+    k and have each its own k_nope and v, which have HQ heads.
 
     With USE_TMA a role reads descriptors for the tensors that it goes through tile by tile: q and do for dK and dV, k
     and v for dQ. With ALL_TMA all of them are descriptors, with tiles of as many rows in both roles.
@@ -60,6 +75,8 @@ class BackwardInputs:
     NQ: tl.tensor
     NK: tl.tensor
     format: RowFormat
+    value_format: RowFormat
+    nope: NopeViews | None
     scale: ScoreScale
     USE_TMA: tl.constexpr
     ALL_TMA: tl.constexpr
@@ -79,7 +96,10 @@ class RoleRotations:
 
 @record
 class QueryGradients:
-    """dq (B, HQ, NQ, D), and the sinks' gradient: dsinks (tiles, B * HQ) float32, or None as ``sinks_ptr`` (HQ,)."""
+    """dq (B, HQ, NQ, D), and the sinks' gradient: dsinks (tiles, B * HQ) float32, or None as ``sinks_ptr`` (HQ,).
+
+    dq_nope is in ``BackwardInputs.nope``.
+    """
 
     dq: TensorView
     softmax_scale: tl.tensor
@@ -108,10 +128,12 @@ class RoleQueries:
     """
 
     q: HeadTiles
+    q_nope: HeadTiles | None
     do: HeadTiles
     statistics: HeadStatistics
     rotation: Rotation | None  # of the queries, which are then multiplied by ``sign``; None: stored rotated
     sign: tl.tensor
+    nope_sign: tl.tensor | None  # as ``signed`` takes it
     q_offset: tl.tensor  # position of the first row
     mask: Mask
     BLOCK_M: tl.constexpr
@@ -121,7 +143,7 @@ class RoleQueries:
 def query_tiles(inputs, origin, num_rows, first_row, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr):
     """Return the ``HeadTiles`` of the num_rows queries of a head that begin at ``origin``, and of their dO."""
     q = head_tiles(inputs.q, origin, num_rows, inputs.format, first_row, READS_LENGTHS, USE_TMA)
-    return q, head_tiles(inputs.do, origin, num_rows, inputs.format, first_row, READS_LENGTHS, USE_TMA)
+    return q, head_tiles(inputs.do, origin, num_rows, inputs.value_format, first_row, READS_LENGTHS, USE_TMA)
 
 
 @triton.jit
@@ -134,7 +156,7 @@ def statistics_of_head(inputs, origin, num_queries, first_row, READS_LENGTHS: tl
         return HeadStatistics(lse_ptr, delta_ptr, dlse_ptr=None, o=None, READS_LENGTHS=READS_LENGTHS)
     else:
         dlse_ptr = None if inputs.dlse_ptr is None else inputs.dlse_ptr + first
-        o = head_tiles(inputs.o, origin, num_queries, inputs.format, first_row, READS_LENGTHS, inputs.ALL_TMA)
+        o = head_tiles(inputs.o, origin, num_queries, inputs.value_format, first_row, READS_LENGTHS, inputs.ALL_TMA)
         return HeadStatistics(lse_ptr, delta_ptr=None, dlse_ptr=dlse_ptr, o=o, READS_LENGTHS=READS_LENGTHS)
 
 
@@ -175,9 +197,9 @@ def without_unseeing(tile, lse, mask):
 def dkdv_range(
     dk, dv, k, v, positions_k, rows, queries, scale, first, count, jump_after, jump_to, APPLY_MASK: tl.constexpr
 ):
-    """Add ``count`` query blocks to dk and dv, (BLOCK_N, BLOCK_D) float32, and return them.
+    """Add ``count`` query blocks to dk, ``Parts``, and dv (BLOCK_N, BLOCK_DV), both float32, and return them.
 
-    k (rotated) and v (BLOCK_N, BLOCK_D), their positions_k (BLOCK_N,) and with intervals their ``row_interval``, else
+    k, ``Parts``, v (BLOCK_N, BLOCK_DV), their positions_k (BLOCK_N,) and with intervals their ``row_interval``, else
     None, are the program's. The query blocks are
     ``jump_after`` blocks from number ``first`` on, and then those from number ``jump_to`` on.
 
@@ -193,13 +215,21 @@ def dkdv_range(
         exists = None
         if APPLY_MASK:
             exists = offs < queries.q.rows.num_rows - start_m
-        q = load_rotated_tile(
-            queries.q, queries.rotation, start_m, offs, queries.q_offset, queries.sign, CHECK_ROWS=APPLY_MASK
+        q = load_parts(
+            queries.q,
+            queries.q_nope,
+            queries.rotation,
+            start_m,
+            offs,
+            queries.q_offset,
+            queries.sign,
+            queries.nope_sign,
+            CHECK_ROWS=APPLY_MASK,
         )
         lse = load_lse(queries.statistics, start_m, offs, exists)
         if APPLY_MASK:
-            q = without_unseeing(q, lse, queries.mask)
-        scores_t = score_product(k, q, scale)
+            q = replace(q, rope=without_unseeing(q.rope, lse, queries.mask))
+        scores_t = parts_product(k, q, scale)
         p_t = tl.math.exp2(scores_t * scale.qk_scale - lse[None, :])
         if APPLY_MASK:
             mask = queries.mask
@@ -216,15 +246,43 @@ def dkdv_range(
         delta = load_delta(queries.statistics, do, lse, start_m, offs, exists, CHECK_ROWS=APPLY_MASK)
         dp_t = tl.dot(v, tl.trans(do), input_precision=scale.PRECISION)
         ds_t = score_gradient(p_t, dp_t, delta[None, :], scores_t, scale)
-        dk = add_product(ds_t.to(q.dtype), q, dk, scale.PRECISION)
+        dk = add_to_parts(ds_t.to(q.rope.dtype), q, dk, scale.PRECISION)
     return dk, dv
+
+
+@triton.jit
+def gradient_scale(scale):
+    """Return the factor from dS^T Q to dk: softmax_scale without its sign, which is in q."""
+    softmax_scale = scale.qk_scale * LN2
+    if scale.cap_scale is not None:
+        softmax_scale *= scale.cap_scale
+    return softmax_scale
+
+
+@triton.jit
+def without_missing(x, sequence, positions_k, rows):
+    """Return a tile x of gradients of keys, 0 for keys that do not exist: their rows are written too.
+
+    rows: with intervals the ``row_interval`` of the keys; 0 where it is empty. Else None.
+    """
+    mask = sequence.mask
+    if mask.READS_LENGTHS or mask.first_key is not None:
+        exists = positions_k < sequence.num_keys
+        if mask.first_key is not None:
+            exists = exists & (positions_k >= mask.first_key)
+        if mask.intervals is not None:
+            exists = exists & (rows[0] < rows[1])
+        return tl.where(exists[:, None], x, 0.0)
+    else:
+        return x
 
 
 @triton.jit
 def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Write dk and dv of a ``ScheduledTile`` of BLOCK_N keys, summed in float32 over its query heads.
 
-    dk and dv are ``TensorView``s.
+    dk and dv are ``TensorView``s. With ``inputs.nope`` dk has one head for each key head of the tiles, in pair order,
+    not un-rotated yet, and each query head has its own dk_nope and dv.
     """
     READS_LENGTHS: tl.constexpr = masks.READS_LENGTHS
     row_format, scale = inputs.format, inputs.scale
@@ -235,10 +293,15 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
     k_tiles = head_tiles(inputs.k, tile.origin, num_keys, row_format, None, READS_LENGTHS, inputs.ALL_TMA)
-    v_tiles = head_tiles(inputs.v, tile.origin, num_keys, row_format, None, READS_LENGTHS, inputs.ALL_TMA)
+    v_tiles = head_tiles(inputs.v, tile.origin, num_keys, inputs.value_format, None, READS_LENGTHS, inputs.ALL_TMA)
     offs = tl.arange(0, BLOCK_N)
-    k = without_unseen(load_rotated_tile(k_tiles, k_rotation, start_n, offs, 0), mask, start_n, offs)
-    v = without_unseen(load_head_tile(v_tiles, start_n, offs, CHECK_ROWS=True), mask, start_n, offs)
+    nope = inputs.nope
+    if nope is None:
+        k_rope = without_unseen(load_rotated_tile(k_tiles, k_rotation, start_n, offs, 0), mask, start_n, offs)
+        k = Parts(rope=k_rope, nope=None)
+        v = without_unseen(load_head_tile(v_tiles, start_n, offs, CHECK_ROWS=True), mask, start_n, offs)
+    else:
+        k_rope = load_rotated_tile(k_tiles, k_rotation, start_n, offs, 0)
     positions_k = start_n + offs
 
     first_row = None
@@ -252,16 +315,28 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
         rows = row_interval(mask, positions_k)
         bounds = first, full_first, full_last, last
         first, full_first, full_last, last = narrowed_queries(bounds, rows, sequence.q_offset, BLOCK_M)
-    BLOCK_D: tl.constexpr = row_format.BLOCK_D
-    dk_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dk_sum = zero_parts(BLOCK_N, row_format, nope)
+    dv_sum = zero_tile(BLOCK_N, inputs.value_format)
     sign, q_offset, num_queries = rotations.q_sign, sequence.q_offset, sequence.num_queries
     for member in range(inputs.GROUP_SIZE):
         head_q = tile.origin.head * inputs.GROUP_SIZE + member
         origin = Origin(batch=sequence.batch, head=head_q, row=sequence.first_q)
         q_tiles, do_tiles = query_tiles(inputs, origin, num_queries, first_row, READS_LENGTHS, inputs.USE_TMA)
         statistics = statistics_of_head(inputs, origin, num_queries, first_row, READS_LENGTHS)
-        queries = RoleQueries(q_tiles, do_tiles, statistics, q_rotation, sign, q_offset, mask, BLOCK_M)
+        q_nope, nope_sign = None, None
+        if nope is not None:
+            of_keys = Origin(batch=sequence.batch, head=head_q, row=tile.origin.row)
+            q_nope = nope_tiles(nope.q, nope, origin, num_queries, first_row, READS_LENGTHS)
+            nope_sign = nope.sign
+            k_nope = nope_tiles(nope.k, nope, of_keys, num_keys, None, READS_LENGTHS)
+            v_of_head = head_tiles(inputs.v, of_keys, num_keys, inputs.value_format, None, READS_LENGTHS, USE_TMA=False)
+            k = Parts(rope=k_rope, nope=load_head_tile(k_nope, start_n, offs, CHECK_ROWS=True))
+            v = load_head_tile(v_of_head, start_n, offs, CHECK_ROWS=True)
+            dk_sum = Parts(rope=dk_sum.rope, nope=zero_tile(BLOCK_N, nope.format))
+            dv_sum = zero_tile(BLOCK_N, inputs.value_format)
+        queries = RoleQueries(
+            q_tiles, q_nope, do_tiles, statistics, q_rotation, sign, nope_sign, q_offset, mask, BLOCK_M
+        )
         count, jump_after = full_first - first + last - full_last, full_first - first
         dk_sum, dv_sum = dkdv_range(
             dk_sum,
@@ -282,45 +357,45 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
         dk_sum, dv_sum = dkdv_range(
             dk_sum, dv_sum, k, v, positions_k, rows, queries, scale, full_first, count, 0, 0, APPLY_MASK=False
         )
-    # Rows of dk and dv are written whether or not their keys exist.
-    if READS_LENGTHS or mask.first_key is not None:
-        exists = positions_k < sequence.num_keys
-        if mask.first_key is not None:
-            exists = exists & (positions_k >= mask.first_key)
-        if mask.intervals is not None:
-            exists = exists & (rows[0] < rows[1])
-        dk_sum = tl.where(exists[:, None], dk_sum, 0.0)
-        dv_sum = tl.where(exists[:, None], dv_sum, 0.0)
-    softmax_scale = scale.qk_scale * LN2
-    if scale.cap_scale is not None:
-        softmax_scale *= scale.cap_scale
-    dv_rows = head_rows(dv, tile.origin, tile.num_rows, row_format)
-    store_tile(rows_from(dv_rows, start_n), dv_sum, offs)
-    dk_rows = head_rows(dk, tile.origin, tile.num_rows, row_format)
-    store_unrotated(rows_from(dk_rows, start_n), dk_sum * softmax_scale, offs, rotation, start_n)
+        if nope is not None:
+            dk_nope = without_missing(dk_sum.nope, sequence, positions_k, rows) * gradient_scale(scale)
+            store_tile(rows_from(head_rows(nope.dk, of_keys, tile.num_rows, nope.format), start_n), dk_nope, offs)
+            dv_rows = head_rows(dv, of_keys, tile.num_rows, inputs.value_format)
+            store_tile(rows_from(dv_rows, start_n), without_missing(dv_sum, sequence, positions_k, rows), offs)
+    dk_rope = without_missing(dk_sum.rope, sequence, positions_k, rows)
+    if nope is None:
+        dv_sum = without_missing(dv_sum, sequence, positions_k, rows)
+        softmax_scale = gradient_scale(scale)
+        dv_rows = head_rows(dv, tile.origin, tile.num_rows, inputs.value_format)
+        store_tile(rows_from(dv_rows, start_n), dv_sum, offs)
+        dk_rows = head_rows(dk, tile.origin, tile.num_rows, row_format)
+        store_unrotated(rows_from(dk_rows, start_n), dk_rope * softmax_scale, offs, rotation, start_n)
+    else:
+        dk_rows = head_rows(dk, tile.origin, tile.num_rows, row_format)
+        store_tile(rows_from(dk_rows, start_n), dk_rope * gradient_scale(scale), offs)
 
 
 @triton.jit
 def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY_MASK: tl.constexpr):
-    """Add keys [first, last) to dq (BLOCK_M, BLOCK_D) float32, and return it; ``first`` is a multiple of BLOCK_N.
+    """Add keys [first, last) to dq, float32 ``Parts``, and return it; ``first`` is a multiple of BLOCK_N.
 
-    q (rotated) and do (BLOCK_M, BLOCK_D), lse (base 2) and delta (BLOCK_M,) float32 and positions_q (BLOCK_M,) are the
-    program's. APPLY_MASK: some of the pairs may be hidden, and some of the keys may not exist.
+    q, ``Parts`` of BLOCK_M rows, do (BLOCK_M, BLOCK_DV), lse (base 2) and delta (BLOCK_M,) float32 and positions_q
+    (BLOCK_M,) are the program's. APPLY_MASK: some of the pairs may be hidden, and some of the keys may not exist.
     """
     offs = tl.arange(0, keys.BLOCK_N)
     for start_n in range(first, last, keys.BLOCK_N):
-        k = load_rotated_tile(keys.k, keys.rotation, start_n, offs, 0, CHECK_ROWS=APPLY_MASK)
+        k = load_parts(keys.k, keys.k_nope, keys.rotation, start_n, offs, 0, CHECK_ROWS=APPLY_MASK)
         v = load_head_tile(keys.v, start_n, offs, CHECK_ROWS=APPLY_MASK)
         if APPLY_MASK:
-            k = without_unseen(k, keys.mask, start_n, offs)
+            k = replace(k, rope=without_unseen(k.rope, keys.mask, start_n, offs))
             v = without_unseen(v, keys.mask, start_n, offs)
-        scores = score_product(q, k, scale)
+        scores = parts_product(q, k, scale)
         p = tl.math.exp2(scores * scale.qk_scale - lse[:, None])
         if APPLY_MASK:
             p = tl.where(visible(keys.mask, positions_q[:, None], (start_n + offs)[None, :]), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=scale.PRECISION)
         ds = score_gradient(p, dp, delta[:, None], scores, scale)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=scale.PRECISION)
+        dq = accumulate_parts(ds.to(k.rope.dtype), k, dq, scale.PRECISION)
     return dq
 
 
@@ -362,13 +437,29 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
     head_kv = tile.origin.head // inputs.GROUP_SIZE
-    keys = keys_of_head(sequence, head_kv, inputs.k, inputs.v, k_rotation, row_format, BLOCK_N, inputs.USE_TMA)
+    nope = inputs.nope
+    keys = keys_of_head(
+        sequence,
+        head_kv,
+        inputs.k,
+        inputs.v,
+        nope,
+        k_rotation,
+        row_format,
+        inputs.value_format,
+        BLOCK_N,
+        inputs.USE_TMA,
+    )
     q_tiles, do_tiles = query_tiles(inputs, tile.origin, tile.num_rows, first_row, READS_LENGTHS, inputs.ALL_TMA)
 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
     positions_q = position_m + offs
-    q = load_rotated_tile(q_tiles, q_rotation, start_m, offs, sequence.q_offset, rotations.q_sign)
+    q_nope, nope_sign = None, None
+    if nope is not None:
+        q_nope = nope_tiles(nope.q, nope, tile.origin, tile.num_rows, first_row, READS_LENGTHS)
+        nope_sign = nope.sign
+    q = load_parts(q_tiles, q_nope, q_rotation, start_m, offs, sequence.q_offset, rotations.q_sign, nope_sign)
     do = load_head_tile(do_tiles, start_m, offs, CHECK_ROWS=True)
     statistics = statistics_of_head(inputs, tile.origin, tile.num_rows, first_row, READS_LENGTHS)
     exists = offs < tile.num_rows - start_m
@@ -376,7 +467,7 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
     delta = load_delta(statistics, do, lse, start_m, offs, exists, CHECK_ROWS=True)
 
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
-    dq = tl.zeros((BLOCK_M, row_format.BLOCK_D), tl.float32)
+    dq = zero_parts(BLOCK_M, row_format, nope)
     if mask.intervals is not None:
         bounds = first, full_first, full_last, last
         dq = dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_m, BLOCK_M)
@@ -392,4 +483,7 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
         part = sink_gradient(tl.load(outputs.sinks_ptr + tile.origin.head), lse, delta)
         tl.store(outputs.dsinks_ptr + (tile.number * outputs.num_heads + tile.batch_head), part)
     dq_rows = head_rows(outputs.dq, tile.origin, tile.num_rows, row_format)
-    store_unrotated(rows_from(dq_rows, start_m), dq * outputs.softmax_scale, offs, rotation, position_m)
+    store_unrotated(rows_from(dq_rows, start_m), dq.rope * outputs.softmax_scale, offs, rotation, position_m)
+    if nope is not None:
+        nope_rows = head_rows(nope.dq, tile.origin, tile.num_rows, nope.format)
+        store_tile(rows_from(nope_rows, start_m), dq.nope * outputs.softmax_scale, offs)

@@ -32,7 +32,8 @@ class Row:
     """The key of one row, and the fields that both passes share.
 
     head_dim: the largest head dimension served. masked: whether the call has a window, lengths, a cap or sinks, which
-    take registers. None matches anything. section_bytes and the fields after it: as in ``ForwardConfig``; tma holds
+    take registers. latent: whether it is multi-head latent attention; head_dim is DN + R then, and no strategy but
+    prepass serves it. None matches anything. section_bytes and the fields after it: as in ``ForwardConfig``; tma holds
     for the pre-pass alone.
     """
 
@@ -44,6 +45,7 @@ class Row:
     bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     masked: bool | None = None
+    latent: bool = False
     section_bytes: int = 0
     rotate_rows: int = 32
     rotate_heads: int = 4
@@ -134,7 +136,22 @@ FORWARD: tuple[ForwardRow, ...] = (
         tile=Tile(32, 32, num_warps=4, num_stages=1)),
     ForwardRow(arch=AMD, element_size=4, head_dim=256,
         tile=Tile(16, 16, num_warps=4, num_stages=1)),
+    # Multi-head latent attention. Sized by shared memory and registers, untimed.
+    ForwardRow(arch=LARGE, element_size=2, head_dim=192, latent=True,
+        tile=Tile(128, 64, num_warps=8, num_stages=2), section_bytes=24 * MIB),
+    ForwardRow(arch=MEDIUM + SMALL, element_size=2, head_dim=192, latent=True,
+        tile=Tile(128, 32, num_warps=8, num_stages=2)),
+    ForwardRow(arch=NVIDIA, element_size=4, head_dim=192, latent=True,
+        tile=Tile(32, 16, num_warps=8, num_stages=1)),
+    ForwardRow(arch=AMD, element_size=2, head_dim=192, latent=True,
+        tile=Tile(64, 32, num_warps=4, num_stages=1)),
+    ForwardRow(arch=AMD, element_size=4, head_dim=192, latent=True,
+        tile=Tile(16, 16, num_warps=4, num_stages=1)),
     # More than one tile in few rows, so that small tests cross every border.
+    ForwardRow(arch=INTERPRETER, element_size=2, head_dim=192, latent=True,
+        tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
+    ForwardRow(arch=INTERPRETER, element_size=4, head_dim=192, latent=True,
+        tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
     ForwardRow(arch=INTERPRETER, element_size=2, head_dim=256,
         tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
     ForwardRow(arch=INTERPRETER, element_size=4, head_dim=256,
@@ -218,7 +235,25 @@ BACKWARD: tuple[BackwardRow, ...] = (
         dkdv=Tile(16, 32, num_warps=4, num_stages=1), dq=Tile(32, 16, num_warps=4, num_stages=1)),
     BackwardRow(arch=AMD, element_size=4, head_dim=256,
         dkdv=Tile(16, 16, num_warps=4, num_stages=1), dq=Tile(16, 16, num_warps=4, num_stages=1)),
+    # Multi-head latent attention. Sized by shared memory and registers, untimed.
+    BackwardRow(arch=LARGE, element_size=2, head_dim=192, latent=True,
+        dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=8, num_stages=2),
+        section_bytes=8 * MIB),
+    BackwardRow(arch=MEDIUM, element_size=2, head_dim=192, latent=True,
+        dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 32, num_warps=4, num_stages=2)),
+    BackwardRow(arch=SMALL, element_size=2, head_dim=192, latent=True,
+        dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
+    BackwardRow(arch=NVIDIA, element_size=4, head_dim=192, latent=True,
+        dkdv=Tile(16, 16, num_warps=8, num_stages=1), dq=Tile(16, 16, num_warps=8, num_stages=1)),
+    BackwardRow(arch=AMD, element_size=2, head_dim=192, latent=True,
+        dkdv=Tile(16, 32, num_warps=4, num_stages=1), dq=Tile(32, 16, num_warps=4, num_stages=1)),
+    BackwardRow(arch=AMD, element_size=4, head_dim=192, latent=True,
+        dkdv=Tile(16, 16, num_warps=4, num_stages=1), dq=Tile(16, 16, num_warps=4, num_stages=1)),
     # More than one tile in few rows, so that small tests cross every border.
+    BackwardRow(arch=INTERPRETER, element_size=2, head_dim=192, latent=True,
+        dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
+    BackwardRow(arch=INTERPRETER, element_size=4, head_dim=192, latent=True,
+        dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
     BackwardRow(arch=INTERPRETER, element_size=2, head_dim=256,
         dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
     BackwardRow(arch=INTERPRETER, element_size=4, head_dim=256,
@@ -232,7 +267,7 @@ BACKWARD: tuple[BackwardRow, ...] = (
 def forward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> ForwardConfig:
     """Return the configuration of the forward pass for these properties.
 
-    shape: causal, length bucket, gqa and, where it is not False, masked, as ``Row`` names them.
+    shape: causal, length bucket, gqa and, where they are not False, masked and latent, as ``Row`` names them.
     """
     return _find(FORWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
@@ -244,5 +279,5 @@ def backward(arch: str, element_size: int, head_dim: int, strategy: str, *shape:
 
 
 def _find(rows: tuple[AnyRow, ...], *properties: int | str) -> AnyRow:
-    names = ("arch", "element_size", "head_dim", "strategy", "causal", "bucket", "gqa", "masked")
-    return find_row(rows, **{"masked": False, **dict(zip(names, properties))})
+    names = ("arch", "element_size", "head_dim", "strategy", "causal", "bucket", "gqa", "masked", "latent")
+    return find_row(rows, **{"masked": False, "latent": False, **dict(zip(names, properties))})

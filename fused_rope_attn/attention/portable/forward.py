@@ -6,8 +6,11 @@ import torch
 
 from fused_rope_attn.attention.arguments import (
     PADDED_TILE_ROWS,
+    nope_strides,
+    of_shared_head,
     result_strides,
     rotated_shape,
+    rows_of,
     shared_arguments,
     shared_tensors,
 )
@@ -45,7 +48,8 @@ class ForwardCall:
     ):
         given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
-        self.o_strides = result_strides(outputs, [output_strides(q)])[0]
+        self.o_shape = (*q.shape[:3], problem.value_dim)
+        self.o_strides = result_strides(outputs, [output_strides(q, problem.value_dim)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.empty = problem.batch * problem.len_q == 0
         shared = shared_arguments(problem, given.cos, given.sin) | {"interval_strides": interval_strides(given)}
@@ -68,14 +72,16 @@ class ForwardCall:
         pdl = config.pdl and not inline
         self.find_blocks = IntervalBlocks(problem, shared, tile.block_n) if problem.has_intervals else None
         num_heads = problem.batch * problem.heads_q
-        kv_bytes = 2 * problem.longest(problem.len_k) * problem.head_dim * k.element_size()
+        columns = (problem.nope_dim or problem.head_dim) + problem.value_dim
+        kv_bytes = problem.longest(problem.len_k) * columns * k.element_size()
         self.launch = Launch(
             forward_kernel,
             tile_count(problem.len_q, problem.sequences, tile.block_m) * num_heads,
             {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,
             shared,
             q_strides=q.stride(),
-            k_strides=k_like.stride(),
+            **nope_strides(given),
+            k_strides=k_like.stride() if problem.nope_dim is None else of_shared_head(k_like.stride()),
             v_strides=v.stride(),
             o_strides=self.o_strides,
             q_rot_strides=self.q_rot_layout[1] if self.saves_rotated else None,
@@ -88,7 +94,7 @@ class ForwardCall:
             BLOCK_D=pad_d,
             ROTATE_INLINE=inline,
             USE_TMA=tma,
-            USE_INT64_OFFSETS=is_long(q.stride(), k.stride(), v.stride(), self.o_strides),
+            USE_INT64_OFFSETS=is_long(self.o_strides, *(x.stride() for x in rows_of(given))),
             PREFETCH_ROWS=0 if tma or not pdl else config.prefetch_rows,
             PAD_TO=padding,
             PDL=pdl,
@@ -99,7 +105,7 @@ class ForwardCall:
         tensors, (o,) = split_outputs(given, 1)
         q, k = tensors.q, tensors.k
         if o is None:
-            o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
+            o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse)

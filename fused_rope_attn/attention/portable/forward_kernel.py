@@ -5,13 +5,14 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
+from fused_rope_attn.attention.portable.parts import NopeViews, Parts, load_parts, parts_product, signed
 from fused_rope_attn.kernels.intervals import intervals_of, next_run, without_unseen
 from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible, window_of
 from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.products import ScoreScale, score_product
+from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import RotaryTables, load_rotated, load_rotated_tile
+from fused_rope_attn.kernels.rotation import RotaryTables, load_rotated
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries, sequence_rotation
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
@@ -21,6 +22,7 @@ from fused_rope_attn.kernels.tiles import (
     TensorView,
     head_rows,
     load_head_tile,
+    load_tile,
     prefetch_rows,
     rows_from,
     store_tile,
@@ -31,7 +33,7 @@ from fused_rope_attn.kernels.tiles import (
 class RunningSoftmax:
     """The sums over the keys so far, and the weights of the last block. Its values are not added yet."""
 
-    acc: tl.tensor  # (BLOCK_M, BLOCK_D) float32
+    acc: tl.tensor  # (BLOCK_M, BLOCK_DV) float32
     row_max: tl.tensor  # (BLOCK_M,) float32, in base 2
     row_sum: tl.tensor  # (BLOCK_M,) float32
     p: tl.tensor  # (BLOCK_M, BLOCK_N) float32
@@ -40,13 +42,13 @@ class RunningSoftmax:
 
 @triton.jit
 def block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK: tl.constexpr):
-    """Return ``score_product`` of q (BLOCK_M, BLOCK_D) and keys [start_n, start_n + BLOCK_N).
+    """Return ``parts_product`` of q, ``Parts`` of BLOCK_M rows, and keys [start_n, start_n + BLOCK_N).
 
     APPLY_MASK: some of the pairs may be hidden, with score -inf, and some of the keys may not exist.
     """
     offs_n = tl.arange(0, keys.BLOCK_N)
-    k = load_rotated_tile(keys.k, keys.rotation, start_n, offs_n, 0, CHECK_ROWS=APPLY_MASK)
-    scores = score_product(q, k, scale)
+    k = load_parts(keys.k, keys.k_nope, keys.rotation, start_n, offs_n, 0, CHECK_ROWS=APPLY_MASK)
+    scores = parts_product(q, k, scale)
     if APPLY_MASK:
         sees = visible(keys.mask, positions_q[:, None], (start_n + offs_n)[None, :])
         scores = tl.where(sees, scores, float("-inf"))
@@ -154,22 +156,24 @@ def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
     ]
 )
 def forward_kernel(
-    q_ptr, q_rot_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr, sinks_ptr, starts_ptr,
-    lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr, q_strides, k_strides, v_strides,
-    o_strides, q_rot_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window,
-    interval_strides, num_heads, HQ, GROUP_SIZE, NQ, NK, num_sequences, heads_per_section, position_limit,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, TOKEN_TABLES: tl.constexpr,
-    ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-    PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, q_nope_ptr, q_rot_ptr, k_ptr, k_nope_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr,
+    sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr, q_strides,
+    q_nope_strides, k_strides, k_nope_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides, qk_scale,
+    q_sign, nope_sign, cap_scale, norm_eps, norm_offset, window, interval_strides, num_heads, HQ, GROUP_SIZE, NQ, NK,
+    num_sequences, heads_per_section, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DN: tl.constexpr, BLOCK_DN: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
+    TOKEN_TABLES: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+    USE_INT64_OFFSETS: tl.constexpr, PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
-    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), o like q, lse (B, HQ, NQ) float32, natural logarithm. Arguments that
-    a call does not use are None and cost nothing: q_norm and k_norm (D,), sinks to blocks, cap_scale to
-    interval_strides, num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the
-    buffer for the rotated queries (``save_queries``). blocks: of ``interval_blocks_kernel``. Without ROTATE_INLINE k is
-    stored normed and rotated, in pair order.
+    q (B, HQ, NQ, D), k (B, HKV, NK, D), v (B, HKV, NK, DV), o (B, HQ, NQ, DV), lse (B, HQ, NQ) float32, natural
+    logarithm. q_nope and k_nope have DN columns (``NopeViews``). Arguments that a call does not use are None and cost
+    nothing: q_nope, k_nope and their sizes, q_norm and k_norm (D,), sinks to blocks, cap_scale to interval_strides,
+    num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated
+    queries (``save_queries``). blocks: of ``interval_blocks_kernel``. Without ROTATE_INLINE k is stored normed and
+    rotated, in pair order.
     """
     intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
@@ -184,6 +188,12 @@ def forward_kernel(
     sequence = sequence_of_queries(tile, NK, masks)
     mask = sequence.mask
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)
+    value_format = RowFormat(DV, BLOCK_DV, USE_INT64_OFFSETS, ALIGNED=True)
+    nope = None
+    if q_nope_ptr is not None:
+        nope_format = RowFormat(DN, BLOCK_DN, USE_INT64_OFFSETS, ALIGNED=True)
+        q_nope, k_nope = TensorView(q_nope_ptr, q_nope_strides), TensorView(k_nope_ptr, k_nope_strides)
+        nope = NopeViews(q_nope, k_nope, dq=None, dk=None, sign=nope_sign, format=nope_format)
     scale = ScoreScale(qk_scale, cap_scale, PRECISION)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     rotation = sequence_rotation(tables, sequence)
@@ -196,7 +206,7 @@ def forward_kernel(
     k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
     k_rotation = replace(rotation, norm=k_norm) if ROTATE_INLINE else None
     k, v, head_kv = TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides), tile.origin.head // GROUP_SIZE
-    keys = keys_of_head(sequence, head_kv, k, v, k_rotation, row_format, BLOCK_N, USE_TMA)
+    keys = keys_of_head(sequence, head_kv, k, v, nope, k_rotation, row_format, value_format, BLOCK_N, USE_TMA)
     if q_norm_ptr is not None:
         rotation = replace(rotation, norm=Norm(q_norm_ptr, norm_eps, norm_offset, D))
 
@@ -206,6 +216,13 @@ def forward_kernel(
     q = load_rotated(rows_from(q_rows, start_m), offs, rotation, position_m, q_sign)
     if q_rot_ptr is not None:
         save_queries(q, TensorView(q_rot_ptr, q_rot_strides), tile, start_m, row_format, PAD_TO)
+
+    if nope is None:
+        q = Parts(rope=q, nope=None)
+    else:
+        nope_rows = head_rows(nope.q, tile.origin, tile.num_rows, nope.format)
+        q_nope_tile = load_tile(rows_from(nope_rows, start_m), offs, CHECK_ROWS=True)
+        q = Parts(rope=q, nope=signed(q_nope_tile, nope.sign))
 
     # The first block is processed before the loops; blocks in [full_first, full_last) run without masks.
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
@@ -218,7 +235,7 @@ def forward_kernel(
         full_first = tl.maximum(full_first, first + tl.where(mask.first_key > first, 2 * BLOCK_N, BLOCK_N))
     full_last = tl.maximum(full_last, full_first)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     if PREFETCH_ROWS > 0:
@@ -248,5 +265,5 @@ def forward_kernel(
     o, lse = finish_softmax(acc, row_max, row_sum, sink)
     lse_rows = lse_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row + start_m
     tl.store(lse_rows + offs, lse, mask=offs < tile.num_rows - start_m)
-    o_rows = head_rows(TensorView(o_ptr, o_strides), tile.origin, tile.num_rows, row_format)
+    o_rows = head_rows(TensorView(o_ptr, o_strides), tile.origin, tile.num_rows, value_format)
     store_tile(rows_from(o_rows, start_m), o, offs)

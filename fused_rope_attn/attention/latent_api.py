@@ -1,0 +1,260 @@
+"""Public functions of multi-head latent attention: documentation, validation, plan, call.
+
+They describe their call in the records of ``rope_attention``, and from there on it is a call of attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from fused_rope_attn.attention import planning
+from fused_rope_attn.attention.api import attend, plan_of
+from fused_rope_attn.attention.keywords import LATENT, PACKED_LATENT
+from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
+from fused_rope_attn.attention.validation import check_latent, check_latent_forms, check_sequences
+from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.axes import LAYOUTS, Layout
+from fused_rope_attn.runtime.checks import check_choice
+from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
+from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.options import Backend, LatentOptions, PackedLatentOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def rope_attention_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: Literal[False] = False, **options: Unpack[LatentOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: Literal[True], **options: Unpack[LatentOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: bool, **options: Unpack[LatentOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@explain_keywords(LATENT)
+def rope_attention_mla(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    kv_starts: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend as multi-head latent attention does (DeepSeek-V2, 2024), with the rotation inside; differentiable.
+
+    Scores are ``scale * (q_nope k_nope^T + rot(q_rope) rot(k_rope)^T)``. All heads share the rotated key head
+    ``k_rope``, which is rotated once and never expanded; no tensor is concatenated. The GPU kernels take DN and DV that
+    are multiples of 16 up to 128, and R that is a multiple of 16 up to 64; ``"auto"`` takes the reference for others.
+
+    Args:
+        q_nope: ``(B, H, NQ, DN)``, the columns of queries that are not rotated; float16, bfloat16 or float32, any
+            strides: the views that ``q.split`` gives run without a copy. The other tensors likewise, in the same dtype.
+        q_rope: ``(B, H, NQ, R)``, the columns that are rotated.
+        k_nope: ``(B, H, NK, DN)``, for example a view of ``kv_b_proj(...).split``, and so is v.
+        k_rope: ``(B, 1, NK, R)``.
+        v: ``(B, H, NK, DV)``.
+        cos, sin: as in ``rope_attention``; a table is full-width if it has R columns, else it has R/2.
+        causal: bottom-right aligned, as in ``rope_attention``.
+        softmax_scale: default ``(DN + R) ** -0.5``; any finite float. YaRN multiplies it by the square of its mscale.
+        interleaved: True rotates pairs ``(x[2i], x[2i+1])``, as DeepSeek's weights have them.
+        window, kv_starts, kv_lens, return_lse, deterministic: as in ``rope_attention``.
+        layout: ``"bhsd"``, or ``"bshd"``: all five tensors and o are ``(B, N, H, columns)``.
+        backend: ``"auto"``, ``"reference"`` or ``"triton"``. There are no sm_90 kernels for it yet.
+
+    Returns:
+        o ``(B, H, NQ, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(B, H, NQ)`` float32. The gradient
+        of k_rope is summed over heads in float32 and rounded once.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention`` raises them.
+    """
+    rows = _heads_first(layout, q_nope=q_nope, q_rope=q_rope, k_nope=k_nope, k_rope=k_rope, v=v)
+    tensors = Tensors(**rows, cos=cos, sin=sin, kv_starts=kv_starts, kv_lens=kv_lens)
+    options = _options(causal, return_lse, softmax_scale, interleaved, window, deterministic, backend)
+    problem, tensors = _describe(tensors, options, layout)
+    o, lse = attend(problem, tensors, layout, return_lse, "rope_attention_mla")
+    return (o, lse) if return_lse else o
+
+
+@overload
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, *,
+    return_lse: Literal[False] = False, **options: Unpack[PackedLatentOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, *,
+    return_lse: Literal[True], **options: Unpack[PackedLatentOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, *,
+    return_lse: bool, **options: Unpack[PackedLatentOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@explain_keywords(PACKED_LATENT)
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend as ``rope_attention_mla`` does, within packed sequences, as ``rope_attention_varlen`` packs them.
+
+    Args:
+        q_nope, q_rope: ``(T_q, H, DN)`` and ``(T_q, H, R)``, the tokens of all sequences one after another.
+        k_nope, k_rope, v: ``(T_k, H, DN)``, ``(T_k, 1, R)`` and ``(T_k, H, DV)``.
+        cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1; ``S >= max_seqlen_k``.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in ``rope_attention_varlen``.
+
+    The other arguments, and the errors, are those of ``rope_attention_mla``.
+
+    Returns:
+        o ``(T_q, H, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(H, T_q)`` float32, natural log.
+    """
+    rows = _heads_first("thd", q_nope=q_nope, q_rope=q_rope, k_nope=k_nope, k_rope=k_rope, v=v)
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    check_sequences(q_rope, k_rope, *ends, *longest, names=("q_rope", "k_rope"))
+    tensors = Tensors(**rows, cos=cos, sin=sin, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options = _options(causal, return_lse, softmax_scale, interleaved, window, deterministic, backend)
+    problem, tensors = _describe(tensors, options, "thd", longest)
+    o, lse = attend(problem, tensors, "thd", return_lse, "rope_attention_mla_varlen")
+    return (o, lse.squeeze(0)) if return_lse else o
+
+
+@explain_keywords(LATENT, of=rope_attention_mla)
+def plan_mla(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return the plan of ``rope_attention_mla`` for these arguments, as ``plan`` does for ``rope_attention``."""
+    given = bind(rope_attention_mla, *arguments, **options)
+    rows = _heads_first(given["layout"], **{name: given[name] for name in _ROWS})
+    tensors = fill(Tensors, given | rows)
+    return plan_of(_describe(tensors, fill(Options, given), given["layout"], convert=stand_in)[0])
+
+
+@explain_keywords(PACKED_LATENT, of=rope_attention_mla_varlen)
+def plan_mla_varlen(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return the plan of ``rope_attention_mla_varlen`` for these arguments, as ``plan`` does for ``rope_attention``."""
+    given = bind(rope_attention_mla_varlen, *arguments, **options)
+    rows = _heads_first("thd", **{name: given[name] for name in _ROWS})
+    longest = given["max_seqlen_q"], given["max_seqlen_k"]
+    ends = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    check_sequences(given["q_rope"], given["k_rope"], *ends, *longest, names=("q_rope", "k_rope"))
+    tensors = fill(Tensors, given | rows)
+    return plan_of(_describe(tensors, fill(Options, given), "thd", longest, stand_in)[0])
+
+
+_ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
+_check_layout = check_choice(LAYOUTS)
+
+
+def _options(
+    causal: bool,
+    return_lse: bool,
+    softmax_scale: Any,
+    interleaved: bool,
+    window: Any,
+    deterministic: bool,
+    backend: str,
+) -> Any:
+    """Return the ``Options`` of a call; the others have their defaults."""
+    return Options(
+        causal=causal,
+        return_lse=return_lse,
+        softmax_scale=softmax_scale,
+        interleaved=interleaved,
+        window=window,
+        deterministic=deterministic,
+        backend=backend,
+    )
+
+
+def _heads_first(layout: str, **rows: Any) -> dict[str, Any]:
+    """Return the five tensors as views (B, H, N, columns), by their names in ``Tensors``."""
+    if layout != "thd":
+        _check_layout("layout", layout, None)
+    check_latent_forms(layout, **rows)
+    if layout == "bshd":
+        rows = {name: x.transpose(1, 2) for name, x in rows.items()}
+    elif layout == "thd":
+        rows = {name: x.transpose(0, 1).unsqueeze(0) for name, x in rows.items()}
+    return {"q": rows["q_rope"], "k": rows["k_rope"], "v": rows["v"]} | {
+        name: rows[name] for name in ("q_nope", "k_nope")
+    }
+
+
+def _describe(
+    tensors: Tensors,
+    options: Any,
+    layout: str,
+    max_seqlens: tuple[int, int] | None = None,
+    convert: Any = torch.Tensor.to,
+) -> tuple[Problem, Tensors]:
+    """Check the records of a call and return the ``Problem``, and the tensors in autocast's dtype if it is on.
+
+    tensors: q, k, v, q_nope and k_nope from ``_heads_first``. max_seqlens, convert: as in ``attention.api``.
+    """
+    if in_context_parallel():
+        refuse_context_parallel("rope_attention_mla" if max_seqlens is None else "rope_attention_mla_varlen")
+    q, k, v = autocast(tensors.q, tensors.k, tensors.v, convert)
+    q_nope, k_nope, _ = autocast(tensors.q_nope, tensors.k_nope, None, convert)
+    tensors = tensors._replace(q=q, k=k, v=v, q_nope=q_nope, k_nope=k_nope)
+    if max_seqlens is None:
+        return problem_of(tensors, options, check_latent(tensors, options, layout)), tensors
+    rotary_dim = check_latent(tensors, options, layout, max_seqlens[1])
+    return problem_of(tensors, options, rotary_dim, max(*max_seqlens)), tensors
