@@ -416,7 +416,7 @@ def dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_
         start, end = middle * BLOCK_N, block * BLOCK_N
         dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, start, end, APPLY_MASK=False)
     # Queries that see no key may hold NaN.
-    return tl.where((lse != float("inf"))[:, None], dq, 0.0)
+    return replace(dq, rope=tl.where((lse != float("inf"))[:, None], dq.rope, 0.0))
 
 
 @triton.jit
