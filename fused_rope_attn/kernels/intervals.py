@@ -23,7 +23,7 @@ BLOCKS = tl.constexpr(16)
 
 @record
 class IntervalArguments:
-    """The intervals of a call. Made by ``intervals_of``."""
+    """The intervals of a call; a kernel has None in their place if its ``interval_strides`` are None."""
 
     starts_ptr: tl.tensor | None  # query_starts (1|B, NK) int32; None: 0
     ends_ptr: tl.tensor | None  # query_ends (1|B, NK) int32; None: NQ
@@ -42,15 +42,6 @@ class Intervals:
     num_rows: tl.tensor  # NQ
     num_keys: tl.tensor  # NK; some of these keys may not exist
     shift: tl.tensor
-
-
-@triton.jit
-def intervals_of(starts_ptr, ends_ptr, blocks_ptr, strides):
-    """Return the ``IntervalArguments`` of a kernel's parameters; None if the call has no intervals: strides is None."""
-    if strides is None:
-        return None
-    else:
-        return IntervalArguments(starts_ptr, ends_ptr, blocks_ptr, strides)
 
 
 @triton.jit

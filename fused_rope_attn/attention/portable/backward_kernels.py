@@ -17,7 +17,7 @@ from fused_rope_attn.attention.portable.backward_roles import (
     write_dq,
 )
 from fused_rope_attn.attention.portable.parts import NopeViews
-from fused_rope_attn.kernels.intervals import intervals_of
+from fused_rope_attn.kernels.intervals import IntervalArguments
 from fused_rope_attn.kernels.lengths import count_tiles
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
@@ -68,7 +68,9 @@ def dkdv_kernel(q_ptr, q_nope_ptr, k_ptr, k_nope_ptr, v_ptr, do_ptr, stats_ptr, 
     """
     wait_for_previous_launch(PDL)
     let_next_launch_start(PDL)
-    intervals = intervals_of(query_starts_ptr, query_ends_ptr, None, interval_strides)
+    intervals = None
+    if interval_strides is not None:
+        intervals = IntervalArguments(query_starts_ptr, query_ends_ptr, None, interval_strides)
     masks = MaskArguments(
         starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
         TOKEN_TABLES, intervals,
@@ -135,7 +137,9 @@ def dq_kernel(q_ptr, q_nope_ptr, k_ptr, k_nope_ptr, v_ptr, do_ptr, stats_ptr, co
     ``dkdv_kernel``; blocks: of ``interval_blocks_kernel``. With PDL it starts while dkdv_kernel drains: it reads only
     the pre-process's results, for which dkdv_kernel has waited.
     """
-    intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
+    intervals = None
+    if interval_strides is not None:
+        intervals = IntervalArguments(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
         starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
         TOKEN_TABLES, intervals,
@@ -236,7 +240,9 @@ def one_launch_kernel(q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, dlse_ptr, cos
     and dlse like lse or None.
     Grid: the sum of both kernels'. The rest as there, with num_batches = B.
     """
-    intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
+    intervals = None
+    if interval_strides is not None:
+        intervals = IntervalArguments(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
         starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
         TOKEN_TABLES, intervals,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
 from fused_rope_attn.attention.portable.parts import NopeViews, Parts, load_parts, parts_product, signed
-from fused_rope_attn.kernels.intervals import intervals_of, next_run, without_unseen
+from fused_rope_attn.kernels.intervals import IntervalArguments, next_run, without_unseen
 from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible, window_of
 from fused_rope_attn.kernels.norm import Norm
@@ -175,7 +175,9 @@ def forward_kernel(
     queries (``save_queries``). blocks: of ``interval_blocks_kernel``. Without ROTATE_INLINE k is stored normed and
     rotated, in pair order.
     """
-    intervals = intervals_of(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
+    intervals = None
+    if interval_strides is not None:
+        intervals = IntervalArguments(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
     masks = MaskArguments(
         starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
         TOKEN_TABLES, intervals,
