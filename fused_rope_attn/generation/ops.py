@@ -11,7 +11,7 @@ from fused_rope_attn.generation import planning
 from fused_rope_attn.generation.chunk_launch import GatheredCall
 from fused_rope_attn.generation.configs import DecodeConfig
 from fused_rope_attn.generation.launch import StepCall, WriteCall
-from fused_rope_attn.generation.ordered_launch import OrderedCall
+from fused_rope_attn.generation.ordered_launch import OrderedCall, can_copy
 from fused_rope_attn.generation.problem import (
     SCHEMA,
     WRITE_SCHEMA,
@@ -30,7 +30,7 @@ from fused_rope_attn.runtime.registration import Operator, is_plain
 
 def _prepare(problem: Problem, tensors: tuple, override: DecodeConfig | None) -> Callable:
     ordered = None if override is not None else planning.ordered_config(problem)
-    if ordered is not None:
+    if ordered is not None and can_copy(StepTensors(*tensors)):
         return OrderedCall(problem, tensors, ordered)
     gathered = None if override is not None else planning.gathered_config(problem)
     if gathered is not None:

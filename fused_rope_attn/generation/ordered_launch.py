@@ -7,7 +7,7 @@ import torch
 from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, OrderedConfig
-from fused_rope_attn.generation.launch import WriteCall, cache_arguments, pointers
+from fused_rope_attn.generation.launch import WriteCall, cache_arguments, common_unit, pointers
 from fused_rope_attn.generation.ordered_attend import attend_kernel
 from fused_rope_attn.generation.ordered_split import score_kernel, value_kernel, weight_kernel
 from fused_rope_attn.generation.ordered_units import query_kernel
@@ -16,6 +16,11 @@ from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.keywords import fill
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
+
+
+def can_copy(given: StepTensors) -> bool:
+    """Return whether the caches' rows can be copied 16 bytes at a time."""
+    return all(x.stride(3) == 1 and common_unit(x) > 1 for x in (given.k_cache, given.v_cache))
 
 
 class OrderedCall:

@@ -73,10 +73,12 @@ def gathered_config(problem: Problem) -> HopperForwardConfig | ForwardConfig | N
 def ordered_config(problem: Problem) -> OrderedConfig | None:
     """Return the configuration of a step in the order of the sm_90 forward; None if it does not run so.
 
-    More query rows than one program takes would read the cache several times, and run on a copy of it.
+    More query rows than one program takes would read the cache several times, and run on a copy of it. So do caches of
+    raw keys, and pairs of columns that are an odd number of columns apart, because a copy takes four bytes at least.
     """
     gathered = gathered_config(problem) if problem.batch_invariant else None
-    fits = cache_of(problem).is_rotated and problem.len_q * problem.group_size <= configs.DECODE_ROWS
+    in_fours = problem.interleaved or (problem.rotary_dim // 2 | problem.head_dim // 2) % 2 == 0
+    fits = cache_of(problem).is_rotated and in_fours and problem.len_q * problem.group_size <= configs.DECODE_ROWS
     if not isinstance(gathered, HopperForwardConfig) or not fits:
         return None
     return OrderedConfig(block_n=gathered.block_n)

@@ -6,7 +6,9 @@ import torch
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.generation import configs
+from fused_rope_attn.generation.ordered_launch import can_copy
 from fused_rope_attn.generation.planning import configured
+from fused_rope_attn.generation.problem import StepTensors
 from fused_rope_attn.runtime import device
 
 
@@ -48,6 +50,54 @@ def test_it_refuses_what_the_call_refuses():
     for function in (plan_with_kvcache, rope_attention_with_kvcache):
         with pytest.raises(ValueError, match=r"^kv_starts must have shape \(B,\) = \(2,\)"):
             function(*arguments, **options, kv_starts=torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ordered"),
+    [
+        ({}, True),
+        ({"tokens": 16}, True),
+        ({"tokens": 17}, False),  # 68 query rows of a key head
+        ({"cache_is_rotated": False}, False),
+        ({"rotary_dim": 20}, True),
+        ({"rotary_dim": 18}, False),  # members of a pair are nine columns apart
+        ({"rotary_dim": 18, "interleaved": True}, True),
+        ({"dtype": torch.float32}, False),
+    ],
+)
+def test_steps_with_the_bits_of_training(monkeypatch, changes, is_ordered):
+    """On sm_90 a step goes through the keys in the order of the sm_90 forward, if its kernels can copy the cache."""
+    monkeypatch.setattr(device, "arch", lambda where: "sm_90")
+    made = {"tokens": 1, "dtype": torch.bfloat16, "rotary_dim": 40} | changes
+
+    def tensor(heads, length):
+        return torch.empty(2, heads, length, 40, device="meta", dtype=made["dtype"])
+
+    table = torch.empty(100, made["rotary_dim"] // 2, device="meta")
+    new = (tensor(2, made["tokens"]) for _ in range(2))
+    chosen = plan_with_kvcache(
+        tensor(8, made["tokens"]),
+        tensor(2, 50),
+        tensor(2, 50),
+        table,
+        table,
+        *new,
+        cache_seqlens=torch.empty(2, device="meta", dtype=torch.int32),
+        batch_invariant=True,
+        **{name: made[name] for name in ("rotary_dim", "interleaved", "cache_is_rotated") if name in made},
+    )
+    assert isinstance(chosen.forward, configs.OrderedConfig) == is_ordered, chosen.reason
+    assert "batch_invariant" in chosen.reason
+
+
+def test_only_rows_of_whole_words_of_16_bytes_are_copied_in_order():
+    cache = torch.zeros(2, 2, 40, 64, dtype=torch.bfloat16)
+    given = StepTensors(*[None] * 8)._replace(k_cache=cache, v_cache=cache)
+    assert can_copy(given)
+    wide = torch.zeros(2, 2, 40, 68, dtype=torch.bfloat16)
+    for other in (cache.transpose(2, 3)[:, :, :40], wide[..., :64], wide[..., 1:65]):
+        assert not can_copy(given._replace(v_cache=other))
+        assert not can_copy(given._replace(k_cache=other))
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ class BackwardCall:
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
             "BLOCK_D": pad_d,
+            "BLOCK_DV": pad_d,
             "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
