@@ -216,7 +216,7 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 def latent_jobs(arch: str, full: bool = False) -> list[Job]:
     """Return a job for each row for multi-head latent attention, at the widths of DeepSeek, causal and interleaved.
 
-    Also with the masks that take most registers: on sm_90 in bfloat16, or with ``full`` on every card and in float32 too.
+    Also with the masks that take most registers: on sm_90 in bfloat16, or with ``full`` on every card and in float32.
     """
     jobs = []
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
