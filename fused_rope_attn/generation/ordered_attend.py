@@ -27,13 +27,8 @@ from fused_rope_attn.generation.ordered_tiles import (
     walk_of,
 )
 from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, query_positions, sums_layout
-from fused_rope_attn.generation.pages import (
-    BlockTable,
-)
-from fused_rope_attn.generation.shares import (
-    Caches,
-    cache_view,
-)
+from fused_rope_attn.generation.pages import BlockTable
+from fused_rope_attn.generation.shares import Caches, cache_view
 from fused_rope_attn.kernels.masks import Window, window_of
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch

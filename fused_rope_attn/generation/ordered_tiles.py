@@ -6,6 +6,7 @@ Products are transposed, because a tensor core's tile has 64 rows, or eight colu
 
 from triton import constexpr_function
 
+from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.generation.ordered_units import (
     CachedRows,
     Unit,
@@ -15,26 +16,13 @@ from fused_rope_attn.generation.ordered_units import (
     rows_of_cache,
     unit_of,
 )
-from fused_rope_attn.generation.pages import (
-    SequencePages,
-    sequence_pages,
-)
-from fused_rope_attn.generation.shares import (
-    CachedKeys,
-    cached_keys,
-    count_key_tiles,
-)
+from fused_rope_attn.generation.pages import SequencePages, sequence_pages
+from fused_rope_attn.generation.shares import CachedKeys, cached_keys, count_key_tiles
 from fused_rope_attn.kernels.masks import Mask, visible
-from fused_rope_attn.kernels.products import approximate_tanh, tanh
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.kernels.tiles import row_pointers
-from fused_rope_attn.runtime.triton_compat import (
-    async_copy,
-    async_load,
-    gl,
-    jit,
-)
+from fused_rope_attn.runtime.triton_compat import async_copy, async_load, gl, jit
 
 # Warps that copy, in partitions of their own, and those that add up sums of weights.
 COPY_WARPS = gl.constexpr(4)
@@ -108,11 +96,7 @@ def highest_scores(scores, WARPS: gl.constexpr):
 @jit
 def mask_and_cap(scores, cap_scale, walk, positions, start, window, DTYPE: gl.constexpr):
     """Return scores (BLOCK_N, BLOCK_R), capped, and -inf where a query does not see a key."""
-    if cap_scale is not None:
-        if DTYPE == gl.bfloat16:
-            scores = approximate_tanh(scores * cap_scale)
-        else:
-            scores = tanh(scores * cap_scale, PRECISE=False)
+    scores = cap_scores(scores, cap_scale, DTYPE)
     offs = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
     if (start < walk.seen_from) | (start + walk.BLOCK_N > walk.seen_until):
         mask = Mask(walk.keys.num_keys, walk.keys.first_key, window, READS_LENGTHS=True)

@@ -23,25 +23,14 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.generation.inputs import QueryRows, rows_of_queries
-from fused_rope_attn.generation.pages import (
-    BlockTable,
-    assert_in_pool,
-    page_entries,
-    rows_in_pages,
-    sequence_pages,
-)
-from fused_rope_attn.generation.shares import (
-    Caches,
-    cached_keys,
-)
+from fused_rope_attn.generation.pages import BlockTable, assert_in_pool, page_entries, rows_in_pages, sequence_pages
+from fused_rope_attn.generation.shares import Caches, cached_keys
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, pair_columns
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, row_pointers, tile_range
-from fused_rope_attn.runtime.triton_compat import (
-    gl,
-)
+from fused_rope_attn.runtime.triton_compat import gl
 
 # The parameters that Triton must not specialise on.
 NUMBERS = "window programs B HKV GROUP_SIZE NQ S num_pages position_limit most_tiles".split()
