@@ -24,6 +24,8 @@ import torch
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BACKENDS = ("reference", "triton", "hopper")
 STRATEGIES = ("inline", "prepass")
+# Of ``strategies.FAMILIES``, which needs hypothesis.
+FAMILIES = ("attention", "packed", "mla", "decode", "rope", "rope of several", "corope", "write", "pairs")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -45,6 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--cp", action="store_true", help="context parallelism instead: 2 to 4 processes, on a GPU each or by gloo")
     add = parser.add_argument_group("random calls").add_argument
     add("--random", type=int, metavar="N", help="draw and run the calls 0 to N - 1 instead of the cases")
+    add("--family", action="append", default=[], choices=FAMILIES, help="may be repeated; default: all")
     add("--seed", type=int, default=0, metavar="S", help="of the drawing; default: %(default)s")
     add("--only", type=int, metavar="I", help="run the call I of a seed alone, in this process")
     add("--minutes", type=float, metavar="M", help="stop after M minutes, and say how many calls ran")
@@ -53,8 +56,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     if options.random is not None and options.random < 1:
         parser.error(f"--random: must be 1 or more, but is {options.random}")
-    for name in ("only", "minutes"):
-        if options.random is None and getattr(options, name) is not None:
+    for name in ("family", "only", "minutes"):
+        if options.random is None and getattr(options, name) not in (None, []):
             parser.error(f"--{name}: needs --random")
     for name in ("strategy", "small", "large", "filter", "list"):
         if (options.random is not None or options.call is not None) and getattr(options, name):

@@ -28,7 +28,7 @@ FUNCTIONS = {
                  "rope_attention_with_kvcache", "write_kvcache",
                  "apply_rope", "apply_rope_qk")
 } | {"corope_attention": corope_attention}  # fmt: skip
-_PARAMETERS = {name: tuple(inspect.signature(function).parameters) for name, function in FUNCTIONS.items()}
+PARAMETERS = {name: tuple(inspect.signature(function).parameters) for name, function in FUNCTIONS.items()}
 # Arguments that are fields of a call under the same name.
 _OPTIONS = (
     "causal", "softmax_scale", "interleaved", "window", "softcap", "norm_eps", "return_lse", "deterministic", "inverse",
@@ -44,17 +44,19 @@ _MANY_ELEMENTS = 1 << 28  # copies of more would not fit the GPU
 class Machine:
     """A device, its architecture as planning names it, and the choices of the drawing there.
 
-    dtypes: names in ``DTYPES``; backends: of "reference", "triton" and "hopper".
+    dtypes: names in ``DTYPES``; backends: of "reference", "triton" and "hopper"; families: of ``strategies.FAMILIES``,
+    all without any.
     """
 
     device: str
     arch: str
     dtypes: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, device: str, dtypes: Iterable[str] = (), backends: Iterable[str] = ()) -> Machine:
-        return cls(device, arch(torch.device(device)), tuple(dtypes), tuple(backends))
+    def of(cls, device: str, *choices: Iterable[str]) -> Machine:
+        return cls(device, arch(torch.device(device)), *map(tuple, choices))
 
     @property
     def has_gpu(self) -> bool:
@@ -122,10 +124,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Return whether tensors are equal to the bit, NaN included."""
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return False
-    integer = _INTEGERS[x.element_size()]
-    return torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the elements of a tensor as integers."""
+    return x.contiguous().view(_INTEGERS[x.element_size()])
 
 
 def copies(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -338,7 +342,7 @@ class Call(testing.Case):
     def call(self, made: Made, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Return a function that runs a variant, and its arguments by name, as a user passes them."""
         given = {name: self.as_passed(name, x) for name, x in made.given.items()}
-        options = self.options(_PARAMETERS[self.function], backend=variant[0], strategy=variant[1])
+        options = self.options(PARAMETERS[self.function], backend=variant[0], strategy=variant[1])
         return self.entry(variant), given | options
 
     def arguments(self, device: str) -> tuple[Callable[..., Any], dict[str, Any]]:

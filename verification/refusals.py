@@ -17,6 +17,7 @@ from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, copies, refusal, untouched
 from verification.decode import CACHES, DecodeCheck, WriteCheck
 from verification.latent import LatentCheck
+from verification.pairs import PairCheck, Way
 from verification.rotation import NORMS, RopeCheck
 
 Arguments = dict[str, Any]
@@ -352,4 +353,4 @@ def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Argume
 
 
 # The names that a written call holds.
-KINDS = (AttentionCheck, LatentCheck, DecodeCheck, WriteCheck, RopeCheck, CoRopeCheck, IllegalCheck)
+KINDS = (AttentionCheck, LatentCheck, DecodeCheck, WriteCheck, RopeCheck, CoRopeCheck, PairCheck, Way, IllegalCheck)

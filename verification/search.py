@@ -73,7 +73,7 @@ def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int)
 
 def run_call(options: argparse.Namespace) -> int:
     """``--call``, or ``--random --only``: run one call in this process, and print everything that was found."""
-    machine = Machine.of(options.device, options.dtype, options.backend)
+    machine = Machine.of(options.device, options.dtype, options.backend, options.family)
     if options.call is not None:
         check = parse(options.call, KINDS)  # without hypothesis
     else:
@@ -92,7 +92,7 @@ def run_call(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Exit status 0: all is well; 1: something is not; 2: nothing ran."""
-    machine = Machine.of(options.device, options.dtype, options.backend)
+    machine = Machine.of(options.device, options.dtype, options.backend, options.family)
     start = time.monotonic()
     deadline = math.inf if options.minutes is None else start + 60.0 * options.minutes
     drawn = run_checks(batches(options.seed, options.random, machine), machine, options.jobs, deadline)

@@ -25,6 +25,7 @@ from verification.calls import DTYPES, Call, Machine
 from verification.decode import DecodeCheck, WriteCheck
 from verification.latent import ROWS, LatentCheck
 from verification.memory import SHARED
+from verification.pairs import PairCheck, Way
 from verification.refusals import MUTATIONS, IllegalCheck
 from verification.rotation import NORMS, RopeCheck
 
@@ -149,6 +150,14 @@ _OF_DECODE = _OF_CACHES | {
     "norms": {None: 70, 0.0: 15, 1.0: 15},
 }
 _OF_WRITE = _OF_CACHES | {"packed": {False: 1, True: 1}}
+_OF_PAIRS = {
+    "head_dim": {32: 3, 64: 4, 128: 4, 16: 1, 96: 1, 256: 0.7},
+    "causal": {True: 93, False: 7},
+    "norms": {None: 70, 0.0: 30},
+    "peaks": {False: 1, True: 1},
+    "rotated": {True: 6, False: 4},
+    "page_size": {16: 4, 64: 1, 128: 1, st.integers(17, 47): 1},
+}
 # Any head dim from 2 up is served, odd ones too.
 _OF_ROPE = {
     "head_dim": {64: 4, 128: 4, 32: 3, 16: 2, 80: 2, 96: 1, 256: 1, 24: 1, 7: 1, 2: 0.5, 320: 0.5},
@@ -213,9 +222,11 @@ def _near_border(draw: Draw, most: int) -> int:
     return pick(draw, dict.fromkeys(borders, 1)) + pick(draw, {0: 1, -1: 1, 1: 1, -2: 2, 2: 1})
 
 
-def _fitted(machine: Machine, batch: int, heads_kv: int, group: int, len_q: int, len_k: int) -> tuple[int, ...]:
+def _fitted(
+    machine: Machine, batch: int, heads_kv: int, group: int, len_q: int, len_k: int, most_scores: int = MOST_SCORES
+) -> tuple[int, ...]:
     """Return (B, HKV, NQ, NK), made smaller until their scores take a reasonable time."""
-    tile, most = (1, MOST_SCORES) if machine.has_gpu else (TILE, MOST_TILES)
+    tile, most = (1, most_scores) if machine.has_gpu else (TILE, MOST_TILES)
     while batch * heads_kv * group * -(-len_q // tile) * -(-len_k // tile) > most:
         if batch > 1:
             batch -= 1
@@ -500,6 +511,42 @@ def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRope
     return replace(prototype, **sizes, **others, seed=pick(draw, _OF_CALLS["seed"]))
 
 
+def _pair_prototype(draw: Draw, machine: Machine) -> PairCheck:
+    on_hopper = "hopper" in machine.backends
+    weights = {("triton", "auto"): 4, ("hopper", "auto"): 8 if on_hopper else 0.2}
+    weights |= {("auto", "auto"): 2} if machine.has_gpu else {}  # on a CPU the reference, which promises nothing
+    group = _size(draw, machine, "group") if chance(draw, 0.7) else 1
+    fields = _masks(draw) | {"heads_q": group, "variants": _variants(draw, machine, weights)}
+    fields |= {"kv_starts": None, "intervals": None}
+    found = _prototype(draw, PairCheck, machine, _OF_PAIRS, **fields)
+    # Raw keys with norms are rounded twice.
+    return replace(found, rotated=found.rotated or found.norms is not None, table_batch=False)
+
+
+def _pair_call(draw: Draw, p: PairCheck, machine: Machine) -> PairCheck:
+    length = _length(draw, pick(draw, {600: 8, 5000: 4, 20000: 1}) if machine.has_gpu else 90)
+    batch, heads_kv = (max(1, _size(draw, machine, name)) for name in ("batch", "heads_kv"))
+    batch, heads_kv, length, _ = _fitted(machine, batch, heads_kv, p.heads_q, length, length, 1 << 30)
+    row = _number(draw, 0, length - 1)
+    fields = {"heads_q": heads_kv * p.heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length, "form": "bhsd"}
+    fields["ways"] = tuple(_way(draw, p, machine, length, row, batch) for _ in range(2))
+    return _call(draw, p, **fields, window=_window(draw, p.window, length))
+
+
+def _way(draw: Draw, p: PairCheck, machine: Machine, length: int, row: int, most: int) -> Way:
+    """Draw a way to ``row`` in a call of ``most`` sequences at most. Rows that see later keys need all of them."""
+    kind = pick(draw, {"batch": 4, "pack": 3} | ({"pages": 4, "cache": 3} if p.causal else {}))
+    is_step = kind in ("pages", "cache")
+    first = pick(draw, {0: 5, row: 8 if is_step else 2, max(0, row - 5): 2, st.integers(0, row): 3})
+    few = min(length, row + 5)
+    ends = {length: 5, row + 1: 8 if is_step else 2, few: 2, st.integers(row + 1, length): 3}
+    others = {0: 4, 1: 1, st.integers(1, 300 if machine.has_gpu else 40): 5}
+    before, after = (pick(draw, others) for _ in range(2))
+    batch = _number(draw, 1, most)
+    place, appends = _number(draw, 0, batch - 1), not (is_step and chance(draw, 0.2))
+    return Way(kind, first, pick(draw, ends) if p.causal else length, before, after, batch, place, appends)
+
+
 @dataclass(frozen=True)
 class Family:
     """The calls of one public function, and how often they are drawn on a GPU and in Triton's interpreter."""
@@ -516,8 +563,8 @@ class Family:
 
         def drawn(draw: Draw) -> Any:
             call = self.call(draw, prototype, machine)
-            # Mutations expect calls with queries, or with x.
-            if self.call is not _write_call and chance(draw, ILLEGAL):
+            # Mutations expect one call, with queries or with x.
+            if self.call not in (_write_call, _pair_call) and chance(draw, ILLEGAL):
                 return IllegalCheck(call, MUTATIONS[draw(st.integers(0, len(MUTATIONS) - 1))].name)
             return call
 
@@ -533,6 +580,7 @@ FAMILIES = {
     "rope of several": Family(_rope_prototype, _rope_call, (2, 2)),
     "corope": Family(_corope_prototype, _corope_call, (1, 0.7)),
     "write": Family(_write_prototype, _write_call, (1.5, 1)),
+    "pairs": Family(_pair_prototype, _pair_call, (2, 1)),
 }
 
 
@@ -554,8 +602,8 @@ def _drawn_prototype(run: int, number: int, machine: Machine) -> tuple[Family, A
 
 
 def families(machine: Machine, *names: str) -> st.SearchStrategy:
-    """Draw one of these families, or of all, by their weights."""
-    weights = {name: FAMILIES[name].weights[not machine.has_gpu] for name in names or FAMILIES}
+    """Draw one of these families, or of the machine's, by their weights."""
+    weights = {name: FAMILIES[name].weights[not machine.has_gpu] for name in names or machine.families or FAMILIES}
     return st.composite(lambda draw: FAMILIES[pick(draw, weights)])()
 
 

@@ -1,8 +1,8 @@
 """The same bits of a row in any batch, pack, chunk and cache, by the portable kernels in Triton's interpreter."""
 
 import math
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,31 +13,68 @@ from fused_rope_attn import (
     rope_attention_with_kvcache,
     rope_tables,
 )
+from tests.support.calls import INTERPRETER, assert_right, random_calls
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.same_bits import WAYS, differing_rows, drawn, later_tables, padded
+from tests.support.same_bits import drawn, later_tables, padded
 from tests.support.same_bits import starts as kv_starts
+from verification.calls import FUNCTIONS
+from verification.interpreter import products_in_float64
+from verification.pairs import PairCheck, Way
+from verification.workers import run_check
 
 
 @pytest.fixture
-def exact_products(monkeypatch):
-    """Give the interpreter's products the same bits in any row of a tile, which BLAS does not do."""
-    multiply = np.matmul
-
-    def in_float64(a, b, dtype=None):
-        return multiply(a.astype(np.float64), b.astype(np.float64)).astype(dtype or a.dtype)
-
-    monkeypatch.setattr(np, "matmul", in_float64)
+def exact_products():
+    with products_in_float64():
+        yield
 
 
 @interpreted
-@ignore_overflow
-@pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_have_the_same_bits(way, seed):
-    call, draw = drawn(seed, "cpu", F32 if seed == 0 else F16, 32, 150, "triton")
-    assert differing_rows(call, way, draw) == 0
+@random_calls(24, "pairs")
+def test_rows_have_the_same_bits(call):
+    assert_right(call)
+
+
+PLAIN = PairCheck(1, 4, 2, 90, 90, 32, rotary_dim=32, seed=1, variants=(("triton", "auto"),), page_size=48)
+WAYS = {
+    "a batch": Way("batch", 0, 90, batch=3, place=1),
+    "a prefix": Way("batch", 0, 61),
+    "the last rows": Way("batch", 37, 90, after=9),
+    "left padding": Way("batch", 0, 90, before=45),
+    "a pack": Way("pack", 0, 90, before=33, after=5, batch=3, place=1),
+    "a chunk of a packed sequence": Way("pack", 40, 77, before=7, batch=2, place=1),
+    "a cache": Way("cache", 59, 60, after=30, batch=2),
+    "a cache with left padding": Way("cache", 59, 64, before=13),
+    "pages": Way("pages", 50, 90, batch=2, place=1),
+    "keys of the cache alone": Way("pages", 59, 60, appends=False),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_each_way(way):
+    assert_right(replace(PLAIN, ways=(Way("batch", 0, 90), way)))
+
+
+@interpreted
+def test_raw_caches():
+    assert_right(replace(PLAIN, ways=(WAYS["pages"], WAYS["a cache"]), rotated=False))
+
+
+@interpreted
+@pytest.mark.parametrize("way", ["left padding", "a cache", "pages"])
+def test_without_the_option_they_differ(way, monkeypatch):
+    """The comparison can fail: without the option blocks begin elsewhere, and a step has other tiles."""
+    for name in ("rope_attention", "rope_attention_with_kvcache"):
+        public = FUNCTIONS[name]
+
+        def without(*given, public=public, **options):
+            return public(*given, **options | {"batch_invariant": False})
+
+        monkeypatch.setitem(FUNCTIONS, name, without)
+    outcome = run_check(replace(PLAIN, ways=(Way("batch", 0, 90), WAYS[way])), INTERPRETER)
+    assert "bits of o" in {finding.found.tensor for finding in outcome.failures}
 
 
 @interpreted
@@ -46,7 +83,7 @@ def test_rows_have_the_same_bits(way, seed):
 @pytest.mark.parametrize("before", [0, 13])
 def test_tokens_past_the_end_of_a_cache(before):
     """They give 0 and -inf, and the rows before them the bits that they have in a cache with room for all."""
-    call, _ = drawn(5, "cpu", F16, 32, 150, "triton")
+    call, _ = drawn(5, F16, 32, 150)
     call.options = {"backend": "triton"}
     o, lse = call.whole()
     first, room = max(0, call.length - 9), 4  # new tokens from the first one on; the cache has rows for some of them
@@ -87,7 +124,7 @@ def random_intervals(draw, length):
 @pytest.mark.parametrize("seed", range(4))
 def test_intervals_keep_the_bits(seed):
     """Which blocks of keys a tile skips, and which it compares, changes no bit of a row."""
-    call, draw = drawn(seed, "cpu", F16, 32, 220, "triton")
+    call, draw = drawn(seed, F16, 32, 220)
     length = call.length
     starts, ends = random_intervals(draw, length)
     tensors, tables = (call.q, call.k, call.v), (call.cos, call.sin)
@@ -119,7 +156,7 @@ def test_intervals_keep_the_bits(seed):
 @pytest.mark.parametrize(("seed", "first"), [(3, 0), (4, 0), (3, 45)])
 def test_gradients_with_intervals_and_left_padding(seed, first):
     """Rows count from the first row of q, also where blocks of queries count from the first key."""
-    call, draw = drawn(seed, "cpu", F32, 32, 150, "triton")
+    call, draw = drawn(seed, F32, 32, 150)
     call.options = {}
     starts, ends = random_intervals(draw, call.length)
     bounds = {"query_starts": starts - first, "query_ends": ends - first, "kv_starts": kv_starts(call, 30)}
@@ -136,25 +173,9 @@ def test_gradients_with_intervals_and_left_padding(seed, first):
 @interpreted
 @ignore_overflow
 @pytest.mark.usefixtures("exact_products")
-def test_without_the_option_they_differ():
-    """The comparison can fail: blocks of a left-padded sequence begin elsewhere without the option."""
-    call, _ = drawn(1, "cpu", F16, 32, 150, "triton")
-    call.options = {"backend": "triton"}
-    o, lse = call.whole()
-    pad = 13
-    parts = [torch.cat((torch.zeros_like(x[:, :, :pad]), x), 2) for x in (call.q, call.k, call.v)]
-    tables = [torch.cat((x[:pad], x)) for x in (call.cos, call.sin)]
-    starts = torch.full((call.q.shape[0],), pad, dtype=torch.int32)
-    found = rope_attention(*parts, *tables, True, kv_starts=starts, backend="triton")
-    assert not torch.equal(found[:, :, pad:], o)
-
-
-@interpreted
-@ignore_overflow
-@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_do_not_depend_on_the_rest_of_the_batch(packed):
-    call, draw = drawn(3, "cpu", F16, 32, 150, "triton")
+    call, draw = drawn(3, F16, 32, 150)
     call.options = {"backend": "triton"}
     do = torch.randn_like(call.q)
     alone = [x[:1].clone().requires_grad_() for x in (call.q, call.k, call.v)]

@@ -1,7 +1,6 @@
-"""The same bits of a row in any batch, pack, chunk and cache, on a GPU. ``SAME_BITS_PAIRS`` asks for more pairs."""
+"""The same bits of a row in any batch, pack, chunk and cache, on a GPU. ``python -m verification --random N --family
+pairs`` draws more pairs."""
 
-import os
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,24 +10,28 @@ from fused_rope_attn import rope_attention, rope_attention_with_kvcache, rope_ta
 from tests.support.dtypes import BF16, F16
 from tests.support.hopper import needs_sm_90
 from tests.support.internals import Calls, generation_planning, write
-from tests.support.same_bits import WAYS, differing_rows, drawn
+from verification.calls import Machine, dtype_name
+from verification.search import command_of
+from verification.strategies import FAMILIES, draw
+from verification.workers import run_check
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("features", ["plain", "norms", "masks"])
+@pytest.mark.parametrize("norms", [None, 0.0], ids=["plain", "norms"])
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_sm_90)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
-def test_rows_have_the_same_bits(backend, head_dim, dtype, features):
-    longest = random.Random(head_dim)
-    for seed in range(int(os.environ.get("SAME_BITS_PAIRS", 10))):
-        most = longest.choice([100, 1000, 1000, 4000, 20000])
-        call, draw = drawn(seed, "cuda", dtype, head_dim, most, backend, features)
-        if seed % 2:  # a few far larger keys, so that the maximum of a row moves late
-            call.k[:, :, ::7] *= 8
-        way = WAYS[seed % len(WAYS)]
-        assert differing_rows(call, way, draw) == 0, (seed, way.__name__, call.q.shape, call.options)
+def test_rows_have_the_same_bits(backend, head_dim, dtype, norms):
+    machine, family = Machine.of("cuda"), FAMILIES["pairs"]
+    key = backend, head_dim, dtype_name(dtype), norms
+    drawn = draw(family.prototypes(replace(machine, dtypes=("float16",), backends=("triton",))), *key)
+    fixed = {"dtype": dtype, "head_dim": head_dim, "rotary_dim": head_dim // 2, "variants": ((backend, "auto"),)}
+    prototype = replace(drawn, **fixed, norms=norms, rotated=drawn.rotated or norms is not None)
+    for number in range(10):
+        call = draw(family.calls_of(prototype, machine), *key, number)
+        outcome = run_check(call, machine)
+        assert outcome.findings and not outcome.failures, (command_of(call, machine), outcome.failures)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_everything_is_drawn():
     drawn = [drawn_call(0, index, GPU) for index in range(0, 30_000, 31)]
     assert {call.function for call in drawn} == {
         "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
-        "corope_attention", "write_kvcache", "rope_attention_mla", "rope_attention_mla_varlen",
+        "corope_attention", "write_kvcache", "rope_attention_mla", "rope_attention_mla_varlen", "batch_invariant",
     }  # fmt: skip
     illegal = sum(isinstance(call, IllegalCheck) for call in drawn) / len(drawn)
     assert 0.12 < illegal < 0.22
@@ -68,7 +68,7 @@ def test_everything_is_drawn():
                     "seqlens", "yarn", "random", "interleaved", "table_batch", "full_width", "columns", "one number",
                     "offset", "softmax_scale=0.0", "deterministic", "rotated=False", "append=False", "in place",
                     "two ids", "page_size=16", 'float8="head"', "norms=1.0", "hides_nan", "packed=True",
-                    "intervals"):  # fmt: skip
+                    "intervals", 'Way("pages"', 'Way("pack"', "appends=False"):  # fmt: skip
         assert feature in text, feature
 
 
@@ -80,6 +80,15 @@ def test_what_kernels_branch_on_comes_together():
         together = [p for p in drawn if p.norms is not None and p.interleaved and p.head_dim <= 64]
         together = [p for p in together if p.window or p.softcap or p.sinks or p.kv_starts is not None]
         assert sum(("triton", strategy) in p.variants for p in together) >= 5
+
+
+def test_families_are_chosen(capsys):
+    assert tuple(FAMILIES) == command.FAMILIES
+    machine = replace(GPU, families=("pairs", "rope"))
+    assert {drawn_call(1, index, machine).function for index in range(0, 900, 31)} == {"batch_invariant", "apply_rope"}
+    # The reference cannot keep the promise and says so, for both calls of a pair.
+    assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
+    assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
 
 
 def test_the_reference_is_right_and_refuses(capsys):
@@ -98,7 +107,7 @@ def drawn_arguments():
     for index in range(0, 600, 3):
         call = drawn_call(1, index, REFERENCE)
         legal = call.legal if isinstance(call, IllegalCheck) else call
-        if legal.function != "write_kvcache":
+        if legal.function not in ("write_kvcache", "batch_invariant"):
             found.append(legal.arguments("cpu")[1])
     return found
 
@@ -289,6 +298,8 @@ def test_the_plainest_call_is_found():
         ["--random", "5", "--small"],
         ["--random", "5", "--filter", "x"],
         ["--call", "x", "--list"],
+        ["--family", "pairs"],
+        ["--random", "5", "--family", "x"],
     ],
 )
 def test_usage_errors(arguments, capsys):
