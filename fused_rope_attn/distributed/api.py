@@ -79,6 +79,7 @@ def rope_attention_cp(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: Backend = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``rope_attention`` of a sequence that the P ranks of ``group`` share; each passes and gets its own rows.
 
@@ -99,16 +100,17 @@ def rope_attention_cp(
 
     The other arguments, the results and the errors are those of ``rope_attention``. Gradients are those of the sum of
     all ranks' losses; those of sinks and of the norms' weights are this rank's part, for DDP or FSDP to add. o and lse
-    are bitwise those of one GPU's call where C is a multiple of the tiles, and dk and dv are summed in float32, in a
-    fixed order.
+    are bitwise those of one GPU's call where C is a multiple of the tiles, with ``batch_invariant`` for any C, and dk
+    and dv are summed in float32, in a fixed order.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention``, on every rank, also if only one
             of them passed a wrong argument, or if they differ.
+        NotImplementedError: ``batch_invariant`` without a causal mask.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend)
+    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, batch_invariant=batch_invariant)
     members = group_of(group)
     call = _described_together(members, _describe, tensors, options, members, sharding, total_len, method, layout)
     o, lse = _attend(*call)
@@ -162,6 +164,7 @@ def rope_attention_varlen_cp(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: Backend = "auto",
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``rope_attention_varlen`` of a packed stream that several ranks share, cut whatever its documents.
 
@@ -177,7 +180,7 @@ def rope_attention_varlen_cp(
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend)
+    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, batch_invariant=batch_invariant)
     if not isinstance(plan, DocumentPlan):
         raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
     o, lse = _attend(*_described_together(plan.group, _describe_packed, tensors, options, plan, method))
@@ -283,6 +286,10 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
         raise ValueError(f"k must have q's {len_q} rows on this rank, but has {len_k}")
     problem = problem_of(tensors, options, rotary_dim, longest)
     planning.choose_backend(problem)  # raises if an explicit one cannot run
+    if problem.batch_invariant and not problem.causal:
+        raise NotImplementedError(
+            "causal must be True with batch_invariant=True, but is False: each rank has another order of the keys then"
+        )
     refuse_tangents("rope_attention_cp", tensors)  # here the error reaches all ranks
     return problem
 

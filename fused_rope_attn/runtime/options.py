@@ -162,6 +162,7 @@ class PackedCpOptions(ScoreOptions, total=False):
     method: CpMethod
     deterministic: bool
     backend: Backend
+    batch_invariant: bool
 
 
 class CpOptions(PackedCpOptions, total=False):

@@ -25,6 +25,8 @@ ROWS = [
     ({"all": True, "total_len": 37}, ValueError, "total_len must be from 0 to the 36 rows"),
     ({"all": True, "total_len": 3.0}, TypeError, "total_len must be an int"),
     ({"all": True, "dropout_p": 0.1}, TypeError, "there is no dropout here"),
+    ({"batch_invariant": True}, ValueError, "batch_invariant must be the same"),
+    ({"all": True, "batch_invariant": True, "causal": False}, NotImplementedError, "causal must be True with batch_"),
     ({"all": True, "backend": "hopper"}, NotImplementedError, "q must be float16 or bfloat16 for backend='hopper'"),
 ]
 

@@ -16,7 +16,8 @@ from fused_rope_attn.distributed import (
     rope_attention_varlen_cp,
 )
 from fused_rope_attn.testing import Case
-from verification.context_parallel import compared
+from verification.context_parallel import attend, compared
+from verification.interpreter import products_in_float64
 from verification.ranks import group_of
 
 
@@ -24,6 +25,12 @@ def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, 
     """Hold all tensors to the contract's tolerance, every row."""
     for comparison in compared(case, found, total, device):
         assert comparison.ok, f"{case.name}: {comparison.tensor}: {comparison.detail}"
+
+
+def attend_invariantly(case: Case, ranks: tuple[int, ...], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what ``attend`` does of kernels with the same bits, in the interpreter."""
+    with products_in_float64():
+        return attend(case, ranks, "cpu", {"backend": "triton", "batch_invariant": True} | options)
 
 
 def balanced(ranks: tuple[int, ...], cu_seqlens: list[int]) -> tuple[str, float]:

@@ -22,11 +22,12 @@ def _shards(case: Case, ranks: tuple[int, ...], sharding: str = "zigzag") -> tup
     return group, [x.requires_grad_() for x in cut[:3]] + cut[3:], inputs
 
 
-def bits(case: Case, ranks: tuple[int, ...], sharding: str) -> dict[str, bool]:
+def bits(case: Case, ranks: tuple[int, ...], sharding: str, batch_invariant: bool) -> dict[str, bool]:
     """Return whether this rank's rows of o and lse have the bits of one GPU's call of the whole sequence."""
     group, (q, k, v, _), inputs = _shards(case, ranks, sharding)
-    options = {"return_lse": True, **testing.norms_of(case, "cuda")}
-    options |= {name: x for name, x in testing.masks_of(case, "cuda").items() if not name.startswith("kv_")}
+    options = {"return_lse": True, "batch_invariant": batch_invariant, **testing.norms_of(case, "cuda")}
+    masks = testing.masks_of(case, "cuda")
+    options |= {name: masks[name] for name in ("window", "softcap", "sinks")}
     o, lse = rope_attention_cp(q, k, v, inputs.cos, inputs.sin, case.causal, group=group, sharding=sharding, **options)
     whole = rope_attention(inputs.q, inputs.k, inputs.v, inputs.cos, inputs.sin, case.causal, **options)
     expected = [cp_shard(x, 2, group=group, sharding=sharding) for x in whole]

@@ -36,7 +36,9 @@ def step(
     rows = options.pop("rows", 1)
     planned = options.pop("planned", None)
     checkpoints, by_torch = options.pop("checkpoints", False), options.pop("by_torch", False)
-    model = patch_model(make_model(family), cp_group=cut["group"], cp_sharding=cut["sharding"])
+    invariant = options.pop("batch_invariant", False)
+    shares = {"cp_group": cut["group"], "cp_sharding": cut["sharding"]}
+    model = patch_model(make_model(family), **shares, batch_invariant=invariant)
     if options.pop("copied", False):
         model = copy.deepcopy(model)
     if checkpoints:

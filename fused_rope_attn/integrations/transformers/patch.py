@@ -100,7 +100,7 @@ def patch_model(
             ``plan_varlen_cp(..., sharding="balanced")`` makes, as one more argument of the forward pass, ``cp_plan``.
         batch_invariant: True for attention with the same bits in training, prefill and generation, whatever else is in
             the batch, as ``rope_attention`` gives them with ``batch_invariant=True``. The model's matrix products and
-            norms of layers are not in our hands. Not with cp_group.
+            norms of layers are not in our hands.
 
     Returns:
         the same model.
@@ -110,8 +110,7 @@ def patch_model(
         ValueError: unsupported is neither of the two, cp_sharding no sharding of these ranks, or cp_group has several
             dimensions.
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not, or
-            transformers has a new name for the argument of a cache, or batch_invariant has a cp_group; nothing has
-            been changed then.
+            transformers has a new name for the argument of a cache; nothing has been changed then.
     """
     check_model(model)
     if unsupported not in ("raise", "skip"):
@@ -120,8 +119,6 @@ def patch_model(
         raise TypeError(f"deterministic must be a bool or None, but is {type(deterministic).__name__}")
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant must be a bool, but is {type(batch_invariant).__name__}")
-    if batch_invariant and cp_group is not None:
-        raise NotImplementedError("batch_invariant=True is not served with a cp_group")
     shards = shards_of(cp_group, cp_sharding)
     found = {path: module for path, module in model.named_modules() if looks_like_attention(module)}
     conventions = {path: convention_of(module) for path, module in found.items()}

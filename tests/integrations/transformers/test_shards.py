@@ -16,7 +16,7 @@ ROWS = [
     ((0, 1), "gemma2", (24,), {}),
     ((0, 1), "gpt_oss", (24,), {"checkpoints": True}),
     ((0, 1), "mistral", (3, 14, 7), {}),
-    ((0, 1), "qwen3", (24,), {}),
+    ((0, 1), "qwen3", (24,), {"batch_invariant": True}),
     ((0, 1), "gemma3", (3, 14, 7), {}),
     ((0, 1), "llama", (3, 14, 7), {"sharding": "dealt:0,1,1,0,0,1"}),
     ((0, 1), "gemma2", (3, 14, 7), {"planned": "dealt:0,1,1,0,0,1", "checkpoints": True}),
