@@ -5,6 +5,7 @@ GQA never expands K or V here: every backend takes fewer heads by itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baselines.base import Attention, Package
+from baselines.rotations import specialised
 
 # flash-attn and FlashAttention-3 and -4 take (B, N, H, D). The moves are views, about 3 µs of host time each.
 _TO_BNHD = "b h n d -> b n h d"
@@ -68,6 +70,42 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flash(FLASH_4.load(), q, k, v, causal)
 
 
+def _fa3_unsplit(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flash(FLASH_3.load(), q, k, v, causal, num_splits=1)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """Return FlexAttention, compiled for each shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return specialised(flex_attention)
+
+
+@functools.cache
+def _causal_blocks(length: int, device: str) -> Any:
+    """Return the causal block mask without a mask of all pairs: row i has i full blocks, and one with the diagonal."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    every = torch.arange(-(-length // 128), dtype=torch.int32, device=device)
+    full = every.expand(1, 1, len(every), -1).contiguous()
+    counts = torch.ones_like(every)[None, None], every[None, None]
+    return BlockMask.from_kv_blocks(
+        counts[0],
+        full.mT.contiguous(),
+        counts[1],
+        full,
+        mask_mod=lambda b, h, i, j: j <= i,
+        seq_lengths=(length, length),
+    )
+
+
+def _flex(block: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    mask = _causal_blocks(q.shape[2], str(q.device)) if causal else None
+    options = {"BLOCK_M": block, "BLOCK_N": block, "FORCE_USE_FLEX_ATTENTION": True}
+    return compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], kernel_options=options)
+
+
 _ANY_DTYPE = (torch.float16, torch.bfloat16, torch.float32)
 
 # PyTorch chooses the backend, as in every Hugging Face model with attn_implementation="sdpa".
@@ -79,3 +117,10 @@ FLASH_ATTN = Attention(_flash_attn_label, _flash_attn_or_sdpa, pip=(FLASH_2.pip,
 # The wheel has no backward kernels and none for float16.
 FA3 = Attention("FA3", _fa3, (torch.bfloat16,), backward=False, **FLASH_3.fields())
 FA4 = Attention("FA4", _fa4, **FLASH_4.fields())
+
+# Attentions whose sums have one order for any batch. vLLM's mode for it has blocks of 16.
+UNSPLIT: dict[str, Attention] = {
+    "flex16": Attention("FlexAttention, blocks of 16", functools.partial(_flex, 16), backward=False),
+    "flex64": Attention("FlexAttention, blocks of 64", functools.partial(_flex, 64), backward=False),
+    "fa3_unsplit": Attention("FA3, one split", _fa3_unsplit, FA3.dtypes, backward=False, **FLASH_3.fields()),
+}

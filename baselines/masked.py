@@ -11,12 +11,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from baselines.attentions import first, flash
+from baselines.attentions import compiled_flex, first, flash
 from baselines.base import Package, load
 
 
@@ -76,23 +77,15 @@ def _flash_functions(module: str) -> tuple[Callable, Callable]:
 
 
 @functools.cache
-def _flex() -> tuple[Callable[..., Tensor], Callable]:
-    import torch._functorch.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _band(length: int, left: int, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    # The backward is timed on a graph that is kept, which donated buffers forbid.
-    torch._functorch.config.donated_buffer = False
-    return torch.compile(flex_attention, dynamic=False), functools.cache(
-        lambda length, left, device: create_block_mask(
-            lambda b, h, i, j: (j <= i) & (i - j <= left), None, None, length, length, device=device
-        )
-    )
+    return create_block_mask(lambda b, h, i, j: (j <= i) & (i - j <= left), None, None, length, length, device=device)
 
 
 def _flex_window(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-    attend, block_mask = _flex()
-    mask = block_mask(q.shape[2], left, str(q.device))
-    return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    mask = _band(q.shape[2], left, str(q.device))
+    return compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 TORCH = MaskedAttention("torch_varlen", "PyTorch varlen_attn", VARLEN.missing, _torch_window, _torch_packed)

@@ -1,4 +1,4 @@
-"""The three rotations that the rivals use."""
+"""The rotations that the rivals use."""
 
 from __future__ import annotations
 
@@ -64,3 +64,13 @@ LIGER = Rotation("Liger rope", _rotate_liger, in_place=True, **LIGER_ROTATION.fi
 
 # The same formula as HF's, one fused kernel each way, float32 tables, rounded once.
 COMPILED = Rotation("compiled rope", _rotate_compiled, **HF_ROTATION.fields())
+
+
+def _rotate_apart(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    from fused_rope_attn import apply_rope_qk
+
+    return apply_rope_qk(q, k, *tables)
+
+
+# This package's own, which is on every machine: attentions are compared by it that no package installs with a rotation.
+APART = Rotation("rotation apart", _rotate_apart)

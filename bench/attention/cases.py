@@ -18,8 +18,8 @@ MASKS = ("window", "packed", "overhead")
 class BenchCase:
     """A named problem.
 
-    family: what stays equal along a plot's axis of lengths. kind: "plain", "host", "norm", "corope" or one of
-    ``MASKS``; it chooses the providers (``providers.table``) and what is measured.
+    family: what stays equal along a plot's axis of lengths. kind: "plain", "host", "norm", "corope", "unsplit" or one
+    of ``MASKS``; it chooses the providers (``providers.table``) and what is measured.
     """
 
     name: str
@@ -118,7 +118,14 @@ COROPE: tuple[BenchCase, ...] = (
     _case("CoRoPE-MQA", 1, 16, 1, 8192, 128, "corope", kind="corope"),
 )
 
-CASES: tuple[BenchCase, ...] = (*PLAIN, HOST, *MASKED, *COROPE)
+# The same bits in any batch, by ours and by rivals that never split keys.
+UNSPLIT: tuple[BenchCase, ...] = tuple(
+    _case(f"Unsplit-D{head_dim}-B{batch}", batch, 32, 8, length, head_dim, "same-bits", kind="unsplit")
+    for head_dim in (64, 128)
+    for batch, length in ((1, 1024), (1, 4096), (8, 4096), (1, 16384), (1, 65536))
+)
+
+CASES: tuple[BenchCase, ...] = (*PLAIN, HOST, *MASKED, *COROPE, *UNSPLIT)
 
 
 def _normed(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:

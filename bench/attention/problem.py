@@ -130,7 +130,7 @@ def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtyp
 
 
 # By the kind of a case; calls with masks and of Co-RoPE take milliseconds, so that eager calls measure the GPU.
-_MODES = {"plain": ("graph",), "host": ("host",), "norm": ("graph",)}
+_MODES = {"plain": ("graph",), "host": ("host",), "norm": ("graph",), "unsplit": ("graph",)}
 
 
 class AttentionTrial(Trial):

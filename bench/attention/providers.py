@@ -270,6 +270,10 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
             AttentionProvider("norm_hf_fused", "HF norm + fused", missing=GEMMA_NORM.missing, run=_norm_apart),
             *map(rival, NORMED.values()),
         ]
+    if kind == "unsplit":
+        rivals = (Baseline(name, rotations.APART, attention) for name, attention in attentions.UNSPLIT.items())
+        same = ours("fused_same_bits", "fused, batch_invariant", options={"batch_invariant": True})
+        return [OURS["fused"], same, *map(rival, rivals)]
     assert kind == "corope"
     return [
         corope_provider("corope", "`corope_attention`", _corope),

@@ -202,26 +202,47 @@ def _mask_cells(row: Row | None, base: Row | None) -> list[str]:
 # Norms of q and k, and Co-RoPE
 
 
+def _costs(rows: list[Row], kind: str, mine: str, without: str) -> tuple[list[str], dict[tuple, list[str]]]:
+    """Return a header, and a line for each (case, shape): the time with an option, its cost, and rivals over it.
+
+    mine, without: the providers with the option and without it.
+    """
+    found = by_case(rows, "graph", mine)
+    present = {name: row for passes in found.values() for group in passes for name, row in group.items()}
+    rivals = {name: each.label for name, each in table(kind).items() if name in present.keys() - {mine, without}}
+    lines = {}
+    for (case, shape), passes in found.items():
+        costs = (f"{faster(g[mine], g[without]):.3f}" if without in g else "-" for g in passes)
+        line = [f"{case} ({shape})", both(passes, mine, lambda row: f"{row['ms']:#.3g}"), " / ".join(costs)]
+        lines[case, shape] = line + [times_ours(passes, name, mine) for name in rivals]
+    return ["", "with, ms", "over without", *rivals.values()], lines
+
+
+def same_bits(rows: list[Row]) -> str:
+    """Show what batch_invariant costs, and what attentions that never split keys take, as CUDA graphs."""
+    header, lines = _costs(rows, "unsplit", "fused_same_bits", _MINE)
+    note = (
+        "Forward / backward. Over without: time with the option over that without. ×: their time over ours with it, "
+        f"below 1 ours is slower. CUDA graphs, L2 flushed. {legend(timed(rows))}"
+    )
+    return f"{markdown(header, [*lines.values()])}\n\n{note}{provenance(rows, 'fa3-fwd')}"
+
+
 def norm(rows: list[Row]) -> str:
     """Show what norms cost inside, and what those of others take, as CUDA graphs."""
-    found, without = by_case(rows, "graph", _MINE), "fused_without"
-    present = {name: row for passes in found.values() for group in passes for name, row in group.items()}
-    rivals = {name: each.label for name, each in table("norm").items() if name in present.keys() - {_MINE, without}}
-    lines = []
-    for (case, shape), passes in found.items():
-        costs = (f"{faster(g[_MINE], g[without]):.3f}" if without in g else "-" for g in passes)
+    without = "fused_without"
+    header, lines = _costs(rows, "norm", _MINE, without)
+    for case, passes in by_case(rows, "graph", _MINE).items():
         memory = {name: row["peak_mib"] for group in passes for name, row in group.items()}
-        lines.append([f"{case} ({shape})", both(passes, _MINE, lambda row: f"{row['ms']:#.3g}"), " / ".join(costs)])
-        lines[-1] += [f"{memory[_MINE]:.0f}" + (f" ({memory[without]:.0f})" if without in memory else "")]
-        lines[-1] += [times_ours(passes, name, _MINE) for name in rivals]
+        lines[case].insert(3, f"{memory[_MINE]:.0f}" + (f" ({memory[without]:.0f})" if without in memory else ""))
     notes = (
         "Forward / backward. Over without: time with norms over that of the same call without. ×: their time over ours "
         "with norms, below 1 ours is slower; an empty field did not run. MiB: peak memory of forward and backward, o "
         "and gradients included, in brackets without norms. Times are of CUDA graphs, L2 flushed. "
         f"{legend(timed(rows))}"
     )
-    header = ["", "with norms, ms", "over without", "MiB", *rivals.values()]
-    return f"{markdown(header, lines)}\n\n{notes}" + provenance(
+    header[1:3] = "with norms, ms", "over without", "MiB"
+    return f"{markdown(header, [*lines.values()])}\n\n{notes}" + provenance(
         rows, "transformers", "liger-kernel", "flash-attn-4", "cuDNN"
     )
 

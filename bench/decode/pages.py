@@ -58,13 +58,13 @@ def pools_of(step: Step, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return pools[0], pools[1], table
 
 
-def ours(page_size: int | None = None, float8: bool = False, cache_is_rotated: bool = True) -> Callable[[Step], Run]:
-    """Return what makes our step, on contiguous caches, in pages, in float8, or both."""
+def ours(page_size: int | None = None, float8: bool = False, **fixed: bool) -> Callable[[Step], Run]:
+    """Return what makes our step with ``fixed`` options, on contiguous caches, in pages, in float8, or both."""
 
     def make(step: Step) -> Run:
         from fused_rope_attn import rope_attention_with_kvcache
 
-        options: dict[str, Any] = {"cache_seqlens": step.lengths, "cache_is_rotated": cache_is_rotated}
+        options: dict[str, Any] = {"cache_seqlens": step.lengths, **fixed}
         if float8:
             scale = torch.full((1,), FLOAT8_SCALE, device=step.q.device)
             options |= {"k_scale": scale, "v_scale": scale}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baselines.attentions import CUDNN, FA4, FLASH_4, SDPA_FLASH
+from baselines.attentions import CUDNN, FA4, FLASH_4, SDPA_FLASH, UNSPLIT
 from baselines.base import Attention, Package
 from bench.decode.pages import Run, Step, by_flash_attention_4, by_flashinfer, gathered, in_parts, ours
 from bench.suite import Provider, by_name
@@ -78,7 +78,7 @@ def _read(step: Step) -> Run:
     return lambda: source.amax()
 
 
-OURS, RAW, COPY, READ = "fused", "fused_raw", "copy", "read"
+OURS, RAW, SAME_BITS, COPY, READ = "fused", "fused_raw", "same_bits", "copy", "read"
 _FA4_PAGES = Package("flash-attn-4", "flash_attn.cute", "flash_attn_varlen_func")
 _FLASHINFER = Package("flashinfer-python", "flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
 
@@ -101,6 +101,10 @@ def _providers() -> Iterator[DecodeProvider]:
     yield DecodeProvider(RAW, "the same, raw keys", "ours", make=ours(cache_is_rotated=False), raw=True)
     for page_size, float8 in ((16, False), (64, False), (256, False), (None, True), (16, True), (64, True)):
         yield _ours(page_size, float8)
+    for name, page_size in ((OURS, None), (f"{OURS}_page16", 16)):
+        make = ours(page_size, batch_invariant=True)
+        label = "the same, batch_invariant" + ", pages of 16" * (page_size is not None)
+        yield DecodeProvider(f"{name}_{SAME_BITS}", label, "ours", make=make, page_size=page_size)
     yield _rival("gather_sdpa", "gather pages of 16 + SDPA flash", 16, gathered, even=True)
     for size in (16, 128):
         about = f"fa4_page{size}", f"FlashAttention-4, pages of {size}"
@@ -113,6 +117,10 @@ def _providers() -> Iterator[DecodeProvider]:
         yield DecodeProvider(f"sdpa_{name.lower()}", f"rotate + write + SDPA {name}", make=make, even=True)
     make = _contiguous(FA4, causal=True)
     yield DecodeProvider("fa4", "rotate + write + FlashAttention-4", make=make, even=True, **FLASH_4.fields())
+    for name, attention in UNSPLIT.items():
+        make = _contiguous(attention, causal=False)
+        label = f"rotate + write + {attention.label}"
+        yield DecodeProvider(name, label, missing=attention.missing, pip=attention.pip, make=make, even=True)
     yield DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy)
     yield DecodeProvider(READ, "plain read (amax)", "ceiling", make=_read)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bench.decode.providers import OURS, RAW, READ
-from bench.report import Row, comparison, faster, groups, markdown, milliseconds, provenance, strongest
+from baselines.attentions import UNSPLIT
+from bench.decode.providers import OURS, RAW, READ, SAME_BITS
+from bench.report import Row, comparison, faster, groups, markdown, milliseconds, provenance, strongest, timed
 
 
 def results(rows: list[Row]) -> str:
@@ -42,3 +43,25 @@ def stored(rows: list[Row]) -> str:
     )
     header = ["case", "shape", "contiguous ms", *(name.removeprefix(f"{OURS}_") for name in names)]
     return f"{markdown(header, lines)}\n\n{note} {provenance(rows, 'cuDNN')}"
+
+
+def same_bits(rows: list[Row]) -> str:
+    """Show the time of a step with batch_invariant and without it, and of rivals that never split keys."""
+    lines, labels = [], {row["provider"]: row["label"] for row in rows}
+    pairs = [(name, f"{name}_{SAME_BITS}") for name in (OURS, f"{OURS}_page16") if f"{name}_{SAME_BITS}" in labels]
+    rivals = [name for name in UNSPLIT if any(row["provider"] == name for row in timed(rows))]
+    for (case, _, _, _), group in groups(rows, "graph").items():
+        if all(name in group for pair in pairs for name in pair):
+            lines.append([case])
+            for without, name in pairs:
+                times = (f"{1e3 * group[each]['ms']:.1f}" for each in (without, name))
+                lines[-1] += [*times, f"{faster(group[name], group[without]):.2f}"]
+            lines[-1] += [f"{1e3 * group[name]['ms']:.1f}" if name in group else "" for name in rivals]
+    header = ["µs"]
+    for words in ("", ", pages of 16")[: len(pairs)]:
+        header += [f"without{words}", "with", "ratio"]
+    note = (
+        "Steps of one token, heads 32/8, D 128, CUDA graphs, L2 flushed by reading. B8-4K: 8 sequences of 4096 keys. "
+        "Rivals rotate and write the new token in launches of their own."
+    )
+    return f"{markdown([*header, *map(labels.get, rivals)], lines)}\n\n{note} {provenance(rows, 'fa3-fwd')}"

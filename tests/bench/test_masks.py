@@ -130,9 +130,7 @@ def test_the_rivals_say_what_they_lack():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore::DeprecationWarning")
-def test_flex_attention_has_the_window():
+def test_flex_attention_has_the_window(monkeypatch):
     q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
-    attend, block_mask = masked._flex()
-    flex = torch.nn.attention.flex_attention.flex_attention
-    out = flex(q, k, v, block_mask=block_mask(40, 6, "cpu"), enable_gqa=True)
-    torch.testing.assert_close(out, toy_window(q, k, v, 6), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(masked, "compiled_flex", lambda: torch.nn.attention.flex_attention.flex_attention)
+    torch.testing.assert_close(masked.FLEX.window(q, k, v, 6), toy_window(q, k, v, 6), rtol=1e-4, atol=1e-5)
