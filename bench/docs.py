@@ -44,6 +44,9 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "cp:results": ("cp-h200-2026-11-23", "cp.tables.results"),
         "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
     },
+    "docs/guides/same-bits.md": {
+        "step:results": ("same-bits-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
+    },
 }
 # Figure in ``bench/results/plots`` -> the mode and the file of its rows, and the function that draws it.
 PLOTS = {

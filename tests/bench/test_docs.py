@@ -10,7 +10,7 @@ from bench.environment import ROOT
 from tests.support.bench import published
 
 # Every page that a person reads about results; experiments are a record and have figures of their own.
-_PAGES = ("README.md", "docs/benchmarks.md")
+_PAGES = ("README.md", "docs/benchmarks.md", "docs/guides/same-bits.md")
 
 
 def _open(name):
