@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from torch import Tensor
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
 from fused_rope_attn.generation.api import run_write
-from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, Made, bits, refusal
+from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, Made, References, bits, refusal
 from verification.memory import in_pages
 
 ENTRIES = {"batch": "rope_attention", "pack": "rope_attention_varlen"}
 STEP = "rope_attention_with_kvcache"
+LONGEST = 1024  # the float64 reference of more keys takes longer than the calls
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,26 @@ class PairCheck(Call):
 
     def make(self, device: str) -> Made:
         """Return the sequence: q (1, HQ, N, D), k and v (1, HKV, N, D), its tables and its weights."""
+        inputs = self._inputs(device)
+        weights = self.norms_of(device) | {"sinks": testing.masks_of(self, device)["sinks"]}
+        return Made({name: getattr(inputs, name) for name in ("q", "k", "v", "cos", "sin")} | weights, {})
+
+    def _inputs(self, device: str) -> testing.Inputs:
         inputs = testing.make_inputs(self, device)
         if self.peaks:
             inputs.k[:, :, ::7] *= 8
-        weights = self.norms_of(device) | {"sinks": testing.masks_of(self, device)["sinks"]}
-        return Made({name: getattr(inputs, name) for name in ("q", "k", "v", "cos", "sin")} | weights, {})
+        return inputs
+
+    def rows_of_references(self, device: str, rows: slice) -> References:
+        """Return what float64 and eager PyTorch give in some rows."""
+        inputs = self._inputs(device)
+
+        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            results = testing.run_reference(inputs, self, dtype)
+            return {name: getattr(results, name)[:, :, rows] for name in self.outputs}
+
+        zero = functools.partial(testing.noise_of_zero, case=self, inputs=inputs)
+        return References(run, device, lambda name: self.dtype, zero)
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         if variant[0] == "reference":
@@ -75,7 +92,8 @@ class PairCheck(Call):
         return planning.obstacle(variant[0], planning.Needs(arch, self.dtype, self.head_dim, batch_invariant=True))
 
     def run(self, machine: Any) -> Iterator[Finding]:
-        """Compare the rows that both ways compute, to the bit. A backend that cannot keep the promise must refuse."""
+        """Compare the rows that both ways compute, to the bit, and those of the first way with float64 unless the
+        sequence is long. A backend that cannot keep the promise must refuse."""
         products = contextlib.nullcontext()
         if machine.arch == "interpreter":
             from verification.interpreter import products_in_float64
@@ -107,6 +125,10 @@ class PairCheck(Call):
             apart = (one.double() - other.double()).abs().max().item()
             detail = f"{int(differ.sum())} of {differ.numel()} rows have other bits" if differ.any() else ""
             yield Finding(backend, testing.Comparison(f"bits of {name}", apart, 0.0, 0.0, 0.0, not detail, detail))
+        if self.len_k <= LONGEST:
+            references = self.rows_of_references(device, slice(first, end))
+            for name, x in zip(self.outputs, found[0]):
+                yield from references.findings(backend, name, x[None])
 
     def call_of(
         self, way: Way, device: str, backend: str, fills: bool = True
