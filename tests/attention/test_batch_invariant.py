@@ -31,7 +31,7 @@ def exact_products():
 
 
 @interpreted
-@random_calls(24, "pairs")
+@random_calls(12, "pairs")
 def test_rows_have_the_same_bits(call):
     assert_right(call)
 
