@@ -10,7 +10,7 @@ HELP = """usage: python -m bench [COMMAND] [options]      each command has --hel
 suites, each timed on one GPU after a check against float64:
   attention  rope_attention and its rivals; what runs without a command
                --mode host: host time of eager calls; --mode load: energy
-               --cases masks: windows, packing; --cases corope: Co-RoPE
+               --cases masks: windows, packing; corope: Co-RoPE; same-bits
   norm       attention with norms of q and k
   rope       the rotation alone
   decode     one step of generation with a cache
