@@ -118,7 +118,7 @@ FLASH_ATTN = Attention(_flash_attn_label, _flash_attn_or_sdpa, pip=(FLASH_2.pip,
 FA3 = Attention("FA3", _fa3, (torch.bfloat16,), backward=False, **FLASH_3.fields())
 FA4 = Attention("FA4", _fa4, **FLASH_4.fields())
 
-# Attentions whose sums have one order for any batch. vLLM's mode for it has blocks of 16.
+# The order of their sums is the same for any batch. vLLM's batch-invariant mode has blocks of 16.
 UNSPLIT: dict[str, Attention] = {
     "flex16": Attention("FlexAttention, blocks of 16", functools.partial(_flex, 16), backward=False),
     "flex64": Attention("FlexAttention, blocks of 64", functools.partial(_flex, 64), backward=False),

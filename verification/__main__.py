@@ -24,7 +24,7 @@ import torch
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BACKENDS = ("reference", "triton", "hopper")
 STRATEGIES = ("inline", "prepass")
-# Of ``strategies.FAMILIES``, which needs hypothesis.
+# The names in ``strategies.FAMILIES``, which needs hypothesis.
 FAMILIES = ("attention", "packed", "mla", "decode", "rope", "rope of several", "corope", "write", "pairs")
 
 

@@ -1,4 +1,4 @@
-"""What ``batch_invariant`` costs: the cases, the rivals that never split keys, and the tables."""
+"""The cost of ``batch_invariant``: the cases, the rivals that never split keys, and the tables."""
 
 from dataclasses import replace
 
